@@ -12,7 +12,7 @@ from flatshard.units import layout
 
 @contextmanager
 def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
-    """Small shards are mapped, and small gradients read in place; yields what was mapped.
+    """Small shards are mapped, and small gradients copied at once; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
     """

@@ -240,7 +240,7 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         out = request.out
-        nbytes = out.numel() * self.size * request.chunks.dtype.itemsize
+        nbytes = out.numel() * self.size * request.full.dtype.itemsize
         action = "reduce-scattering gradients in backward"
         if request.kind == "all_reduce":
             nbytes = (nbytes + out.nbytes * self.size) // 2

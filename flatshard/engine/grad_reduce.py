@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.transports import ChunkPlan, FlatChunks, Gather, ReduceScatter
+from flatshard.comm.transports import Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.tensor.flat_parameter import FlatParamPlan
@@ -98,18 +98,6 @@ class ReducePlan:
         sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
-    def chunk_plan(self) -> ChunkPlan | None:
-        """Return the plan by which the transport reads large gradients in place, without a copy.
-
-        Sockets can read gradients in place. Returns None if the transport or the user's
-        communication hook needs all gradients in one buffer.
-        """
-        transport = self.flat.topology.intra_group.transport_for(tag=self.tags[0])
-        min_bytes = transport.min_chunk_bytes(self.dtypes.reduce_dtype)
-        if self.hook is not None or min_bytes is None:
-            return None
-        return ChunkPlan(self.flat.layout, min_bytes, self.dtypes.reduce_dtype)
-
     @property
     def is_unordered(self) -> bool:
         """Whether ranks may start reductions in different orders.
@@ -150,17 +138,16 @@ class ReducePlan:
         zero([part[start:end] for start, end in inside if start < end])
         return part
 
-    def reduce_by_hook(self, chunks: FlatChunks) -> Tensor:
-        """Average with the user's communication hook. Collective.
+    def reduce_by_hook(self, full: Tensor) -> Tensor:
+        """Average ``full``, ``(padded_numel,)``, with the user's communication hook. Collective.
 
         Returns this rank's shard of the average, ``(shard_numel,)``.
         """
         assert self.hook is not None, "a plan with a communication hook"
-        (buffer,) = chunks.tensors
         with torch.no_grad():
             # Zero the padding: a hook may have added noise to all elements, and padding must stay
             # zero.
-            reduced = self.hook(buffer, self.flat.unit_name)
+            reduced = self.hook(full, self.flat.unit_name)
             return self.zero_padding(reduced, self.flat.topology.index)
 
 
@@ -170,7 +157,7 @@ class GradReduce:
     def __init__(
         self,
         plan: ReducePlan,
-        chunks: FlatChunks,  # the gradients; must not be changed until the reduction is finished
+        full: Tensor,  # the gradients, (padded_numel,); nothing else may use the memory
         *,
         is_intra_only: bool,  # whether to stop after the first stage (`Sync.INTRA`)
         intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
@@ -194,12 +181,9 @@ class GradReduce:
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
             self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
-            if chunks.ranges != [(0, chunks.numel)]:
-                # No chunk covers the padding, so the reduce-scatter does not write to it.
-                plan.zero_padding(self._out, intra_group.rank)
-            self._work = self._reduce_scatter(intra_group, chunks, plan.tags[0])
+            self._work = self._reduce_scatter(intra_group, full, plan.tags[0])
         else:
-            (self._out,) = chunks.tensors
+            self._out = full
         self._works = [self._work]
         if across.size == 1 or is_intra_only:
             return
@@ -214,26 +198,24 @@ class GradReduce:
         # and with gloo the host would wait here.
         device = self._out.device
         if across.transport_for(device).stream_waits(device):
-            self._cross_behind(chunks)
+            self._cross_behind(full)
         elif intra_group.size == 1:  # there is no first stage to wait for
             self.cross()
         self.has_stages = bool(self.to_come)
 
     def _reduce_scatter(
-        self, comm: Communicator, chunks: FlatChunks, tag: int, kind: str = "reduce"
+        self, comm: Communicator, full: Tensor, tag: int, kind: str = "reduce"
     ) -> AsyncWork:
         """Start a reduce-scatter over ``comm`` that fills ``_out`` with this rank's average."""
         unit_fqn, fixed_order = self._plan.flat.unit_name, self._plan.fixed_order
-        return comm.reduce_scatter(
-            ReduceScatter(chunks, self._out, unit_fqn, tag, fixed_order, kind)
-        )
+        return comm.reduce_scatter(ReduceScatter(full, self._out, unit_fqn, tag, fixed_order, kind))
 
-    def _cross_behind(self, chunks: FlatChunks) -> None:
+    def _cross_behind(self, full: Tensor) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
         # Until `finish`, keep references to the memory that the collectives on the side stream
         # read. The current stream does not wait for the side stream before `finish`, so without the
         # references, the current stream could reuse the memory too early.
-        self._read_on_side_stream = [chunks, self._intra_reduced, *self._work.kept]
+        self._read_on_side_stream = [full, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
             self._read_on_side_stream += self._work.kept
@@ -272,11 +254,11 @@ class GradReduce:
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
         if across is plan.flat.topology.replicate and not plan.adds_replicas:
             return across.all_reduce(values, unit_fqn=plan.flat.unit_name)
-        chunks = FlatChunks.of(_padded(values, across.size))
-        self._out = values.new_empty(chunks.numel // across.size, dtype=plan.across_sum_dtype)
+        values = _padded(values, across.size)
+        self._out = values.new_empty(values.numel() // across.size, dtype=plan.across_sum_dtype)
         if across is plan.flat.topology.replicate:
-            return self._reduce_scatter(across, chunks, plan.tags[2], "all_reduce")
-        return self._reduce_scatter(across, chunks, plan.tags[1])
+            return self._reduce_scatter(across, values, plan.tags[2], "all_reduce")
+        return self._reduce_scatter(across, values, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
         """Start the third stage: all-gather the parts of the average over the replicas."""

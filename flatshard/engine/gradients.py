@@ -3,9 +3,9 @@
 [Note: a gradient's way]
 1.  ``receive`` takes each gradient that autograd computes, and adds up the gradients until the next
     reduction. The sums are the accumulated gradients.
-2.  ``take_chunks`` returns the sum as ``FlatChunks``, for a reduction. If the reduction covers only
-    the intra group (``Sync.INTRA``), ``add_intra_reduced`` keeps the result until a later backward
-    reduces over all ranks.
+2.  ``take`` returns the sums of all parameters in one tensor, for a reduction. If the reduction
+    covers only the intra group (``Sync.INTRA``), ``add_intra_reduced`` keeps the result until a
+    later backward reduces over all ranks.
 3.  ``add_reduced`` keeps the reduced gradients, and ``publish`` puts the reduced gradients into
     ``.grad`` at the end of backward.
 
@@ -21,14 +21,13 @@ This module starts no collective.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.transports import ChunkPlan, FlatChunks
 from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import beside, copy_stream
@@ -47,14 +46,8 @@ from flatshard.units.layout import part_of, view_of
 from flatshard.units.module_tree import unit_text
 
 # Gradients smaller than this are copied together, by one kernel after the last gradient has
-# arrived, because starting one copy per small gradient takes longer than the copies. If the whole
-# flat parameter is smaller than this, the transport (the class that moves bytes between ranks) does
-# not read the gradients in place: to send or read one block is faster than many small blocks.
+# arrived, because starting one copy per small gradient takes longer than the copies.
 _SMALL_BYTES = 1 << 20
-
-# Minimum mean size of the gradients for which the transport (sockets, for example) reads each
-# gradient in place. For smaller gradients, copying all gradients to one buffer first is faster.
-_MEAN_IN_PLACE_BYTES = 1 << 16
 
 
 class Sync(enum.Enum):
@@ -84,6 +77,8 @@ class Gradients:
         bounds = [x for one in params for x in (one.local.start, one.local.end)]
         pieces = pairwise([0, *bounds, self._layout.shard_numel])
         self._shard_pieces = [end - start for start, end in pieces]
+        # Whether the flat parameter is a single parameter without padding, such as an embedding.
+        self._is_single = self._layout.padded_numel == self._layout.spans[0].numel
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
         # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
@@ -123,12 +118,6 @@ class Gradients:
         self._plan, self.dtypes = plan, plan.dtypes
         for param in self._params:
             param.kept_grad = None  # it may have another dtype or device
-        # Decides which gradients the transport reads in place. None: all gradients are copied to
-        # `_buffer`, and the transport reads `_buffer`.
-        self._chunk_plan: ChunkPlan | None = None
-        least_bytes = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(self._layout.spans))
-        if plan.device.type == "cpu" and plan.full_bytes >= least_bytes:
-            self._chunk_plan = plan.chunk_plan()
 
     @property
     def nbytes(self) -> int:
@@ -241,20 +230,20 @@ class Gradients:
         # not round this gradient to the reduce dtype yet.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
         is_small = grad.nbytes < _SMALL_BYTES
-        if self._chunk_plan is None and not (is_small or may_widen):
+        if not (is_small or may_widen or self._is_single):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # Chunks are read as raw memory, so do not keep a lazily conjugated or negated tensor: the
-        # memory of such a tensor does not contain the tensor's values.
+        # `take` views the gradient as one dimension, in memory order. So do not keep a lazily
+        # conjugated or negated tensor, whose memory does not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits or grad.device != self._plan.device:
-            # Make a dense copy, because chunks must be dense and in the parameter's strides. An
-            # expanded gradient, for example, has strides of 0.
+            # Make a dense copy, in the parameter's strides. An expanded gradient, for example, has
+            # strides of 0.
             dense = grad.new_empty_strided(span.shape, span.strides, device=self._plan.device)
             grad = dense.copy_(grad)
         # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
-        # tensor from `.grad`, so autograd does not add to the tensor. `take_chunks` casts later.
+        # tensor from `.grad`, so autograd does not add to the tensor. `take` casts later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -322,20 +311,17 @@ class Gradients:
 
     # ------------------------------------------------------------ hand out
 
-    def take_chunks(self) -> FlatChunks:
-        """Return all accumulated gradients in the reduce dtype, and keep none.
+    def take(self) -> Tensor:
+        """Return all accumulated gradients, ``(padded_numel,)`` in the reduce dtype; keep none.
 
-        The returned chunks are zero for parameters without a gradient.
+        The tensor is zero for parameters without a gradient.
         """
-        if self._chunk_plan is not None:
-            in_order = self._in_memory_order(self.slots)
-            grads = dict(zip(self.slots, in_order, strict=True))
-            # Drop all other references to the gradients. Then `chunks` can free each gradient
-            # as soon as the gradient is cast.
-            in_order.clear()
-            self._empty()
-            return self._chunk_plan.chunks(grads)
         spans = self._layout.spans
+        if self._is_single and self.slots:
+            # The gradient already is the whole flat gradient. Do not copy it: it may be large.
+            whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
+            self._empty()
+            return whole.to(self.dtypes.reduce_dtype)
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
@@ -344,18 +330,12 @@ class Gradients:
             # Make all views with one call and all copies with one kernel: a call and a kernel
             # per parameter would take longer than the copies.
             places = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
-            separate = self._in_memory_order(self._separate)
-            torch._foreach_copy_([places[index] for index in self._separate], separate)
+            # All stored gradients are dense, so 1-D views with the elements in memory order exist.
+            slots = [self.slots[index] for index in self._separate]
+            flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
+            torch._foreach_copy_([places[index] for index in self._separate], flat)
         self._empty()
-        return FlatChunks.of(buffer)
-
-    def _in_memory_order(self, indices: Iterable[int]) -> list[Tensor]:
-        """Return 1-D views of the gradients of ``indices``, with the elements in memory order.
-
-        All stored gradients are dense, so a 1-D view exists.
-        """
-        slots = [self.slots[index] for index in indices]
-        return [one if one.dim() == 1 else one.as_strided((one.numel(),), (1,)) for one in slots]
+        return buffer
 
     def _empty(self) -> None:
         self._buffer, self.slots, self._separate = None, {}, set()

@@ -458,16 +458,16 @@ class FlatParamHandle:
         # There is room for one reduction, so a second start would lose the result of the first.
         assert not self.is_reducing, "the earlier reduction is not finished"
         grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
-        chunks = grads.take_chunks()
+        full = grads.take()
         if plan.hook is not None:
             assert sync is Sync.ALL, "a communication hook reduces over all ranks"
-            grads.add_reduced(plan.reduce_by_hook(chunks))
+            grads.add_reduced(plan.reduce_by_hook(full))
             return
         if sync is Sync.ALL:
             earlier, grads.intra_reduced = grads.intra_reduced, None
         is_intra_only = sync is Sync.INTRA
         self.grad_reduce = GradReduce(
-            plan, chunks, is_intra_only=is_intra_only, intra_reduced=earlier
+            plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
         )
 
     def finish_reduction(self) -> None:

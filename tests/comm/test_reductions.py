@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.comm.ranks import communicator
-from flatshard.comm.transports import FlatChunks, Gather, ReduceScatter, sockets
+from flatshard.comm.transports import Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy
@@ -56,9 +56,7 @@ def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     results = []
     for _ in range(2):
         out = torch.empty(5)
-        comm.reduce_scatter(
-            ReduceScatter(FlatChunks.of(_values(rank, world_size)), out, "test", 1)
-        ).finish()
+        comm.reduce_scatter(ReduceScatter(_values(rank, world_size), out, "test", 1)).finish()
         results.append(out)
     return results[0], results[1]
 
@@ -73,24 +71,19 @@ def _in_pieces(rank: int, world_size: int) -> None:
     sockets.PIECE_BYTES = 64
     sockets._ADDED_AT_ONCE = 6
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
-    cases = [
-        (numel, dtype, num_parts)
-        for numel in (0, 1, 15, 16, 17, 70)
-        for dtype in (torch.float32, torch.float64, torch.complex64)
-        for num_parts in (1, 2, 5)
-    ]
+    dtypes = (torch.float32, torch.float64, torch.complex64)
+    cases = list(itertools.product((0, 1, 15, 16, 17, 70), dtypes))
     started: list[tuple[AsyncWork, Tensor, Tensor]] = []
-    for tag, (numel, dtype, num_parts) in enumerate(cases):
+    for tag, (numel, dtype) in enumerate(cases):
         values = [
             torch.randn(numel * world_size, dtype=dtype, generator=_seeded(100 * tag + other))
             for other in range(world_size)
         ]
-        wholes = [_in_parts(one, num_parts, other % num_parts) for other, one in enumerate(values)]
         expected = _sum_in_order([one.chunk(world_size)[rank] for one in values] if numel else [])
         out = torch.full((numel,), torch.nan, dtype=dtype)
         if tag % world_size == rank:
             time.sleep(0.01)
-        pending = comm.reduce_scatter(ReduceScatter(wholes[rank], out, "test", tag))
+        pending = comm.reduce_scatter(ReduceScatter(values[rank], out, "test", tag))
         started.append((pending, out, expected))
     pending_sends = PendingSends()
     for pending, out, expected in started:
@@ -101,18 +94,6 @@ def _in_pieces(rank: int, world_size: int) -> None:
         pending.wait(pending_sends)
         assert torch.equal(out, expected.to(out.dtype))
     pending_sends.wait_sends()
-
-
-def _in_parts(values: Tensor, num_parts: int, missing: int) -> FlatChunks:
-    """Without a part, where there are several: then ``values`` are zero there."""
-    numel = values.numel()
-    bounds = [numel * number // num_parts for number in range(num_parts + 1)]
-    ranges = list(itertools.pairwise(bounds))
-    parts: list[Tensor | None] = [values[start:end] for start, end in ranges]
-    if num_parts > 1:
-        values[slice(*ranges[missing])] = 0
-        parts[missing] = None
-    return FlatChunks(parts, ranges, numel, values.dtype)
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -133,7 +114,7 @@ def test_a_reduction_that_another_rank_starts_late() -> None:
 def _late(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     out = torch.empty(5)
-    request = ReduceScatter(FlatChunks.of(torch.ones(10)), out, "test", 1)
+    request = ReduceScatter(torch.ones(10), out, "test", 1)
     if rank == 0:
         pending = comm.reduce_scatter(request)
         time.sleep(0.05)
@@ -177,9 +158,7 @@ def _narrow(rank: int, world_size: int) -> None:
             parts = [(values if r == rank else sent)[r] for r in range(world_size)]
             expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
             out = torch.empty(numel, dtype=dtype)
-            comm.reduce_scatter(
-                ReduceScatter(FlatChunks.of(values[rank].clone()), out, "test", tag)
-            ).finish()
+            comm.reduce_scatter(ReduceScatter(values[rank].clone(), out, "test", tag)).finish()
             assert torch.equal(out, expected)
 
 

@@ -43,7 +43,7 @@ class ListTransport(Transport):
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         self.num_begun["reduce_scatter"] += 1
-        (buffer,) = request.chunks.tensors
+        buffer = request.full
         size, rank = self._members.size, self._members.rank
         everyone = buffer.new_empty(size * buffer.numel())
         mine = [theirs.chunk(size)[rank] for theirs in everyone.chunk(size)]

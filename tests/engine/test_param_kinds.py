@@ -371,16 +371,15 @@ class _Allocated:
 @contextmanager
 def _counted_gradient_buffers() -> Iterator[_Allocated]:
     counted = _Allocated()
-    take_chunks = Gradients.take_chunks
+    take = Gradients.take
 
-    def count(self: Gradients) -> Any:
-        chunks = take_chunks(self)
-        for buffer in chunks.tensors:
-            counted.total += buffer.untyped_storage().nbytes()
-            counted.count += 1
-        return chunks
+    def count(self: Gradients) -> Tensor:
+        buffer = take(self)
+        counted.total += buffer.untyped_storage().nbytes()
+        counted.count += 1
+        return buffer
 
-    with mock.patch.object(Gradients, "take_chunks", count):
+    with mock.patch.object(Gradients, "take", count):
         yield counted
 
 

@@ -1,11 +1,5 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
-[Note: scattered gradients]
-``FlatChunks`` describes gradients of a flat parameter in several tensors instead of one buffer.
-With ``FlatChunks``, a transport sends gradients directly from the tensors made by autograd. Copying
-all gradients to one buffer first would take as long as a fast network needs to send the gradients.
-Only small gradients are copied into common tensors; ``ChunkPlan`` chooses which.
-
 This module also averages over ranks, in rank order and at least in fp32, so that the averages are
 the same in every run and with every transport that adds in flatshard's code.
 """
@@ -13,8 +7,7 @@ the same in every run and with every transport that adds in flatshard's code.
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -28,7 +21,6 @@ from flatshard.comm.work import AsyncWork, History, WaitCondition
 from flatshard.memory.buffers import BufferMemory, allocate
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.options.transport_options import TransportOptions
-from flatshard.units.layout import FlatLayout
 
 
 class Members:
@@ -105,102 +97,6 @@ class Members:
             self.history.learn(what)
 
 
-class Chunk(NamedTuple):
-    """Consecutive elements of a ``FlatChunks``, all from the same part."""
-
-    part: int  # index of the part in ``FlatChunks.parts``
-    offset: int  # index of the first element within the part
-    start: int  # range [start, end) of the elements in the flat parameter
-    end: int
-    values: Tensor | None  # the elements, (end - start,). None: all elements are zero
-
-
-@dataclass(frozen=True)
-class FlatChunks:
-    """One value, such as the gradient, per element of a flat parameter, in several tensors.
-
-    Each tensor is called a part; see [Note: scattered gradients].
-    """
-
-    # One contiguous tensor per range, each (end - start,), all of the same dtype. None instead of a
-    # tensor: all values of this range are zero.
-    parts: Sequence[Tensor | None]
-    ranges: Sequence[tuple[int, int]]  # [start, end) of each part; ascending, the same on all ranks
-    numel: int  # number of all elements, padding included
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, buffer: Tensor) -> FlatChunks:
-        """Make a ``FlatChunks`` with one part: ``buffer``, ``(numel,)``. No copy."""
-        return cls([buffer], [(0, buffer.numel())], buffer.numel(), buffer.dtype)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All parts with a tensor. Parts of only zeros have no tensor."""
-        return [part for part in self.parts if part is not None]
-
-    def cut(self, begin: int, end: int, numel: int | None = None) -> Iterator[Chunk]:
-        """Yield the elements ``[begin, end)`` of the flat parameter as chunks, in order.
-
-        A chunk ends where its part ends, and after at most ``numel`` elements. None: no maximum.
-        """
-        for index, (first, last) in enumerate(self.ranges):
-            start, stop = max(first, begin), min(last, end)
-            part = self.parts[index]
-            step = numel or max(stop - start, 1)
-            for at in range(start, stop, step):
-                until = min(at + step, stop)
-                values = None if part is None else part[at - first : until - first]
-                yield Chunk(index, at - first, at, until, values)
-
-
-class ChunkPlan:
-    """Decides which gradients are sent from their own tensor, and which are first copied together.
-
-    A gradient of at least ``min_bytes`` becomes a part of a ``FlatChunks`` without a copy. Smaller
-    gradients that are neighbours in the flat parameter are copied into a common part.
-    """
-
-    def __init__(self, layout: FlatLayout, min_bytes: int, dtype: torch.dtype) -> None:
-        self._layout, self._dtype = layout, dtype
-        self._runs: list[list[int]] = []
-        # The ranges of the parts must be the same on all ranks, although a parameter may have a
-        # gradient on one rank only. So decide by the layout, not by the gradients that exist.
-        joins = False
-        for index, span in enumerate(layout.spans):
-            is_small = (span.end - span.start) * dtype.itemsize < min_bytes
-            if joins and is_small:
-                self._runs[-1].append(index)
-            else:
-                self._runs.append([index])
-            joins = is_small
-
-    def chunks(self, gradients: dict[int, Tensor]) -> FlatChunks:
-        """Return a ``FlatChunks`` with the gradients of a flat parameter.
-
-        ``gradients``: gradients in any dtype, elements in memory order, keyed by the index of the
-        parameter in the flat parameter. A missing gradient counts as zeros. A gradient that becomes
-        a part by itself is removed from ``gradients``, so that a cast can free the gradient.
-        """
-        spans = self._layout.spans
-        ranges = [(spans[run[0]].start, spans[run[-1]].end) for run in self._runs]
-        parts = [self._part(run, gradients) for run in self._runs]
-        return FlatChunks(parts, ranges, self._layout.padded_numel, self._dtype)
-
-    def _part(self, run: list[int], gradients: dict[int, Tensor]) -> Tensor | None:
-        there = [index for index in run if index in gradients]
-        if not there:
-            return None
-        if len(run) == 1:
-            return gradients.pop(run[0]).to(self._dtype)  # no copy if the dtypes are equal
-        spans, device = self._layout.spans, gradients[there[0]].device
-        first = spans[run[0]].start
-        part = torch.zeros(spans[run[-1]].end - first, dtype=self._dtype, device=device)
-        places = [part[spans[i].start - first : spans[i].end - first] for i in there]
-        torch._foreach_copy_(places, [gradients[index] for index in there])
-        return part
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which flatshard adds values of ``dtype``: at least fp32."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -251,12 +147,10 @@ class Gather(NamedTuple):
 class ReduceScatter(NamedTuple):
     """Arguments of a reduce-scatter: each rank gets the average of one shard of the gradients."""
 
-    # This rank's gradients, ``shard_numel * size`` elements. If the gradients are one part, the
-    # transport may overwrite the part. Several parts are possible only if the transport's
-    # ``min_chunk_bytes`` is not None, and are not overwritten.
-    chunks: FlatChunks
+    # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
+    full: Tensor
     # Receives this rank's shard of the averages, (shard_numel,), in the dtype in which the
-    # transport adds. Elements outside of the ranges of ``chunks`` are not written.
+    # transport adds.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
@@ -358,16 +252,6 @@ class Transport(abc.ABC):
         ``ReduceScatter.fixed_order``.
         """
         return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
-
-    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        """Return the minimum bytes of a gradient that is sent directly from its own tensor.
-
-        Smaller gradients are first copied together, because a message of their own would cost more
-        than the copy. None: ``reduce_scatter`` cannot send several tensors, so all gradients of a
-        flat parameter are copied into one buffer.
-        """
-        # A subclass whose `reduce_scatter` can send several parts overrides this method.
-        return None
 
     def warm_up(  # noqa: B027 (nothing to open)
         self, device: torch.device, *, fixed_order: bool, replicas: bool

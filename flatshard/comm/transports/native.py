@@ -99,9 +99,8 @@ class NativeTransport(Transport):
         return self._under_way(work, op_name, shard, out, need=need, reports_end=reports_end)
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        (buffer,) = request.chunks.parts
-        assert buffer is not None, "gradients in one piece"
-        group, kept, then = self._members.reduce_group, [buffer, request.out], None
+        buffer, then = request.full, None
+        group, kept = self._members.reduce_group, [buffer, request.out]
         need = self._members.begin(group)
         if request.fixed_order:
             # The backend fills `arrived` after this method has returned. So add `arrived` to the

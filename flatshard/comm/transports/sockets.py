@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ from torch import Tensor
 from flatshard.comm.process_groups import OUR_THREADS
 from flatshard.comm.transports import (
     BufferRequest,
-    FlatChunks,
     Gather,
     Members,
     ReduceScatter,
@@ -48,10 +47,6 @@ from flatshard.units.layout import as_bytes
 # Gradients are received and added in pieces of this size. While one piece is added, the next pieces
 # are on their way.
 PIECE_BYTES = 2 << 20
-# Gradients of at least this size are sent directly from the tensors made by autograd, each in
-# separate messages. Copying the gradients to one buffer first would cost more than the extra
-# messages.
-SENT_IN_PLACE_BYTES = 1 << 20
 # Number of elements added at a time. With so few elements, the elements stay in the CPU's cache,
 # and torch adds without starting threads. For more elements torch would start a pool of threads for
 # each of flatshard's background threads.
@@ -135,9 +130,6 @@ class SocketTransport(Transport):
     def accepts(self, device: torch.device, tag: int) -> bool:
         return device.type == "cpu"
 
-    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        return SENT_IN_PLACE_BYTES if self._sent_dtype(dtype) is dtype else None
-
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wire = self._wire_dtype
         if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
@@ -195,47 +187,24 @@ class SocketTransport(Transport):
         )
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        members, chunks, out = self._members, request.chunks, request.out
+        members, full = self._members, request.full
         need = members.begin(members.reduce_group, ("average", request.tag))
-        dtype = self._sent_dtype(chunks.dtype)
+        dtype = self._sent_dtype(full.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         average = _Average(members, request, dtype, step)
-        leaving = [_leaving(chunks, peer, out.numel(), dtype, step) for peer in members.peers]
+        shards = full.chunk(members.size)
+        leaving = {peer: shards[peer].to(dtype).split(step) for peer in members.peers}
         # Send one piece to each peer in turn, so that the links to all peers are busy at the same
         # time.
-        for pieces in zip_longest(*leaving):
-            for peer, piece in zip(members.peers, pieces, strict=True):
-                if piece is not None:
-                    send = _Message(members.reduce_group.send, piece, peer, request.tag)
-                    average.sends.append(send)
+        average.sends = [
+            _Message(members.reduce_group.send, leaving[peer][number], peer, request.tag)
+            for number in range(len(leaving[members.peers[0]]))
+            for peer in members.peers
+        ]
         # Begin the receives before the sends, for the reason given in ``gather``.
         self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
         self._adds.put(average.run)
-        return AsyncWork([average], op_name, [*chunks.tensors, out], need=need)
-
-
-def _leaving(
-    chunks: FlatChunks, peer: int, numel: int, dtype: torch.dtype, step: int
-) -> list[Tensor]:
-    """Return the pieces of this rank's gradients to send to rank ``peer``, which averages them.
-
-    ``peer`` receives in the same pieces.
-
-    Args:
-        chunks: this rank's gradients for the whole flat parameter.
-        peer: rank of the receiver within the group.
-        numel: number of elements to average, for each rank.
-        dtype: dtype in which the pieces are sent.
-        step: maximum number of elements of a piece.
-    """
-    leaving: list[Tensor] = []
-    for one in chunks.cut(peer * numel, (peer + 1) * numel):
-        if one.values is None:
-            values = torch.zeros(one.end - one.start, dtype=dtype)
-        else:
-            values = one.values.to(dtype)  # no copy if the dtypes are equal
-        leaving += values.split(step)
-    return leaving
+        return AsyncWork([average], op_name, [full, request.out], need=need)
 
 
 class _Piece(NamedTuple):
@@ -243,9 +212,8 @@ class _Piece(NamedTuple):
 
     out: Tensor  # the elements of the result
 
-    # The values of all ranks, this rank included, in the order of the additions. None instead of a
-    # tensor: all values are zero.
-    values: list[Tensor | None]
+    # The values of all ranks, this rank included, in the order of the additions.
+    values: list[Tensor]
     receives: list[_Message]  # the receives of the values of the other ranks
 
 
@@ -281,19 +249,18 @@ class _Average:
         num_rows = len(peers) - 1 if self._in_place else len(peers)
         rows = [out] if self._in_place else []
         rows += torch.empty(num_rows, numel, dtype=dtype)
-        begin = members.rank * numel
-        for own in request.chunks.cut(begin, begin + numel, step):
-            part = slice(own.start - begin, own.end - begin)
-            values: list[Tensor | None] = [row[part] for row in rows]
+        own = request.full.chunk(members.size)[members.rank]
+        splits = [whole.split(step) for whole in (out, own, *rows)]
+        for part, mine, *values in zip(*splits, strict=True):
             receives = [
-                _Message(members.reduce_group.recv, row[part], peer, request.tag)
-                for row, peer in zip(rows, peers, strict=True)
+                _Message(members.reduce_group.recv, theirs, peer, request.tag)
+                for theirs, peer in zip(values, peers, strict=True)
             ]
             # Insert this rank's values in rank order. But rank 0 inserts its values second, because
             # the first values may lie in the result. The sum is the same, because the order of the
             # first two summands does not matter.
-            values.insert(max(members.rank, 1), own.values)
-            self._pieces.append(_Piece(out[part], values, receives))
+            values.insert(max(members.rank, 1), mine)
+            self._pieces.append(_Piece(part, values, receives))
 
     def receives(self) -> Iterator[_Message]:
         """Return all receives of other ranks' values, in the order of the additions."""
@@ -336,15 +303,13 @@ class _Average:
 
     def _add(self, piece: _Piece) -> None:
         first, *others = piece.values
-        assert first is not None, "the first peer's values have arrived"
         for start in range(0, piece.out.numel(), _ADDED_AT_ONCE):
             end = start + _ADDED_AT_ONCE
             total = piece.out[start:end]
             if not self._in_place:
                 total.copy_(first[start:end])
             for values in others:
-                if values is not None:
-                    total.add_(values[start:end])
+                total.add_(values[start:end])
             divide(total, self._size, total)
 
 

@@ -18,9 +18,9 @@ from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
-# The same thresholds as in ``engine.gradients``: gradients of at least this size are copied into
-# the buffer at once, and the transport reads gradients of at least this mean size in place.
-_SMALL_BYTES, _MEAN_IN_PLACE_BYTES = 1 << 20, 1 << 16
+# The same threshold as in ``engine.gradients``: gradients of at least this size are copied into the
+# buffer at once.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass
@@ -115,9 +115,6 @@ class Replay:
             self.allocate(flat.parameter_bytes, "parameters")
             if flat.placement.over_all:
                 self.allocate(flat.secondary_bytes, "unsharded")
-            least = max(_SMALL_BYTES, _MEAN_IN_PLACE_BYTES * len(flat.params))
-            is_large = flat.gather_size > 1 and flat.whole_gradient_bytes >= least
-            flat.in_place = self._sockets and is_large
         self.allocate(trace.buffer_bytes, "buffers")
         begin = trace.events.index(Mark("backward"))
         made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
@@ -358,7 +355,7 @@ class Replay:
         flat = self.flats[index]
         # With gradient accumulation, the gradient is added to the gradient of an earlier backward.
         is_new = flat.arrived == len(flat.slots)
-        is_kept = is_new and (flat.in_place or block.nbytes < _SMALL_BYTES)
+        is_kept = is_new and (flat.is_single or block.nbytes < _SMALL_BYTES)
         flat.arrived += 1
         if is_new:
             flat.slots.append(block if is_kept else None)
@@ -380,22 +377,18 @@ class Replay:
         if has_all and sees_end and self._outstanding.get(unit) == 0:
             self.reshard(unit)
 
-    def _fill(self, flat: FlatMemory) -> list[Held]:
+    def _fill(self, flat: FlatMemory) -> Held:
         """Return the memory from which the transport sends the gradients of a flat parameter."""
         slots, buffer = flat.slots, flat.buffer
         flat.slots, flat.buffer = [], None
-        if not flat.in_place:
-            buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
-            self.free(*slots)
-            if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
-                self.compute(2 * flat.whole_gradient_bytes / self.machine.device.memory_rate)
-            return [buffer]
-        sent = []
-        for slot in filter(None, slots):
-            nbytes = slot.nbytes // flat.compute_dtype.itemsize * flat.reduce_itemsize
-            is_kept = nbytes == slot.nbytes >= _SMALL_BYTES
-            sent.append(slot if is_kept else self.copy(slot, nbytes, "reduction"))
-        return sent
+        first = slots[0] if slots else None
+        if flat.is_single and first and first.nbytes == flat.whole_gradient_bytes:
+            return first
+        buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
+        self.free(*slots)
+        if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
+            self.compute(2 * flat.whole_gradient_bytes / self.machine.device.memory_rate)
+        return buffer
 
     def _reduce(self, flat: FlatMemory) -> None:
         """Start the reduction of a flat parameter, and finish earlier ones that have ended."""
@@ -403,7 +396,7 @@ class Replay:
         reduction = _Reduction(flat, flat.replicas > 1, self.clock)
         sent = self._fill(flat)
         if flat.gather_size == 1:
-            flat.results += sent
+            flat.results.append(sent)
         else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
             flat.results.append(self.allocate(nbytes, "reduction"))
@@ -412,7 +405,7 @@ class Replay:
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes
-            reduction.buffers += [*sent, self.allocate(more, "reduction")]
+            reduction.buffers += [sent, self.allocate(more, "reduction")]
             size, per_node = flat.gather_size, self.machine.per_node
             reduction.ends = self.send(flat.whole_gradient_bytes, size, per_node)
         self._in_flight.append(reduction)

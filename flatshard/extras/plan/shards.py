@@ -45,6 +45,7 @@ class FlatMemory:
         is_trained: whether the parameters require gradients.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
+        is_single: whether the flat parameter is a single parameter without padding.
         is_freed_after: whether the unit reshards after backward.
         placement: the properties of the unit's sharding strategy.
         compute_dtype: dtype of the unsharded parameters.
@@ -52,7 +53,6 @@ class FlatMemory:
         gather_size: number of ranks in an all-gather of forward.
         regather_size: number of ranks in an all-gather of backward.
         replicas: number of ranks with the same shard, or in the second stage of a reduction.
-        in_place: whether the transport reads the gradients from autograd's memory, without a copy.
         unsharded: the unsharded parameters, unless they are freed.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.
         secondary: the secondary shard.
@@ -74,7 +74,7 @@ class FlatMemory:
         self.compute_dtype = plan.precision.unsharded_dtype(plan.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
         self.params = tuple(info.param for info in unit.flat_params[plan].values())
-        self.numel = layout.numel
+        self.numel, self.is_single = layout.numel, layout.padded_numel == layout.spans[0].numel
         self.is_trained = plan.requires_grad
         self.is_cast = self.compute_dtype != plan.dtype
         places = [place for info in unit.flat_params[plan].values() for place in info.locations]
@@ -101,7 +101,7 @@ class FlatMemory:
         is_freed = placement.reshard_after_forward and unit.name
         if placement.regather_size and (is_freed or self.is_lookup):
             self.secondary_bytes = unsharded // placement.regather_size
-        self.in_place = self.is_stale = False
+        self.is_stale = False
         self.unsharded: Held | None = None
         self.source: Held | None = None
         self.secondary: Held | None = None

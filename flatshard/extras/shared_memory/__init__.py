@@ -34,7 +34,6 @@ from torch import Tensor
 from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.transports import (
     BufferRequest,
-    FlatChunks,
     Gather,
     Members,
     ReduceScatter,
@@ -101,9 +100,6 @@ class SharedMemoryTransport(Transport):
             self._published.pop(one, None)
             self.members.history.forget(("offer", one), ("take", one))
 
-    def min_chunk_bytes(self, dtype: torch.dtype) -> int | None:
-        return 0
-
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         part = request.numel // self.members.size
         can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
@@ -135,52 +131,40 @@ class SharedMemoryTransport(Transport):
         return publication
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
-        chunks, out, tag = request.chunks, request.out, request.tag + _REDUCING
-        # Publish the address of a table with the addresses of all parts. The other ranks read the
-        # table, and then the parts. The returned work keeps the table alive.
-        places = [0 if part is None else part.data_ptr() for part in chunks.parts]
-        table = torch.tensor(places, device="cpu")
-        publication = self.publish(table.data_ptr(), tag, op_name, *chunks.tensors, out, table)
+        full, out, tag = request.full, request.out, request.tag + _REDUCING
+        publication = self.publish(full.data_ptr(), tag, op_name, full, out)
 
         def average() -> None:
-            self._average(chunks, publication.records, out)
+            self._average(full, publication.records, out)
             publication.take()
 
         publication.then = average
         return publication
 
-    def _average(self, chunks: FlatChunks, records: dict[int, Awaited], out: Tensor) -> None:
-        """Fill ``out`` with the average of all ranks' values for this rank's chunk.
+    def _average(self, full: Tensor, records: dict[int, Awaited], out: Tensor) -> None:
+        """Fill ``out`` with the average of all ranks' values for this rank's shard.
 
         Adds in rank order, so that every run and every rank rounds in the same way.
         """
-        members = self.members
-        tables = torch.zeros(members.size, len(chunks.parts), dtype=torch.int64, device="cpu")
-        for rank, record in records.items():
-            self.processes[rank].read(record.address, tables[rank])
-        places = tables.tolist()  # addresses of each rank's parts; a part at address 0 is all zeros
-        first = members.rank * out.numel()
-        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=chunks.dtype, device="cpu")
-        for piece in chunks.cut(first, first + out.numel(), _PIECE_NUMEL):
-            result = out[piece.start - first : piece.end - first]
-            total: Tensor | None = None
+        members, itemsize = self.members, full.itemsize
+        own, first = full.chunk(members.size)[members.rank], members.rank * out.numel()
+        scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=full.dtype, device="cpu")
+        for start in range(0, out.numel(), _PIECE_NUMEL):
+            result = out[start : start + _PIECE_NUMEL]
             for rank in range(members.size):
-                values = piece.values if rank == members.rank else None
-                if place := places[rank][piece.part]:
-                    # Read the first values directly into the result, without a copy.
-                    in_place = total is None and out.dtype is chunks.dtype
-                    values = result if in_place else scratch[: result.numel()]
-                    self.processes[rank].read(place + piece.offset * values.itemsize, values)
-                if values is None:
-                    continue
-                if total is None:
+                # Read the first values directly into the result, without a copy.
+                in_place = rank == 0 and out.dtype is full.dtype
+                values = result if in_place else scratch[: result.numel()]
+                if rank == members.rank:
+                    values = own[start : start + _PIECE_NUMEL]
+                else:
+                    place = records[rank].address + (first + start) * itemsize
+                    self.processes[rank].read(place, values)
+                if rank == 0:
                     total = values if values.dtype is out.dtype else result.copy_(values)
                 else:
                     total = torch.add(total, values, out=result)
-            if total is None:
-                result.zero_()
-            else:
-                divide(total, members.size, result)
+            divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
         """Close files that all ranks have mapped: a process can usually open only 1,024 files."""
