@@ -6,8 +6,8 @@ from typing import Any
 from flatshard.comm.work import CollectiveError
 from flatshard.module.construction import leave_empty
 from flatshard.optimizer.stepper import declare_elementwise
-from flatshard.options.offload import CPUOffload
-from flatshard.options.precision import MixedPrecision
+from flatshard.options.offload import CPUOffload, OffloadError
+from flatshard.options.precision import MixedPrecision, ReduceMode
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.tensor import elementwise_ops, reduction_ops  # noqa: F401  (they register operators)
 from flatshard.tensor.flat_parameter import FlatParameter
@@ -23,6 +23,8 @@ __all__ = [
     "FlatParameter",
     "FlatShardTensor",
     "MixedPrecision",
+    "OffloadError",
+    "ReduceMode",
     "ShardedWrapper",
     "ShardingStrategy",
     "declare_elementwise",

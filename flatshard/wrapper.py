@@ -7,9 +7,10 @@ model's steps.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,11 @@ from flatshard.state.full_params import Request
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
+
+if TYPE_CHECKING:  # never at runtime: these folders can be deleted
+    from flatshard.extras.plan.measured import RankPlan
+    from flatshard.extras.recording.step_report import StepReport
+    from flatshard.extras.step_in_backward import StepInBackward
 
 
 class _NamesMissing(type):
@@ -258,7 +264,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         throw_on_early_termination: bool = False,
         *,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-    ) -> Any:
+    ) -> AbstractContextManager[None]:
         """Train on uneven inputs, as with DistributedDataParallel's ``join``.
 
         A rank without inputs left repeats the collective calls of the other ranks with zero
@@ -295,7 +301,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if not enable:
             return nullcontext()
         how = divide_by_initial_world_size, throw_on_early_termination
-        return extra("join", "ShardedWrapper.join()").joining(self._sharding, optimizers, *how)
+        context: AbstractContextManager[None]
+        context = extra("join", "ShardedWrapper.join()").joining(self._sharding, optimizers, *how)
+        return context
 
     def free_buffers(self) -> None:
         """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
@@ -304,7 +312,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         self._sharding.context.forward.give_back()
 
-    def record_steps(self, *, memory: Any = None) -> Any:
+    def record_steps(
+        self, *, memory: str | os.PathLike[str] | None = None
+    ) -> AbstractContextManager[list[StepReport]]:
         """Record the steps of all units of the model inside the context.
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
@@ -336,16 +346,19 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
         recording = extra("recording", "ShardedWrapper.record_steps()")
-        return recording.record_steps(self._sharding, memory)
+        reports: AbstractContextManager[list[StepReport]]
+        reports = recording.record_steps(self._sharding, memory)
+        return reports
 
-    def step_report(self) -> Any:
+    def step_report(self) -> StepReport:
         """Return the report of this rank's last recorded step, or of the current step so far.
 
         ``print`` the report to see a table. No communication. Raises RuntimeError if no step was
         recorded.
         """
         recording = extra("recording", "ShardedWrapper.step_report()")
-        return recording.last_report(self._sharding.context)
+        report: StepReport = recording.last_report(self._sharding.context)
+        return report
 
     def warn_non_finite(self, enabled: bool = True) -> None:
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
@@ -417,7 +430,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
-    ) -> Any:
+    ) -> StepInBackward:
         """Let ``optimizer`` step each unit during backward, once its gradients are reduced.
 
         The results are bitwise equal to ``optimizer.step()`` and ``zero_grad()`` after backward.
@@ -473,7 +486,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         context = self._sharding.check_between_steps("step_in_backward()")
         in_backward = extra("step_in_backward", "ShardedWrapper.step_in_backward()")
-        return in_backward.register(context, optimizer, scaler)
+        handle: StepInBackward = in_backward.register(context, optimizer, scaler)
+        return handle
 
     def clip_grad_norm_(
         self,
@@ -916,7 +930,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
         return self._sharding.summary() if "_sharding" in self.__dict__ else ""
 
-    def plan(self, step: Callable[[nn.Module], Tensor], optimizer: Any = None) -> Any:
+    def plan(
+        self,
+        step: Callable[[nn.Module], Tensor],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> RankPlan:
         """Predict the memory of this rank in a step, and compare it with the measured memory.
 
         ``print`` the result to see a table. The step runs on fake tensors, so the model does not
@@ -943,7 +961,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ValueError: the forward needs real values, which fake tensors lack.
             TypeError: ``step`` returns no loss.
         """
-        return extra("plan", "ShardedWrapper.plan()").plan_wrapped(self._sharding, step, optimizer)
+        plan = extra("plan", "ShardedWrapper.plan()")
+        predicted: RankPlan = plan.plan_wrapped(self._sharding, step, optimizer)
+        return predicted
 
     def unit_report(self) -> str:
         """Return a table of this unit and the units inside, outermost first. No communication.

@@ -17,12 +17,7 @@ from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.module.sharding import model_shards
 from flatshard.optimizer.state_dicts import copied
-from flatshard.state.model_state import (
-    StateDictOptions,
-    options_of,
-    options_set,
-    without_ddp_prefix,
-)
+from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.wrapper import ShardedWrapper
 
 __all__ = [
@@ -33,11 +28,8 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
-    "options_of",
-    "options_set",
     "save",
     "save_safetensors",
-    "without_ddp_prefix",
 ]
 
 

@@ -29,9 +29,15 @@ def _sources() -> list[Source]:
 
 @functools.cache
 def _imported(source: Source) -> set[str]:
-    """All modules and names that a module imports, with dots."""
+    """All modules and names that a module imports at runtime, with dots."""
     found: set[str] = set()
-    for node in ast.walk(source.tree):
+    for_types = [
+        inside
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inside in ast.walk(node)
+    ]
+    for node in {*ast.walk(source.tree)} - {*for_types}:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
