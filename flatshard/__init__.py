@@ -5,7 +5,7 @@ from typing import Any
 
 from flatshard.comm.work import CollectiveError
 from flatshard.module.construction import leave_empty
-from flatshard.optimizer.stepper import declare_elementwise
+from flatshard.optimizer.adapter import declare_elementwise
 from flatshard.options.offload import CPUOffload, OffloadError
 from flatshard.options.precision import MixedPrecision, ReduceMode
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy

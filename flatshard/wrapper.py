@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.engine.hooks import surround
+from flatshard.engine.hooks import register_forward_hooks
 from flatshard.module.construction import local_parts, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
@@ -221,7 +221,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         self.module.compile(*args, **kwargs)
-        surround(self._sharding.unit, self.module)
+        register_forward_hooks(self._sharding.unit, self.module)
 
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False

@@ -99,7 +99,7 @@ SLOW = [
     "test_whole_step.py",
     "test_measure_strategies.py",
     "test_tensor_parallel.py",
-    "test_touch.py",
+    "test_out_of_forward.py",
     "test_state_dict.py",
     "test_fuzz.py",
     "test_peer_memory.py",

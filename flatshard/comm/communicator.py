@@ -158,7 +158,7 @@ class Communicator(Members):
         self.transport_reason = "; ".join(reasons) or self.transport_for().reason
 
     @cached_property
-    def apart(self) -> Communicator:
+    def side_group(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
         The second communicator has process groups of its own. So a rank may exchange a value
@@ -435,7 +435,7 @@ class Topology:
     inter_group: Communicator = ALONE
     # With `reshard_after_forward=k`, the `k` ranks that all-gather the unit for backward, from the
     # parts that each rank kept after forward. None: backward all-gathers as forward does.
-    regather: Communicator | None = None
+    post_forward_group: Communicator | None = None
 
     @property
     def index(self) -> int:
@@ -443,7 +443,7 @@ class Topology:
         return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
 
     @property
-    def across(self) -> Communicator:
+    def second_group(self) -> Communicator:
         """The group over which the second stage of a reduction runs.
 
         If reductions have no second stage, the returned group has one rank.

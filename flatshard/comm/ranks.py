@@ -80,15 +80,17 @@ class Ranks:
             # Every rank holds all parameters, and gradients are all-reduced over all ranks.
             return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
-            regather = _regather(world, placement)
-            return Topology(world, world, ALONE, intra_group=world, regather=regather)
+            group = _post_forward_group(world, placement)
+            return Topology(world, world, ALONE, intra_group=world, post_forward_group=group)
         shard, replicate = self.grid or self._by_node()
-        regather = _regather(shard, placement)
+        group = _post_forward_group(shard, placement)
         if placement.over_all:
             # HYBRID_SHARD_OP: gradients are reduce-scattered among the ranks of a node, and then
             # each rank's part is reduce-scattered among the nodes.
-            return Topology(world, world, ALONE, shard, inter_group=replicate, regather=regather)
-        return Topology(world, shard, replicate, intra_group=shard, regather=regather)
+            return Topology(
+                world, world, ALONE, shard, inter_group=replicate, post_forward_group=group
+            )
+        return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
         """Return this rank's shard group and replicate group for a HYBRID strategy.
@@ -120,7 +122,7 @@ class Ranks:
         return _rows_and_columns(self.world, list(nodes.values()))
 
 
-def _regather(shard: Communicator, placement: Placement) -> Communicator | None:
+def _post_forward_group(shard: Communicator, placement: Placement) -> Communicator | None:
     size = placement.regather_size
     if size is None or size == shard.size:
         return None

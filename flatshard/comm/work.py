@@ -8,7 +8,7 @@ deadlocks between ranks. The extra reads both records from a separate thread, so
 not call the extra. ``CollectiveWatch`` is the extra's interface. Without the extra, the lists of
 waits are not used. The histories are used without the extra too: if a backend matches collectives
 only by order, ranks compare their histories at the end of backward
-(``flatshard/engine/agreement.py``), to notice that a rank has received data of a different
+(``flatshard/engine/end_of_backward.py``), to notice that a rank has received data of a different
 collective.
 """
 

@@ -22,11 +22,11 @@ below that call an extension. Watchers are extensions that only watch a step, su
 
 [Note: the end of backward]
 At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
-another. So the ranks exchange which parameters each rank used (``agreement``). If any rank used a
-unit, all ranks reduce the unit's gradients, in one order. Parameters that no rank used keep their
-``.grad``. At the end of backward, a rank may wait for a reduction without a time limit. An earlier
-wait without a limit could be a deadlock: a peer that lacks a gradient starts the reduction only at
-the end of its own backward.
+another. So the ranks exchange which parameters each rank used (``end_of_backward``). If any rank
+used a unit, all ranks reduce the unit's gradients, in one order. Parameters that no rank used keep
+their ``.grad``. At the end of backward, a rank may wait for a reduction without a time limit. An
+earlier wait without a limit could be a deadlock: a peer that lacks a gradient starts the reduction
+only at the end of its own backward.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ import torch
 from torch import Tensor
 
 from flatshard.engine.events import Kind
-from flatshard.engine.gradients import Sync, edited
+from flatshard.engine.gradients import GradSync, edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Call, Moment, Phase, Unit
+from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
@@ -78,7 +78,7 @@ class Backward:
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
         # because views of the buffer still exist.
-        self._lingering: list[FlatParamHandle] = []
+        self._deferred: list[FlatParamHandle] = []
 
     @property
     def is_running(self) -> bool:
@@ -119,7 +119,7 @@ class Backward:
         self._had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
-        self._had_accumulated = any(h.grads.waits_for(Sync.ALL) for h in self._state.handles)
+        self._had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -158,9 +158,9 @@ class Backward:
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
         # In backward(create_graph=True), gradients are enabled, and backward records a graph that
-        # needs the unsharded buffers later. So let the unit keep the buffers (`stick`).
+        # needs the unsharded buffers later. So let the unit keep the buffers (`keep_unsharded`).
         if torch.is_grad_enabled() and not unit.running and self.is_running:
-            unit.stick()
+            unit.keep_unsharded()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
@@ -226,12 +226,12 @@ class Backward:
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
         self.begin()
-        grads.receive(param.index, grad, more_to_come=unit.sync is Sync.NONE)
+        grads.receive(param.index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
         for watcher in self._state.watchers:
             watcher.on_grad(unit, param, grad)
         if len(grads.arrived) < handle.num_trainable:
             return
-        if unit.sync is not Sync.NONE:
+        if unit.sync is not GradSync.ACCUMULATE:
             # Start the reduction, if all earlier reductions have started. Then finish older
             # reductions, to limit the memory of unfinished reductions.
             self.queue.add(handle)
@@ -249,13 +249,13 @@ class Backward:
         """Reshard a unit if the rest of this backward cannot need the unit's parameters."""
         if not unit.ends_backward:
             return
-        unit.reshard(Moment.AFTER_BACKWARD)
+        unit.reshard(ReshardPoint.AFTER_BACKWARD)
         # By now, the last views of buffers that were resharded earlier may be gone. Try again to
         # free these buffers.
-        for handle in self._lingering:
-            if handle.lingers:
+        for handle in self._deferred:
+            if handle.is_free_deferred:
                 handle.reshard(though_held=False)
-        self._lingering = [h for h in (*self._lingering, *unit.handles) if h.lingers]
+        self._deferred = [h for h in (*self._deferred, *unit.handles) if h.is_free_deferred]
         for watcher in self._state.watchers:
             watcher.leave_backward(unit)
         for extension in self._state.extensions:
@@ -271,7 +271,7 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            if any(unit.sync is not Sync.NONE for unit in state.units):
+            if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):
                 used = self._reduce_rest()
             failed = False
         finally:
@@ -281,7 +281,7 @@ class Backward:
                 # left, so also free the buffers that kept their memory only because views of the
                 # buffers existed.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
-                    unit.reshard(Moment.BACKWARD_OVER)
+                    unit.reshard(ReshardPoint.BACKWARD_OVER)
                 if is_outermost:
                     unit.end_iteration()
             # After a failure, the next step calls `_drop`. Set this last: `_drop` must also reshard
@@ -296,7 +296,7 @@ class Backward:
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
         for handle in state.handles:
-            if handle.unit.sync is not Sync.ALL:
+            if handle.unit.sync is not GradSync.FULL:
                 handle.grads.show()
         self._run_hooks(used)
         # Watchers come last in `EXTRAS`. So no other rank waits for this rank if Python is
@@ -316,9 +316,9 @@ class Backward:
             unit = agreed.edited[0]
             raise self._state.edits.error_of(unit) or edited(unit.name)
         for handle in self._state.handles:
-            if handle.unit.sync is Sync.ALL:
+            if handle.unit.sync is GradSync.FULL:
                 handle.grads.publish(agreed.used[handle])
-            elif handle.unit.sync is Sync.INTRA:
+            elif handle.unit.sync is GradSync.SHARD_ONLY:
                 handle.grads.mark_used(agreed.used[handle])
         for extension in self._state.extensions:
             extension.reduced_late([handle.unit for handle in agreed.left_over])
@@ -328,7 +328,7 @@ class Backward:
         """Run users' post-accumulate hooks of used parameters, whose ``.grad`` is complete now."""
         try:
             for handle in self._state.handles:
-                if used and handle.unit.sync is Sync.ALL:
+                if used and handle.unit.sync is GradSync.FULL:
                     for param in handle.params:
                         if param.post_accumulate_hooks and used[handle][param.index]:
                             param.run_hooks()

@@ -26,7 +26,7 @@ class BufferSync:
     [Note: buffers that are replaced]
     A forward or a user may replace a buffer by another tensor, and then the new buffer is
     broadcast. All ranks must know the size of the broadcast message, but an exchange of sizes in
-    every forward would be slow. So the exchange at the end of each backward (``agreement``)
+    every forward would be slow. So the exchange at the end of each backward (``end_of_backward``)
     compares whether the buffers have the same dtypes, shapes and devices on all ranks. If ranks
     differ, later broadcasts keep the message size on which the ranks agreed last, and skip buffers
     whose shape has changed since then. For example, a position table that each rank extends to the

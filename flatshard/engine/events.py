@@ -94,7 +94,7 @@ class StepExtension:
     def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
     # The outermost forward has computed `output`, or has failed. After this call, the forward waits
     # until no other rank reads this rank's memory any more. `output` is None after a failed
-    # forward, and after an operation outside of every forward (`Touch`).
+    # forward, and after an operation outside of every forward (`OutOfForwardUse`).
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
@@ -114,8 +114,8 @@ class StepExtension:
     def votes(self) -> bytes:
         """Return the bytes of this rank, right before the exchange at the end of each backward.
 
-        The exchange (``agreement``) compares the bytes between ranks. All ranks must return the
-        same number of bytes.
+        The exchange (``end_of_backward``) compares the bytes between ranks. All ranks must return
+        the same number of bytes.
         """
         return b""
 

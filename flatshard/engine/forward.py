@@ -67,7 +67,7 @@ class Forward:
         # Units that were unsharded for an operation outside of the unit's own forward, in the order
         # of the operations. Each unit comes with the depth of the operation: the number of nested
         # forwards around the operation.
-        self._touched: list[tuple[int, Unit]] = []
+        self._used_outside: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
         """Rebuild saved-tensor hooks and lists of units, after buffers were reallocated."""
@@ -96,7 +96,7 @@ class Forward:
         """Begin the outermost forward. Collective.
 
         ``unit`` owns the called module. None: no module was called, but an operation uses sharded
-        parameters (``Touch``).
+        parameters (``OutOfForwardUse``).
         """
         state = self._state
         self.recover()
@@ -239,7 +239,7 @@ class Forward:
         self._state.unshard(unit, "forward")
         unit.enter(Phase.FORWARD)
 
-    def touch(self, unit: Unit) -> None:
+    def unshard_outside(self, unit: Unit) -> None:
         """Unshard a unit for an operation outside of the unit's own forward.
 
         The unit stays unsharded until the forward around the operation ends. Collective, unless the
@@ -247,7 +247,7 @@ class Forward:
         """
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:
-                self._touched.append((self._state.depth, unit))
+                self._used_outside.append((self._state.depth, unit))
             self.unshard(unit)
             self._state.edits.begin(unit)
 
@@ -256,13 +256,13 @@ class Forward:
         if unit.phase is not Phase.FORWARD or unit.running:
             return
         self._state.edits.check(unit, module)
-        for depth, touched in self._touched:
+        for depth, used in self._used_outside:
             # Also check the units that operations inside this forward have unsharded. Units with
             # another depth belong to another forward, whose end checks these units.
-            is_ours = depth == self._state.depth and touched.phase is Phase.FORWARD
-            if is_ours and not touched.running:
-                for touched_module in touched.modules:
-                    self._state.edits.check(touched, touched_module)
+            is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
+            if is_ours and not used.running:
+                for used_module in used.modules:
+                    self._state.edits.check(used, used_module)
 
     def leave(self, unit: Unit, output: object, *, failed: bool) -> None:
         """End the forward of a module, and reshard the unit if the strategy says so.
@@ -280,8 +280,8 @@ class Forward:
             return
         state.depth -= 1
         self.saved.pop()
-        if self._touched:
-            self.reshard_touched()
+        if self._used_outside:
+            self.reshard_used_outside()
         for watcher in state.watchers:
             watcher.leave_forward(unit)
         if self._backward.is_running:  # a recomputed forward: backward continues
@@ -304,7 +304,7 @@ class Forward:
         was_running, state.depth = state.depth > 0, 0
         while self.saved.active:
             self.saved.pop()
-        self._touched.clear()
+        self._used_outside.clear()
         for unit in state.units:
             unit.running.clear()
         if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
@@ -319,13 +319,13 @@ class Forward:
         if was_running:
             self.end(failed=True)
 
-    def reshard_touched(self) -> None:
+    def reshard_used_outside(self) -> None:
         """Reshard units that were unsharded outside of their own forward.
 
         This is done for units that were unsharded in a forward that has ended.
         """
-        while self._touched and self._touched[-1][0] > self._state.depth:
-            _, unit = self._touched.pop()
+        while self._used_outside and self._used_outside[-1][0] > self._state.depth:
+            _, unit = self._used_outside.pop()
             unit.backward_follows = self._state.expects_backward
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork
 from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.offload_target import beside, copy_stream
+from flatshard.memory.offload_target import copy_stream, on_copy_stream
 from flatshard.options.extras import extra
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
@@ -65,7 +65,7 @@ class ParamGather:
             self._float8 = reduction.Float8Shard(gather_dtype, plan.layout.shard_numel)
         # None: the flat parameter has no secondary shard, and every all-gather reads the shards.
         self.secondary: SecondaryShard | None = None
-        if topology.regather is not None or inter_group.size > 1:
+        if topology.post_forward_group is not None or inter_group.size > 1:
             self.secondary = SecondaryShard(plan)
         self._work: AsyncWork | None = None
         self._packed: Tensor | None = None
@@ -117,7 +117,7 @@ class ParamGather:
         ``version`` is the version counter of ``shard``. The counter shows whether an earlier copy
         of the shard (a secondary shard, or a copy on the device) is stale.
         """
-        with beside(self._device) if self._is_offloaded else nullcontext():
+        with on_copy_stream(self._device) if self._is_offloaded else nullcontext():
             if self.secondary is not None:
                 self.begin_refresh(shard, version)
                 if self.secondary.is_current(version):
@@ -223,7 +223,7 @@ class ParamGather:
         if secondary is None or self._topology.inter_group.size == 1:
             return
         if not secondary.is_current(version):
-            copying = beside(self._device) if self._is_offloaded else nullcontext()
+            copying = on_copy_stream(self._device) if self._is_offloaded else nullcontext()
             with torch.inference_mode(False), torch.no_grad(), copying:
                 secondary.begin_refresh(self._source(shard, version), version, self.tags[1])
 
@@ -239,8 +239,12 @@ class SecondaryShard:
         self._plan, topology = plan, plan.topology
         self._inter_group = topology.inter_group
         # Whether the secondary shard is kept only from forward to the end of backward.
-        self._is_temporary = topology.regather is not None
-        self._comm = topology.intra_group if topology.regather is None else topology.regather
+        self._is_temporary = topology.post_forward_group is not None
+        self._comm = (
+            topology.intra_group
+            if topology.post_forward_group is None
+            else topology.post_forward_group
+        )
         self._tag = self._comm.new_tag(self)
         self._part: Tensor | None = None
         # Version of the shards that `_part` contains, or will contain after an unfinished refresh.

@@ -11,7 +11,7 @@
     gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
     replicate group instead, and stage 3 all-gathers the result.
 
-Under ``Sync.INTRA``, a backward runs only the first stage, and ``Gradients`` adds up the
+Under ``GradSync.SHARD_ONLY``, a backward runs only the first stage, and ``Gradients`` adds up the
 results. The second stage runs in a later backward. The first two stages send gradients in the
 reduce dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce
 dtype before the second stage.
@@ -89,10 +89,10 @@ class ReducePlan:
         # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
         waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
-        self.across = flat.topology.across  # the group of the second stage
+        self.second_group = flat.topology.second_group  # the group of the second stage
         # Dtypes of the sums in the first and in the second stage.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
-        self.across_sum_dtype = self._sum_dtype(self.across)
+        self.second_sum_dtype = self._sum_dtype(self.second_group)
         # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
         # reduction has stage 3 of [Note: stages].
         sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
@@ -159,7 +159,7 @@ class GradReduce:
         plan: ReducePlan,
         full: Tensor,  # the gradients, (padded_numel,); nothing else may use the memory
         *,
-        is_intra_only: bool,  # whether to stop after the first stage (`Sync.INTRA`)
+        is_intra_only: bool,  # whether to stop after the first stage (`GradSync.SHARD_ONLY`)
         intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
@@ -170,13 +170,13 @@ class GradReduce:
         if plan.device.type == "cuda":
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the current stream of the device
-        intra_group, across = plan.flat.topology.intra_group, plan.across
+        intra_group, second = plan.flat.topology.intra_group, plan.second_group
         self._work = AsyncWork([], plan.flat.unit_name)
         # `to_come`: functions that start the stages after the first stage, in order. `_turns`: all
         # reductions, of this model and of others, whose second stage uses the same group and has
         # not started. Second stages start in the order of this queue.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
-        self._turns = across.second_stages
+        self._turns = second.second_stages
         self._read_on_side_stream: list[object] = []
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
@@ -185,10 +185,10 @@ class GradReduce:
         else:
             self._out = full
         self._works = [self._work]
-        if across.size == 1 or is_intra_only:
+        if second.size == 1 or is_intra_only:
             return
-        self.to_come.append(self._across)
-        if across is plan.flat.topology.replicate and plan.adds_replicas:
+        self.to_come.append(self._second_stage)
+        if second is plan.flat.topology.replicate and plan.adds_replicas:
             self.to_come.append(self._gather_replicas)
         # First stages may finish in different orders on different ranks. So second stages start
         # in the order in which the first stages started, which is the same on all ranks.
@@ -197,7 +197,7 @@ class GradReduce:
         # transport decides this, and not the device: gloo also moves tensors of an accelerator,
         # and with gloo the host would wait here.
         device = self._out.device
-        if across.transport_for(device).stream_waits(device):
+        if second.transport_for(device).stream_waits(device):
             self._cross_behind(full)
         elif intra_group.size == 1:  # there is no first stage to wait for
             self.cross()
@@ -238,13 +238,13 @@ class GradReduce:
         self._work = begin()
         self._works.append(self._work)
 
-    def _across(self) -> AsyncWork:
-        """Start the second stage: average over the ranks of the group ``across``.
+    def _second_stage(self) -> AsyncWork:
+        """Start the second stage: average over the ranks of the group ``second_group``.
 
         Starts an all-reduce if the backend adds up the averages of the replicas. Otherwise starts a
         reduce-scatter, which leaves a part of the average on each rank.
         """
-        plan, across = self._plan, self._plan.across
+        plan, second = self._plan, self._plan.second_group
         self._turns.popleft()
         if self._intra_reduced is not None:
             # Add before the cast to the reduce dtype: the sums in `_out` and `_intra_reduced` may
@@ -252,13 +252,13 @@ class GradReduce:
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
-        if across is plan.flat.topology.replicate and not plan.adds_replicas:
-            return across.all_reduce(values, unit_fqn=plan.flat.unit_name)
-        values = _padded(values, across.size)
-        self._out = values.new_empty(values.numel() // across.size, dtype=plan.across_sum_dtype)
-        if across is plan.flat.topology.replicate:
-            return self._reduce_scatter(across, values, plan.tags[2], "all_reduce")
-        return self._reduce_scatter(across, values, plan.tags[1])
+        if second is plan.flat.topology.replicate and not plan.adds_replicas:
+            return second.all_reduce(values, unit_fqn=plan.flat.unit_name)
+        values = _padded(values, second.size)
+        self._out = values.new_empty(values.numel() // second.size, dtype=plan.second_sum_dtype)
+        if second is plan.flat.topology.replicate:
+            return self._reduce_scatter(second, values, plan.tags[2], "all_reduce")
+        return self._reduce_scatter(second, values, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
         """Start the third stage: all-gather the parts of the average over the replicas."""

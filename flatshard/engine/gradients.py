@@ -4,8 +4,8 @@
 1.  ``receive`` takes each gradient that autograd computes, and adds up the gradients until the next
     reduction. The sums are the accumulated gradients.
 2.  ``take`` returns the sums of all parameters in one tensor, for a reduction. If the reduction
-    covers only the intra group (``Sync.INTRA``), ``add_intra_reduced`` keeps the result until a
-    later backward reduces over all ranks.
+    covers only the intra group (``GradSync.SHARD_ONLY``), ``add_intra_reduced`` keeps the result
+    until a later backward reduces over all ranks.
 3.  ``add_reduced`` keeps the reduced gradients, and ``publish`` puts the reduced gradients into
     ``.grad`` at the end of backward.
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.memory.offload_target import beside, copy_stream
+from flatshard.memory.offload_target import copy_stream, on_copy_stream
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
@@ -50,16 +50,16 @@ from flatshard.units.module_tree import unit_text
 _SMALL_BYTES = 1 << 20
 
 
-class Sync(enum.Enum):
+class GradSync(enum.Enum):
     """How a backward reduces the gradients of a unit."""
 
     # Gradients stay unsharded and unreduced. Gradients of later backwards are added.
-    NONE = "NONE"
+    ACCUMULATE = "ACCUMULATE"
     # Gradients are reduced within the intra group (the ranks of one node, for example). The
     # reduction across groups waits for a later backward.
-    INTRA = "INTRA"
+    SHARD_ONLY = "SHARD_ONLY"
     # Gradients are reduced over all ranks and published.
-    ALL = "ALL"
+    FULL = "FULL"
 
 
 class Gradients:
@@ -87,10 +87,10 @@ class Gradients:
         # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
         # Indices of the parameters whose gradients this rank has computed since `.grad` was last
-        # published. After a `Sync.INTRA` reduction, also the parameters that other ranks used,
-        # whose gradients are in `intra_reduced`.
+        # published. After a `GradSync.SHARD_ONLY` reduction, also the parameters that other ranks
+        # used, whose gradients are in `intra_reduced`.
         self.used_by_rank: set[int] = set()
-        # Sum of the `Sync.INTRA` reductions, `(padded_numel / intra_group.size,)`.
+        # Sum of the `GradSync.SHARD_ONLY` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
         # Whether the user edited an accumulated gradient on this rank. All ranks raise together at
         # the end of the next backward that reduces gradients.
@@ -131,10 +131,10 @@ class Gradients:
         reduced = set() if self.intra_reduced is None else self.used_by_rank
         return reduced | self.slots.keys()
 
-    def waits_for(self, sync: Sync) -> bool:
+    def waits_for(self, sync: GradSync) -> bool:
         """Whether there are gradients that a reduction with ``sync`` would reduce."""
-        has_intra = sync is Sync.ALL and self.intra_reduced is not None
-        return sync is not Sync.NONE and (bool(self.slots) or has_intra)
+        has_intra = sync is GradSync.FULL and self.intra_reduced is not None
+        return sync is not GradSync.ACCUMULATE and (bool(self.slots) or has_intra)
 
     def replan(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on. Accumulated gradients are kept.
@@ -267,7 +267,7 @@ class Gradients:
         self.intra_reduced = part if total is None else total.add_(part)
 
     def mark_used(self, used: list[bool]) -> None:
-        """Record which parameters were used on any rank, after a ``Sync.INTRA`` reduction.
+        """Record which parameters were used on any rank, after a ``GradSync.SHARD_ONLY`` reduction.
 
         The result of the reduction contains gradients of other ranks, so this rank has gradients
         also of parameters that only other ranks used.
@@ -429,7 +429,7 @@ class Gradients:
         if reduced.device.type == "cpu":
             place.copy_(reduced)
         else:
-            with beside(reduced.device):
+            with on_copy_stream(reduced.device):
                 place.copy_(reduced, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()

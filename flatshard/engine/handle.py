@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
-from flatshard.engine.gradients import Gradients, Sync
+from flatshard.engine.gradients import Gradients, GradSync
 from flatshard.memory.buffers import BufferMemory, num_uses
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
@@ -86,7 +86,7 @@ class FlatParamHandle:
         # version shows that a forward may have edited the parameters in place.
         self.clean_version = -1
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
-        self.lingers = False
+        self.is_free_deferred = False
         # Version of the shard at the last all-gather. If the shard has another version now, the
         # buffer is stale.
         self.gathered_version = -1
@@ -183,7 +183,7 @@ class FlatParamHandle:
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
-        elif self.lingers:
+        elif self.is_free_deferred:
             self.memory.renew()
         version = self.version
         unsharded.allow(self.buffer)
@@ -193,10 +193,10 @@ class FlatParamHandle:
         # exhausted for example, the buffer is still stale and must not count as current.
         self.gathered_version, self.clean_version = version, self.buffer._version
         self.state = ShardState.UNSHARDING
-        # If the buffer lingers, some code holds a view of the buffer, and may read the view without
-        # a call of `wait_unshard`. So finish the all-gather now.
-        if self.lingers:
-            self.lingers = False
+        # If the buffer was not freed yet, some code holds a view of the buffer, and may read the
+        # view without a call of `wait_unshard`. So finish the all-gather now.
+        if self.is_free_deferred:
+            self.is_free_deferred = False
             self.wait_unshard()
         return True
 
@@ -238,19 +238,19 @@ class FlatParamHandle:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if it has memory. No communication.
 
         With ``though_held=False``, a buffer whose views are still in use keeps its memory until a
-        later call. Meanwhile, ``lingers`` is True.
+        later call. Meanwhile, ``is_free_deferred`` is True.
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
             self.state = ShardState.SHARDED
-            self.lingers = not self.is_aliased
+            self.is_free_deferred = not self.is_aliased
             if not self._targets.shard.is_device:
                 self.page_out()
         # With `though_held=False`, keep memory that views still use: the recomputed forward of
         # activation checkpointing saves views of the buffer without flatshard's saved-tensor hooks.
         # Some ranks may free the buffer now and other ranks later, because freeing needs no
         # communication.
-        if self.lingers and (though_held or num_uses(self.buffer) <= self._num_uses):
+        if self.is_free_deferred and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
     def _free_buffer(self) -> None:
@@ -258,7 +258,7 @@ class FlatParamHandle:
         # instead of reading freed memory, or the values of a later all-gather.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
-        self.lingers = False
+        self.is_free_deferred = False
         unsharded.forbid(self.buffer, self.plan.unit_name, self.topology.world.global_rank)
         unsharded.set_accessible([param.full for param in self.params], False)
 
@@ -335,7 +335,7 @@ class FlatParamHandle:
 
         The shard is not counted, even if it is mapped into the unsharded buffer, or is the buffer.
         """
-        is_freed = self.state is ShardState.SHARDED and not self.lingers
+        is_freed = self.state is ShardState.SHARDED and not self.is_free_deferred
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
 
@@ -430,14 +430,14 @@ class FlatParamHandle:
         Call this method only while the handle holds no accumulated gradients: the hook may reduce
         in another dtype.
         """
-        assert not self.grads.waits_for(Sync.ALL), "accumulated gradients have another dtype"
+        assert not self.grads.waits_for(GradSync.FULL), "accumulated gradients have another dtype"
         self.comm_hook = hook
         self.replan_gradients()
 
     @property
     def reduces(self) -> bool:
         """Whether this backward reduces gradients of the flat parameter."""
-        return self.num_trainable > 0 and self.unit.sync is not Sync.NONE
+        return self.num_trainable > 0 and self.unit.sync is not GradSync.ACCUMULATE
 
     @property
     def is_reducing(self) -> bool:
@@ -460,12 +460,12 @@ class FlatParamHandle:
         grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
         full = grads.take()
         if plan.hook is not None:
-            assert sync is Sync.ALL, "a communication hook reduces over all ranks"
+            assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
             grads.add_reduced(plan.reduce_by_hook(full))
             return
-        if sync is Sync.ALL:
+        if sync is GradSync.FULL:
             earlier, grads.intra_reduced = grads.intra_reduced, None
-        is_intra_only = sync is Sync.INTRA
+        is_intra_only = sync is GradSync.SHARD_ONLY
         self.grad_reduce = GradReduce(
             plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
         )

@@ -1,4 +1,4 @@
-"""``surround``: hooks that call ``Forward`` before and after the forward of a unit's module."""
+"""Hooks that call ``Forward`` before and after the forward of a unit's module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatshard.engine.unit import Unit
 from flatshard.tensor.sharded_tensor import untraced
 
 
-def surround(unit: Unit, module: nn.Module) -> None:
+def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
     """Let ``module``, a module of ``unit``, call ``Forward`` before and after its forward.
 
     ``module.compile()`` compiles the call of a module together with the module's hooks. But Dynamo

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flatshard.engine.agreement import Agreement, agree
+from flatshard.engine.end_of_backward import Agreement, exchange_end_of_backward
 from flatshard.engine.events import Kind
 from flatshard.engine.grad_reduce import GradReduce
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 
@@ -183,7 +183,7 @@ class ReduceQueue:
 
     def _agree_on_hooks(self, *, at_end: bool = False) -> None:
         """Exchange how many flat parameters are ready; see [Note: hooks]. Collective."""
-        world = self._state.world.apart
+        world = self._state.world.side_group
         said = [self._order.num_ready(), int(not at_end)]
         values = torch.tensor(said, device=world.control_device)
         op_name = "communication hooks that can be called in backward"
@@ -246,13 +246,13 @@ class ReduceQueue:
     def reduce_rest(self) -> Agreement:
         """Reduce all remaining gradients, at the end of backward. Collective.
 
-        First, the ranks exchange which parameters each rank used (``agreement``). Returns the
+        First, the ranks exchange which parameters each rank used (``end_of_backward``). Returns the
         result of the exchange.
         """
         if self.asks_hooks:
             self._agree_on_hooks(at_end=True)
         rest = self._order.rest()
-        agreed = agree(self._state, set(rest))
+        agreed = exchange_end_of_backward(self._state, set(rest))
         self._uneven = {number: left - 1 for number, left in self._uneven.items() if left > 1}
         self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
         for handle in (self._handles[number] for number in rest):
@@ -262,7 +262,7 @@ class ReduceQueue:
         for handle in agreed.left_over:
             self._start(handle)
         self._finish_all()
-        if not self._is_order_agreed and all(u.sync is Sync.ALL for u in self._state.units):
+        if not self._is_order_agreed and all(u.sync is GradSync.FULL for u in self._state.units):
             self._agree_on_order()
         return agreed
 

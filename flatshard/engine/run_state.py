@@ -15,7 +15,7 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
 
@@ -53,11 +53,11 @@ class RunState:
     All wrappers of the model share one ``RunState``.
     """
 
-    # `Forward`, `Backward` and `Prefetch` of the model, and `Touch`; see `connect`.
+    # `Forward`, `Backward` and `Prefetch` of the model, and `OutOfForwardUse`; see `connect`.
     forward: Any
     backward: Any
     prefetch: Any
-    touch: Any
+    outside_use: Any
 
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         """Make the state of a model before its first step. The caller must call ``connect`` next.
@@ -75,7 +75,11 @@ class RunState:
         # left out.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
-            groups += topology.intra_group, topology.inter_group, topology.regather or world
+            groups += (
+                topology.intra_group,
+                topology.inter_group,
+                topology.post_forward_group or world,
+            )
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
@@ -95,7 +99,7 @@ class RunState:
         self.device: torch.device | None = None
         # For each unit, how the backward of the next forward reduces the unit's gradients. Set by
         # `no_sync`. `plan_syncs` copies the values to the units when a forward begins.
-        self.syncs = [Sync.ALL] * len(self.units)
+        self.syncs = [GradSync.FULL] * len(self.units)
         # `under_no_sync`: whether a forward that begins now is under `no_sync`, even if `no_sync`
         # delays only some of the reductions. `accumulates`: whether the last forward with gradients
         # began under `no_sync`.
@@ -109,9 +113,10 @@ class RunState:
         # the present backward.
         self.has_inner_backward = False
 
-    def connect(self, forward: Any, backward: Any, prefetch: Any, touch: Any) -> None:
+    def connect(self, forward: Any, backward: Any, prefetch: Any, outside_use: Any) -> None:
         """Set the objects that run the model's steps, and that share this state."""
-        self.forward, self.backward, self.prefetch, self.touch = forward, backward, prefetch, touch
+        self.forward, self.backward, self.prefetch = forward, backward, prefetch
+        self.outside_use = outside_use
         for index, unit in enumerate(self.units):
             unit.index, unit.forward, unit.backward = index, forward, backward
         self.refresh()
@@ -140,19 +145,19 @@ class RunState:
 
         False after a forward under ``no_sync``. The result is the same on all ranks.
         """
-        return all(unit.sync is Sync.ALL for unit in self.units)
+        return all(unit.sync is GradSync.FULL for unit in self.units)
 
     def plan_syncs(self) -> None:
         """Set how the backward of the forward that begins now reduces each unit's gradients."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
-            if sync is Sync.INTRA:
-                # `INTRA` is the same as `ALL` if there is no other group to reduce across, and the
-                # same as `NONE` if the intra group has one rank.
-                if unit.topology.across.size == 1:
-                    unit.sync = Sync.ALL
+            if sync is GradSync.SHARD_ONLY:
+                # `SHARD_ONLY` is the same as `FULL` if there is no second group to reduce over, and
+                # the same as `ACCUMULATE` if the intra group has one rank.
+                if unit.topology.second_group.size == 1:
+                    unit.sync = GradSync.FULL
                 elif unit.topology.intra_group.size == 1:
-                    unit.sync = Sync.NONE
+                    unit.sync = GradSync.ACCUMULATE
         self.accumulates = self.under_no_sync
 
     def start_unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:

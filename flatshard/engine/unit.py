@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Topology
 from flatshard.engine.gather import SecondaryShard
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
@@ -44,8 +44,8 @@ class Phase(enum.Enum):
     BACKWARD = "BACKWARD"
 
 
-class Moment(enum.Enum):
-    """Moments at which ``Unit.fate`` decides whether to free an unsharded buffer."""
+class ReshardPoint(enum.Enum):
+    """Points of a step at which ``Unit.buffer_action`` decides about an unsharded buffer."""
 
     AFTER_FORWARD = "this forward will not call the unit again"
     AFTER_BACKWARD = "the rest of this backward does not need the parameters"
@@ -53,7 +53,7 @@ class Moment(enum.Enum):
     STEP_LEFT = "a step failed, or a prefetched unit did not run"
 
 
-class Fate(enum.Enum):
+class BufferAction(enum.Enum):
     """Whether an unsharded buffer is freed or kept."""
 
     FREE = "free the memory; the next use all-gathers again"
@@ -112,7 +112,7 @@ class Unit:
         # Sum of the checksums of these loads and writes, whose order does not matter. Each backward
         # compares this sum between ranks. Only if the sums differ, the ranks exchange ``loads``.
         self.loads_sum = 0
-        self.sync = Sync.ALL  # how the backward of the latest forward reduces gradients
+        self.sync = GradSync.FULL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
 
         # Number of calls in the latest outermost forward whose own backward has not begun yet. The
@@ -132,13 +132,13 @@ class Unit:
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
         # Whether an operation outside of the unit's forward has used the parameters in this step.
-        self.is_touched = False
+        self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
         # Sum of the shards' versions in the latest backward with create_graph. While the sum stays
-        # the same, the unit keeps its buffers (`stick`). -1: there was no backward with
+        # the same, the unit keeps its buffers (`keep_unsharded`). -1: there was no backward with
         # create_graph.
-        self._sticky_version = -1
+        self._kept_version = -1
 
     def count_load(self, what: str) -> None:
         """Count that this rank loaded or wrote ``what``: a state dict, checkpoint or parameter.
@@ -156,7 +156,7 @@ class Unit:
         twin.__dict__.update(self.__dict__)
         twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
         twin.names, twin.loads = list(self.names), self.loads.copy()
-        twin.phase, twin.index, twin._sticky_version = Phase.IDLE, -1, -1
+        twin.phase, twin.index, twin._kept_version = Phase.IDLE, -1, -1
         twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
 
     def refuse_to_part(self) -> NoReturn:
@@ -244,7 +244,7 @@ class Unit:
         """Whether the unit is IDLE, without unsharded buffers, all-gathers and secondary shards."""
         return self.phase is Phase.IDLE and not any(
             handle.state is not ShardState.SHARDED
-            or handle.lingers
+            or handle.is_free_deferred
             or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
             for handle in self.handles
         )
@@ -255,20 +255,20 @@ class Unit:
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
-            and not (self._ends_unseen or self.is_touched)
-            and not self._is_sticky
+            and not (self._ends_unseen or self.is_used_outside)
+            and not self._is_kept_unsharded
         )
 
-    def stick(self) -> None:
+    def keep_unsharded(self) -> None:
         """Keep the unsharded buffers until the shards change."""
         # A backward with create_graph adds nodes to the graph. Saved-tensor hooks do not run for
         # these nodes, so these nodes save plain views of the unsharded buffers, which must stay
         # valid.
-        self._sticky_version = sum(handle.version for handle in self.handles)
+        self._kept_version = sum(handle.version for handle in self.handles)
 
     @property
-    def _is_sticky(self) -> bool:
-        return self._sticky_version == sum(handle.version for handle in self.handles)
+    def _is_kept_unsharded(self) -> bool:
+        return self._kept_version == sum(handle.version for handle in self.handles)
 
     # ------------------------------------------------------------ unshard and reshard
 
@@ -281,36 +281,36 @@ class Unit:
         for handle in self.handles:
             handle.show_unsharded()
 
-    def fate(
-        self, handle: FlatParamHandle, moment: Moment, *, is_needed_soon: bool = False
-    ) -> Fate:
+    def buffer_action(
+        self, handle: FlatParamHandle, point: ReshardPoint, *, is_needed_soon: bool = False
+    ) -> BufferAction:
         """Decide whether to free the unsharded buffer of ``handle``. Only this method decides.
 
         ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
         unit.
         """
-        if moment is Moment.STEP_LEFT:
-            return Fate.FREE
+        if point is ReshardPoint.STEP_LEFT:
+            return BufferAction.FREE
         # After a backward with create_graph, later nodes of the graph may read the buffer.
-        if self._sticky_version >= 0 and self._is_sticky:
-            return Fate.SNAPSHOT
+        if self._kept_version >= 0 and self._is_kept_unsharded:
+            return BufferAction.SNAPSHOT
         shows_shards = handle.memory.shows_shards
-        if moment is not Moment.AFTER_FORWARD:
+        if point is not ReshardPoint.AFTER_FORWARD:
             # Always free the buffer if the unit has a single rank. Keeping the buffer would save no
             # all-gather, and the kept buffer would become stale unnoticed if the user edits a
             # shard through `p.data`, which does not change the version.
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
-            return Fate.FREE if frees else Fate.KEEP
+            return BufferAction.FREE if frees else BufferAction.KEEP
         # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
-            return Fate.FREE
-        if self.sync is Sync.NONE:
+            return BufferAction.FREE
+        if self.sync is GradSync.ACCUMULATE:
             # A backward under no_sync may run on this rank only. So the backward must not start an
             # all-gather, and must not read shards of other ranks from shared memory, because the
             # other ranks may be writing to their shards.
-            return Fate.SNAPSHOT
-        return Fate.FREE if shows_shards or self._is_spare(handle) else Fate.KEEP
+            return BufferAction.SNAPSHOT
+        return BufferAction.FREE if shows_shards or self._is_spare(handle) else BufferAction.KEEP
 
     def _is_spare(self, handle: FlatParamHandle) -> bool:
         """Whether to free the buffer of ``handle`` after forward, since backward does not read it.
@@ -331,28 +331,31 @@ class Unit:
         # all-gather that the other ranks do not start.
         return self.is_root and self._is_spare(handle)
 
-    def reshard(self, moment: Moment = Moment.STEP_LEFT, *, is_needed_soon: bool = False) -> None:
-        """Let the modules hold sharded parameters, and free or keep buffers as ``fate`` decides.
+    def reshard(
+        self, point: ReshardPoint = ReshardPoint.STEP_LEFT, *, is_needed_soon: bool = False
+    ) -> None:
+        """Let the modules hold sharded parameters, and free or keep the unsharded buffers.
 
+        ``buffer_action`` decides which buffers are freed.
         State: any phase -> IDLE.
         """
         for handle in self.handles:
             if handle.shows_full:
                 handle.put_back()
         self.enter(Phase.IDLE)
-        if moment is not Moment.AFTER_FORWARD:
+        if point is not ReshardPoint.AFTER_FORWARD:
             self._outstanding_inputs.clear()
             for handle in self.handles:
                 handle.grads.arrived.clear()
         for handle in self.handles:
-            fate = self.fate(handle, moment, is_needed_soon=is_needed_soon)
-            if handle.gather.secondary is not None and fate is not Fate.SNAPSHOT:
-                self._reshard_secondary(handle, handle.gather.secondary, moment, fate)
-            if fate is Fate.FREE:
+            action = self.buffer_action(handle, point, is_needed_soon=is_needed_soon)
+            if handle.gather.secondary is not None and action is not BufferAction.SNAPSHOT:
+                self._reshard_secondary(handle, handle.gather.secondary, point, action)
+            if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
                 # With `though_held=False`, the buffer keeps its memory while views exist.
-                handle.reshard(though_held=moment is not Moment.AFTER_BACKWARD)
-            elif fate is Fate.SNAPSHOT:
+                handle.reshard(though_held=point is not ReshardPoint.AFTER_BACKWARD)
+            elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
                 # Wait for an unfinished all-gather, which reads the shard: the optimizer may write
@@ -360,12 +363,16 @@ class Unit:
                 handle.wait_unshard()
 
     def _reshard_secondary(
-        self, handle: FlatParamHandle, secondary: SecondaryShard, moment: Moment, fate: Fate
+        self,
+        handle: FlatParamHandle,
+        secondary: SecondaryShard,
+        point: ReshardPoint,
+        action: BufferAction,
     ) -> None:
         """Keep the secondary shard of ``handle`` for backward, or drop it after backward."""
-        if moment is not Moment.AFTER_FORWARD:
+        if point is not ReshardPoint.AFTER_FORWARD:
             secondary.end_backward()
-        elif fate is Fate.FREE and self.backward_follows and handle.is_current:
+        elif action is BufferAction.FREE and self.backward_follows and handle.is_current:
             # Backward all-gathers from secondary shards, so cut this rank's secondary shard out of
             # the buffer before the buffer is freed.
             secondary.cut(handle.buffer, handle.version)
@@ -380,14 +387,14 @@ class Unit:
         # A backward under no_sync may have run on only some ranks, and resharded the unit there. If
         # the backward did not run on this rank, reshard the unit now. Otherwise the other ranks
         # would start an all-gather that this rank does not start, and wait forever.
-        if self.sync is Sync.NONE and self.phase is Phase.IDLE:
+        if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
-                if self.fate(handle, Moment.AFTER_BACKWARD) is Fate.FREE:
+                if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:
                     handle.reshard()
 
     def end_iteration(self) -> None:
         """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
-        self.is_touched = False
+        self.is_used_outside = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
@@ -401,12 +408,12 @@ class Unit:
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """Move from FORWARD to IDLE, and free buffers as ``fate`` says.
+        """Move from FORWARD to IDLE, and free buffers as ``buffer_action`` says.
 
         Called when this outermost forward will not call the unit again.
         """
         if self.phase is Phase.FORWARD and not self.running:
-            self.reshard(Moment.AFTER_FORWARD, is_needed_soon=is_needed_soon)
+            self.reshard(ReshardPoint.AFTER_FORWARD, is_needed_soon=is_needed_soon)
 
     # ------------------------------------------------------------ backward
 
@@ -489,7 +496,7 @@ class Unit:
     def reset(self) -> None:
         """Return to IDLE after a failed step, and drop the step's gradients."""
         self.running.clear()
-        self._sticky_version = -1  # no later backward uses the graph of a failed backward
+        self._kept_version = -1  # no later backward uses the graph of a failed backward
         self.end_iteration()
         for handle in self.handles:
             handle.drop_gradients()

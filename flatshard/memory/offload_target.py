@@ -180,7 +180,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def on_copy_stream(device: torch.device) -> Iterator[None]:
     """Context manager in which CUDA work is queued on the copy stream of ``device``.
 
     The work begins after all work that was queued on the current (compute) stream so far.

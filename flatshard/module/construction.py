@@ -37,7 +37,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import surround
+from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module.model_plan import ModelPlan
@@ -199,7 +199,7 @@ def _make_units(
                 wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
             wrappers[module] = wrapper
-            surround(unit, module)
+            register_forward_hooks(unit, module)
             put_in_place(wrapper, module)
             wrapper.__dict__["_sharding"] = Sharding(
                 wrapper, unit, state_dict, settings, plan.ignored.within(module), member.reason

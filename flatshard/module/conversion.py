@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import surround
+from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
@@ -130,7 +130,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
             # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks. So add
             # the hooks again.
             for module in memo[id(unit)].modules:
-                surround(memo[id(unit)], module)
+                register_forward_hooks(memo[id(unit)], module)
     if is_outermost:
         # Ranks count their models, and a model has the same number on all ranks. Give the copy the
         # number of the original model: if only this rank copies the model, a new number would shift

@@ -20,10 +20,10 @@ from torch.nn.modules.module import (
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
+from flatshard.engine.out_of_forward import OutOfForwardUse
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
-from flatshard.engine.touch import Touch
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.model_plan import check_frozen
@@ -36,8 +36,8 @@ from flatshard.module.sharding import (
     other_roots,
     shardings_in,
 )
+from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
-from flatshard.optimizer.stepper import stepping
 from flatshard.options.extras import default_extra, extra
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
@@ -81,7 +81,7 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     prefetch = Prefetch(context, settings.forward_prefetch, settings.backward_prefetch)
     backward = Backward(context, prefetch)
     forward = Forward(context, backward, prefetch, root_checks)
-    context.connect(forward, backward, prefetch, Touch(context, forward, backward))
+    context.connect(forward, backward, prefetch, OutOfForwardUse(context, forward, backward))
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
@@ -112,8 +112,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
                 f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
                 "both, or pass a subset of the outer module's ranks to the unit."
             )
-        if topology.intra_group.size > 1 and topology.across.size > 1:
-            grids.append((unit, topology.intra_group, topology.across))
+        if topology.intra_group.size > 1 and topology.second_group.size > 1:
+            grids.append((unit, topology.intra_group, topology.second_group))
     # Compare the shard group and the replicate group of each unit with those of the outermost unit.
     # This check needs no communication, because all ranks get the same result: if the two groups of
     # a unit are swapped on this rank, they are swapped on every rank.
@@ -275,24 +275,24 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
     """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
     for sharding in shardings_in(model, nested=False):
         for unit in sharding.context.units:
-            unit.sync = Sync.ALL if reduces else Sync.NONE
+            unit.sync = GradSync.FULL if reduces else GradSync.ACCUMULATE
         sharding.context.accumulates = not reduces
 
 
 def _plan_accumulation(
     units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
-) -> list[Sync]:
+) -> list[GradSync]:
     """Choose, for each unit, the reductions that a backward under ``no_sync`` runs."""
-    rest = Sync.INTRA if replicas_only else Sync.ALL
+    rest = GradSync.SHARD_ONLY if replicas_only else GradSync.FULL
     if max_bytes is None:
-        return [Sync.INTRA if replicas_only else Sync.NONE] * len(units)
+        return [GradSync.SHARD_ONLY if replicas_only else GradSync.ACCUMULATE] * len(units)
     syncs = [rest] * len(units)
     # Give the ``max_bytes`` of unsharded gradients to the smallest units first: then the largest
     # number of units needs no collective.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
-            syncs[index] = Sync.NONE
+            syncs[index] = GradSync.ACCUMULATE
     return syncs
 
 

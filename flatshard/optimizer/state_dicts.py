@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.stepper import (
+from flatshard.optimizer.adapter import (
     all_params,
     apart,
     is_elementwise,

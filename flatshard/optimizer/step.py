@@ -1,6 +1,6 @@
 """flatshard's hooks before and after ``optimizer.step()``, and ``clip_grad_norm_``.
 
-During a step, plain parameters replace the sharded parameters in the optimizer; see ``stepper``.
+During a step, plain parameters replace the sharded parameters in the optimizer; see ``adapter``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import checksum, raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.optimizer.state_dicts import STAMP, check_state, watch
-from flatshard.optimizer.stepper import (
-    BucketStepper,
+from flatshard.optimizer.adapter import (
+    BucketAdapter,
     Closure,
     Optimizer,
-    Stepper,
+    OptimizerAdapter,
+    adapter_of,
     all_params,
     at_step,
     extensions,
     step_groups,
-    stepper_of,
     stepping,
     unhooked,
     with_inner,
 )
+from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import check_dtype, get_dtype, get_grad
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.flat_parameter import is_wrapped
@@ -139,7 +139,7 @@ def _begin(
         return None
     if optimizer in stepping:  # `super().step()` in `step()`: torch calls the hooks once more
         stepping[optimizer].undo(optimizer)
-    stepper = stepper_of(optimizer)
+    adapter = adapter_of(optimizer)
     given = args[1] if len(args) > 1 else kwargs.get("closure")
     closure: Any = None
     if given is not None:
@@ -152,14 +152,14 @@ def _begin(
             _check_params(optimizer)  # again: the closure's backward computes the gradients
             return result
 
-        is_early = type(stepper) is not Stepper and stepper.needs_loss(optimizer)
+        is_early = type(adapter) is not OptimizerAdapter and adapter.needs_loss(optimizer)
         closure = Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
     # While an optimizer is stepping, this step is a part of its step.
     for record in () if stepping else at_step:
         record(optimizer)
-    stepping[optimizer] = stepper
-    stepped = stepper.begin(optimizer, closure)
+    stepping[optimizer] = adapter
+    stepped = adapter.begin(optimizer, closure)
     if len(args) > 1:
         return (stepped, closure, *args[2:]), kwargs
     return (stepped,), kwargs if closure is None else {**kwargs, "closure": closure}
@@ -169,9 +169,9 @@ def _begin(
 @untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
     """Put the sharded parameters back after a step that did not raise."""
-    stepper = stepping.get(optimizer)
-    if stepper is not None and not unhooked:
-        stepper.end(optimizer)
+    adapter = stepping.get(optimizer)
+    if adapter is not None and not unhooked:
+        adapter.end(optimizer)
         del stepping[optimizer]
 
 
@@ -243,8 +243,8 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
     Raises:
         NotImplementedError: the optimizer changes an option of a group in each step.
     """
-    stepper = stepper_of(optimizer)
-    assert isinstance(stepper, BucketStepper), "element-wise"
+    adapter = adapter_of(optimizer)
+    assert isinstance(adapter, BucketAdapter), "element-wise"
     # Make a separate group for each part, so that one bucket holds parameters of only one part. A
     # bucket is one range of a flat shard, and other parameters may lie between two parts.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
@@ -253,10 +253,10 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
             for part in parts:
                 for param in part.params:
                     check_dtype(optimizer, part.group, param, _name_of(param))
-            stepper.swap_in(optimizer, narrow)
+            adapter.swap_in(optimizer, narrow)
             changed = step_groups(optimizer, narrow)
     finally:
-        stepper.undo(optimizer)
+        adapter.undo(optimizer)
         for extension in extensions:
             for part in parts:
                 extension.after_part(optimizer, part.params)

@@ -20,8 +20,7 @@ from flatshard.comm.consistency import Facts, agreed, check_same_state
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
-from flatshard.optimizer.state_dicts import StateDict, copied
-from flatshard.optimizer.stepper import (
+from flatshard.optimizer.adapter import (
     is_elementwise,
     map_state,
     named_values,
@@ -29,6 +28,7 @@ from flatshard.optimizer.stepper import (
     part_per_element,
     shared_state,
 )
+from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.state.full_params import gather_full, shard_of_parts, worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam

@@ -24,7 +24,7 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 
 @dataclass(eq=False)
-class Given:
+class WatchedCopy:
     """A full copy of an original parameter that ``state_dict()`` returned to a user."""
 
     user: weakref.ref[Tensor]
@@ -43,7 +43,9 @@ class WriteThrough:
     """Watches the tensors of a model's state dicts that users still hold."""
 
     def __init__(self) -> None:
-        self.given: dict[int, Given] = {}  # keyed by the id of the weak reference to the tensor
+        self.given: dict[
+            int, WatchedCopy
+        ] = {}  # keyed by the id of the weak reference to the tensor
 
         # Name of a parameter whose copy was written after the shard had changed, so that the
         # written values are lost. "": no values are lost.
@@ -62,7 +64,9 @@ class WriteThrough:
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
-        self.given[id(ref)] = Given(ref, copy, _state(copy), unit, handle, param, identity(handle))
+        self.given[id(ref)] = WatchedCopy(
+            ref, copy, _state(copy), unit, handle, param, identity(handle)
+        )
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
         # A state dict in a global variable is freed when the program ends. Copy nothing then:
@@ -90,7 +94,7 @@ class WriteThrough:
                 "parameter, clone the tensor first."
             )
 
-    def _take_over(self, some: Sequence[Given]) -> None:
+    def _take_over(self, some: Sequence[WatchedCopy]) -> None:
         for given in some:
             state, given.state = given.state, _state(given.copy)
             if state == given.state:

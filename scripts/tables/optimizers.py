@@ -164,11 +164,11 @@ def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number:
 
 
 def _step_mode(optimizer: torch.optim.Optimizer) -> str:
-    from flatshard.optimizer.stepper import is_elementwise, stepper_of
+    from flatshard.optimizer.adapter import adapter_of, is_elementwise
 
     if is_elementwise(optimizer):
         return "shards"
-    mode: Any = stepper_of(optimizer).mode  # type: ignore[attr-defined]
+    mode: Any = adapter_of(optimizer).mode  # type: ignore[attr-defined]
     return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(mode.name, "owners")
 
 

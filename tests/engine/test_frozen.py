@@ -202,7 +202,7 @@ def _look_for_views(rank: int, world_size: int, collectives: str) -> None:
 
     def look(handle: FlatParamHandle, **keywords: bool) -> None:
         reshard(handle, **keywords)
-        found.append(handle.lingers)
+        found.append(handle.is_free_deferred)
 
     for (kind, run), width in itertools.product(KINDS.items(), (12, 128)):
         model = Adapted(run, width, "not").requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
-from flatshard.optimizer import stepper
+from flatshard.optimizer import adapter
 from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
@@ -38,7 +38,7 @@ def _compare(rank: int, world_size: int) -> None:
     for kind in KINDS:
         with naming(kind):
             joined = _train(rank, world_size, kind)
-            with mock.patch.object(stepper, "_flat_grad", return_value=None):
+            with mock.patch.object(adapter, "_flat_grad", return_value=None):
                 alone = _train(rank, world_size, kind)
             # Kernels round what is left over of a vector differently.
             torch.testing.assert_close(joined, alone, rtol=1e-12, atol=1e-18)

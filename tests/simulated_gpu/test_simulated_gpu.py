@@ -49,7 +49,7 @@ SITES: dict[str, tuple[str, str]] = {
     "AsyncWork._have": ("SIDE", OFFLOADED),  # of compute for a collective
     "ParamGather.finish": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
     "Gradients._finish_copies": ("SIDE", OFFLOADED),  # of the host for a copy
-    "beside": ("MAIN", OFFLOADED),  # of a copy for what is computed
+    "on_copy_stream": ("MAIN", OFFLOADED),  # of a copy for what is computed
     "_side_stream": ("MAIN", "NO_SHARD,fp32,plain"),  # of a reduction for the gradients
 }
 

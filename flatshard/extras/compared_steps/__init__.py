@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.run_state import RunState, Steps
-from flatshard.optimizer.stepper import Optimizer, at_step
+from flatshard.optimizer.adapter import Optimizer, at_step
 from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]

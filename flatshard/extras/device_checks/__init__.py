@@ -34,7 +34,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.precision import tensors_in
-from flatshard.state.write_through import Given, WriteThrough, identity
+from flatshard.state.write_through import WatchedCopy, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam
 
 _FEW = 32  # approximate number of words to compare in each tensor
@@ -241,7 +241,7 @@ class StateWrites(WriteThrough):
         super().__init__()
         # For each watched tensor: its version and some of its values, read when the tensor and the
         # shard last had equal values.
-        self._values: WeakKeyDictionary[Given, tuple[int, Tensor]] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[WatchedCopy, tuple[int, Tensor]] = WeakKeyDictionary()
         # Comparisons whose results the host has not read yet. The shards of the compared tensors
         # have changed since they had equal values, so values that the user wrote are lost.
         self._unread: list[_Differences] = []
@@ -255,11 +255,11 @@ class StateWrites(WriteThrough):
         super().watch(unit, handle, param, full)
         self._keep(next(reversed(self.given.values())))
 
-    def _keep(self, given: Given) -> None:
+    def _keep(self, given: WatchedCopy) -> None:
         if not given.copy.is_cpu:
             self._values[given] = given.copy._version, _few_words(given.copy).clone()
 
-    def _take_over(self, some: Sequence[Given]) -> None:
+    def _take_over(self, some: Sequence[WatchedCopy]) -> None:
         """Find the written tensors, and copy their values to the shards.
 
         The host waits for the device if the values of a tensor can still be copied to the shards,

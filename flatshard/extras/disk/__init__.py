@@ -36,14 +36,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.memory import mapped_files
 from flatshard.memory.offload_target import OffloadTarget
-from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.optimizer.stepper import (
+from flatshard.optimizer.adapter import (
     TORCHS_OWN,
     OptimizerExtension,
     extensions,
     state_to_target,
     step_groups,
 )
+from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.options.offload import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from flatshard.engine.events import StepExtension
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Moment, Phase, Unit
+from flatshard.engine.unit import Phase, ReshardPoint, Unit
 
 Divergence: TypeAlias = bool | Iterable[type[nn.Module] | str | nn.Module]
 """Type of ``allow_divergence``, which selects the modules that some ranks may skip.
@@ -75,7 +75,7 @@ class DivergentUnits(StepExtension):
             # After a failed step, the unit may still be unsharded on some ranks. These ranks would
             # skip the all-gather below, and all other ranks would wait. So reshard on all ranks
             # first.
-            unit.reshard(Moment.AFTER_BACKWARD)
+            unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # The all-gather of a unit does not change the unit's modules: they hold sharded
             # parameters until a forward of the unit calls `Forward.unshard`, which waits for the
@@ -112,4 +112,4 @@ class DivergentUnits(StepExtension):
                 # Under create_graph, the second backward needs the unsharded buffers. Keep the
                 # buffers even on a rank without a call of the unit: all ranks must reshard a unit,
                 # or none, because only ranks with a resharded unit begin another all-gather.
-                unit.stick()
+                unit.keep_unsharded()

@@ -28,11 +28,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
 from flatshard.engine.events import StepExtension
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.sharding import Sharding, sharding_of, shardings_in
-from flatshard.optimizer import stepper
+from flatshard.optimizer import adapter
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.module_tree import unit_text
 
@@ -56,7 +56,7 @@ def joining(
     """Implement ``ShardedWrapper.join``. Collective: all ranks, at entry and at exit."""
     context = root.check_between_steps("join()")
     _check(root)
-    join = Join(root, [*optimizers, *stepper.stepped_optimizers()], by_initial_size, throws)
+    join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
     hooks = (
         register_optimizer_step_pre_hook(join.before_step),
         register_optimizer_step_post_hook(join.after_step),
@@ -108,7 +108,7 @@ class Join(StepExtension):
     ) -> None:
         self._root, self._state, self._throws = root, root.context, throws
         self._by_initial_size = by_initial_size
-        self._comm = self._state.world.apart
+        self._comm = self._state.world.side_group
         self._buffers = self._state.buffers
         self._handles = self._state.handles
         params = [param for handle in self._handles for param in handle.sharded]
@@ -236,7 +236,7 @@ class Join(StepExtension):
         self._options[self._key(optimizer)] = _options_of(optimizer)
         if self._leads:
             self._check_unedited()
-            if not stepper.is_elementwise(optimizer):
+            if not adapter.is_elementwise(optimizer):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -269,7 +269,7 @@ class Join(StepExtension):
         with torch._C.DisableTorchFunctionSubclass():
             for handle in self._handles:
                 # Skip gradients accumulated under `no_sync`, which differ between ranks.
-                is_reduced = handle.unit.sync is Sync.ALL
+                is_reduced = handle.unit.sync is GradSync.FULL
                 for param in handle.sharded if is_reduced or not reduced_only else ():
                     if param.grad is not None:
                         self._published[param.grad] = local_range(param.grad)._version
@@ -322,7 +322,7 @@ class Join(StepExtension):
         state = self._state
         state.pending_sends.wait_sends()
         state.expects_backward = grad_enabled
-        state.syncs, state.under_no_sync = [Sync(sync) for sync in syncs], under_no_sync
+        state.syncs, state.under_no_sync = [GradSync(sync) for sync in syncs], under_no_sync
         if grad_enabled:
             state.plan_syncs()
         self._begin()

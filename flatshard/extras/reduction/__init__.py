@@ -31,7 +31,7 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
 from flatshard.module.sharding import Sharding, shardings_in
 from flatshard.options.precision import MixedPrecision, ReduceMode
@@ -96,7 +96,7 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
     if any(its.reduce is not None for its in planned.values()):
         # Hooks are called in the middle of a backward, after an exchange in a separate process
         # group. Create the group now, because creating a group is collective.
-        _ = world.apart
+        _ = world.side_group
     context.refresh()
 
 
@@ -145,7 +145,7 @@ def _check_can_register(unit: Unit) -> None:
                 "register_comm_hook() of a wrapper also sets the hook of all wrappers inside, so "
                 "call register_comm_hook() only once for each wrapper."
             )
-        if handle.grads.waits_for(Sync.ALL):
+        if handle.grads.waits_for(GradSync.FULL):
             raise RuntimeError(
                 f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register the "
                 "hook before no_sync, or after the backward that reduces the gradients."

@@ -27,8 +27,8 @@ from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
+from flatshard.optimizer.adapter import OptimizerExtension, at_step, extensions, is_elementwise
 from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.optimizer.stepper import OptimizerExtension, at_step, extensions, is_elementwise
 from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text
@@ -232,7 +232,7 @@ class SteppedInBackward(StepExtension):
         # must not be unsharded again in this backward, because some ranks would send old shards,
         # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
-            not (handle.is_reducing or handle.grads.accumulated or handle.lingers)
+            not (handle.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
             # After gradient accumulation, do not step a unit with a frozen parameter early: before
             # the user froze the parameter, another rank may have accumulated a gradient for it.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))

@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.module.sharding import Sharding
 from flatshard.state.model_state import StateDictOptions
 
@@ -122,7 +122,7 @@ MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name i
 # Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
 ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
     # Whether a backward of the next forward reduces all gradients over all ranks.
-    "require_backward_grad_sync": lambda one: {*one.context.syncs} == {Sync.ALL},
+    "require_backward_grad_sync": lambda one: {*one.context.syncs} == {GradSync.FULL},
     "device": lambda one: one.settings.device,
     "device_type": lambda one: one.settings.device.type,
     "device_ids": lambda one: (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras import show_bytes, tabulate
 from flatshard.module.sharding import Sharding, shardings_in, units_in
-from flatshard.optimizer import stepper
+from flatshard.optimizer import adapter
 
 __all__ = ["report"]
 
@@ -37,8 +37,8 @@ def report(root: Sharding) -> str:
     topologies = [first[unit].settings.topology for unit in units]
     # `transport_reason` is empty if only one transport was possible. Then add no line.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
-    steppers = stepper.reports(root.wrapper.parameters())
-    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *steppers])
+    adapters = adapter.reports(root.wrapper.parameters())
+    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *adapters])
 
 
 def _row(sharding: Sharding, rest: str) -> tuple[str, ...]:

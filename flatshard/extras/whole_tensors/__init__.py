@@ -1,8 +1,8 @@
 """Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeStepper`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer can
-step sharded parameters, or needs full parameters, and on how many ranks. In each step,
-``WholeStepper`` then gives the optimizer sharded or full parameters accordingly.
+``WholeTensorAdapter`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer
+can step sharded parameters, or needs full parameters, and on how many ranks. In each step,
+``WholeTensorAdapter`` then gives the optimizer sharded or full parameters accordingly.
 
 Without this folder, an optimizer not known to be element-wise raises at the first step on sharded
 parameters. The element-wise optimizers of torch, and optimizers passed to
@@ -21,17 +21,17 @@ import torch
 from flatshard.comm.consistency import agreed
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
 from flatshard.extras.whole_tensors.whole_step import OP, REMEDY, WholeStep, sharded_params
-from flatshard.optimizer.stepper import Closure, State, Stepper, stepping
+from flatshard.optimizer.adapter import Closure, OptimizerAdapter, State, stepping
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor
 
-__all__ = ["WholeStepper"]
+__all__ = ["WholeTensorAdapter"]
 
 _logger = logging.getLogger("flatshard")
 
 
-class WholeStepper(Stepper):
+class WholeTensorAdapter(OptimizerAdapter):
     """Steps an optimizer not known to be element-wise, in the ``StepMode`` found by trials."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.stepper import all_params, step_unhooked, with_inner
+from flatshard.optimizer.adapter import all_params, step_unhooked, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]

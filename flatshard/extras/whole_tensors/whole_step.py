@@ -28,7 +28,7 @@ from flatshard.extras.whole_tensors.owners import (
     scatter_to_shards,
 )
 from flatshard.extras.whole_tensors.trial import StepMode
-from flatshard.optimizer.stepper import (
+from flatshard.optimizer.adapter import (
     State,
     all_params,
     map_state,

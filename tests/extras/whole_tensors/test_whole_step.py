@@ -16,7 +16,7 @@ from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
 from flatshard.extras.whole_tensors import whole_step
 from flatshard.extras.whole_tensors.trial import StepMode
-from flatshard.optimizer.stepper import stepper_of
+from flatshard.optimizer.adapter import adapter_of
 from tests.combinations import every
 from tests.harness import allow_warnings, run_ranks
 from tests.side import TOLERANCE, Run, assert_same_model, pair
@@ -161,7 +161,7 @@ def _steps(rank: int, world_size: int, kind: str) -> None:
             optimizers = _optimizers(run, kind)
             _train(run, optimizers, range(3))
             if run.is_sharded and world_size > 1:
-                assert stepper_of(optimizers[0]).mode is MODES[kind]
+                assert adapter_of(optimizers[0]).mode is MODES[kind]
         _assert_close(runs, kind)
 
 
@@ -323,7 +323,7 @@ def _divides(rank: int, world_size: int, way: str) -> None:
         optimizer = Dividing(matrices)
         _train(run, [optimizer], range(3))
         if run.is_sharded:
-            assert stepper_of(optimizer).mode is StepMode.ON_EVERY_RANK
+            assert adapter_of(optimizer).mode is StepMode.ON_EVERY_RANK
     assert_same_model(*runs)
 
 

@@ -20,13 +20,13 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, StepExtension
-from flatshard.engine.gradients import Sync
+from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.units.module_tree import unit_text
 
-_SYNCS = list(Sync)
+_SYNCS = list(GradSync)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Agreement:
     edited: list[Unit]
 
 
-def agree(state: RunState, rest: Set[int]) -> Agreement:
+def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     """Exchange with all ranks what this backward did on each rank. Collective.
 
     All ranks call this function after each backward that reduces gradients. Each rank sends bytes,

@@ -1,9 +1,9 @@
-"""``Stepper``: replaces an optimizer's sharded parameters by plain parameters during a step.
+"""``OptimizerAdapter``: replaces sharded parameters of an optimizer by plain ones during a step.
 
 An optimizer's operations give the right results on ``FlatShardTensor``s, but are slow, because each
-operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketStepper``
+operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketAdapter``
 therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters in the shard's
-memory. All other optimizers have another stepper, in the extra ``whole_tensors``.
+memory. All other optimizers have another adapter, in the extra ``whole_tensors``.
 
 [Note: buckets]
 A bucket is a 1-D parameter that the optimizer steps in place of several sharded parameters, the
@@ -56,10 +56,10 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 # in fp32, but separate operations round after each operation, so the results would differ.
 _FUSED_DTYPES = torch.float32, torch.float64
 
-_steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
+_adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 # Optimizers in a step, and optimizers whose last step raised. The parameter groups of these
 # optimizers may still hold replacements of the sharded parameters.
-stepping: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
+stepping: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
@@ -110,8 +110,8 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
         ```
     """
     _ELEMENTWISE.add(inspect.unwrap(optimizer_class.step))
-    for optimizer in {*filter(is_elementwise, _steppers)}.difference(stepped_optimizers()):
-        del _steppers[optimizer]
+    for optimizer in {*filter(is_elementwise, _adapters)}.difference(stepped_optimizers()):
+        del _adapters[optimizer]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -158,10 +158,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
     return {key: repr(value) for key, value in group.items() if key != "params"}
 
 
-def stepper_of(optimizer: Optimizer) -> Stepper:
-    """Return the stepper of an optimizer, the same in all steps.
+def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
+    """Return the adapter of an optimizer, the same in all steps.
 
-    An element-wise optimizer gets a stepper at the first step, any other optimizer at the first
+    An element-wise optimizer gets a adapter at the first step, any other optimizer at the first
     step with sharded parameters.
 
     Raises:
@@ -169,10 +169,10 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
         MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
             installed.
     """
-    stepper = _steppers.get(optimizer)
-    if stepper is None:
+    adapter = _adapters.get(optimizer)
+    if adapter is None:
         if is_elementwise(optimizer):
-            stepper = BucketStepper()
+            adapter = BucketAdapter()
         elif any(isinstance(param, FlatShardTensor) for param in all_params(optimizer)):
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise RuntimeError(
@@ -181,16 +181,18 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
                     "Adam, SGD or Adagrad."
                 )
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
-            stepper = extra("whole_tensors", asked_for).WholeStepper()
+            adapter = extra("whole_tensors", asked_for).WholeTensorAdapter()
         else:
-            return Stepper()  # do not store it: the optimizer may get sharded parameters later
-        _steppers[optimizer] = stepper
-    return stepper
+            return (
+                OptimizerAdapter()
+            )  # do not store it: the optimizer may get sharded parameters later
+        _adapters[optimizer] = adapter
+    return adapter
 
 
 def stepped_optimizers() -> list[Optimizer]:
     """Return the element-wise optimizers that have begun at least one step."""
-    return [one for one, stepper in _steppers.items() if isinstance(stepper, BucketStepper)]
+    return [one for one, adapter in _adapters.items() if isinstance(adapter, BucketAdapter)]
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
@@ -213,15 +215,15 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
-        if one in _steppers:
-            shared |= _steppers[one].shared_state(one)
+        if one in _adapters:
+            shared |= _adapters[one].shared_state(one)
     return shared
 
 
 def reports(params: Iterable[Tensor]) -> list[str]:
     """Return a line of text for each optimizer that stepped any of ``params`` as full tensors."""
     ids = {id(param) for param in params}
-    found = [(type(one).__name__, stepper.report(ids)) for one, stepper in _steppers.items()]
+    found = [(type(one).__name__, adapter.report(ids)) for one, adapter in _adapters.items()]
     return [f"{name} {report}" for name, report in found if report is not None]
 
 
@@ -251,15 +253,15 @@ class Closure:
         # Take the optimizer out of `stepping`: the closure's forward calls `restore_all`, which
         # undoes the replacement of parameters for every optimizer in `stepping`.
         stepping.pop(optimizer, None)
-        stepper = stepper_of(optimizer)
+        adapter = adapter_of(optimizer)
         try:
-            stepper.pause(optimizer)
+            adapter.pause(optimizer)
             self.loss = self._run()
         except BaseException:
-            stepper.undo(optimizer)
+            adapter.undo(optimizer)
             raise
-        stepping[optimizer] = stepper
-        stepper.begin(optimizer, self)
+        stepping[optimizer] = adapter
+        adapter.begin(optimizer, self)
         return self.loss
 
 
@@ -269,18 +271,18 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
     params[:] = others  # in place, because some optimizers (LBFGS) keep a reference to the list
 
 
-class Stepper:
+class OptimizerAdapter:
     """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
 
-    A stepper must not hold a reference to its optimizer: the stepper exists as long as the
+    A adapter must not hold a reference to its optimizer: the adapter exists as long as the
     optimizer, and the reference would keep both alive forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer``. A stepper that steps all parameters here, by itself, returns
-        a dummy optimizer, whose ``step()`` changes nothing. A stepper may also set
+        Usually returns ``optimizer``. A adapter that steps all parameters here, by itself, returns
+        a dummy optimizer, whose ``step()`` changes nothing. A adapter may also set
         ``closure.loss``.
         """
         return optimizer
@@ -312,8 +314,8 @@ class Stepper:
         return None
 
 
-class BucketStepper(Stepper):
-    """Stepper of an element-wise optimizer: replaces sharded parameters by ``ParamBucket``s."""
+class BucketAdapter(OptimizerAdapter):
+    """Adapter of an element-wise optimizer: replaces sharded parameters by ``ParamBucket``s."""
 
     def __init__(self) -> None:
         # Buckets of the last step, keyed by the id of the first member.

@@ -1,9 +1,9 @@
-"""``Touch``: runs operations on sharded parameters outside of their unit's forward.
+"""``OutOfForwardUse``: runs operations on sharded parameters outside of their unit's forward.
 
 Some code uses a unit's parameters without calling the unit: a module reads a weight of a child
 module or iterates over a ``Sequential``, or a user calls ``model.encoder(...)``. Outside of their
 unit's forward, the modules hold sharded parameters. If an operation needs more than this rank's
-part of a parameter, ``Touch`` runs the operation on the full parameter.
+part of a parameter, ``OutOfForwardUse`` runs the operation on the full parameter.
 
 [Note: which full tensor]
 If a forward of the model is running, the unit is unsharded until the forward around the operation
@@ -39,7 +39,7 @@ from flatshard.units.module_tree import unit_text
 Call: TypeAlias = Callable[[dict[int, Any]], Any]
 
 
-class Touch(ParamOwner):
+class OutOfForwardUse(ParamOwner):
     """Runs operations on sharded parameters of one model, outside of their units' forwards."""
 
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
@@ -240,16 +240,16 @@ class Touch(ParamOwner):
                 forward.saved.pop()
             if is_outermost:
                 state.depth -= 1
-                forward.reshard_touched()
+                forward.reshard_used_outside()
                 forward.end(failed=failed)
 
     def _unshard(self, unit: Unit) -> None:
-        unit.is_touched |= torch.is_grad_enabled()
+        unit.is_used_outside |= torch.is_grad_enabled()
         if self._backward.is_running:
             self._backward.unshard(unit)
             self._backward.unshard_again(unit)
         else:
-            self._forward.touch(unit)
+            self._forward.unshard_outside(unit)
 
     def _warn(self, tensor: FlatShardTensor, name: str, *, is_average: bool) -> None:
         unit = self._places[tensor.spec][0]
