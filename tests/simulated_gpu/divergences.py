@@ -1,37 +1,24 @@
-"""Prints how ranks end if rank 0 diverges from the other ranks, on simulated GPUs with NCCL.
+"""How ranks must end if rank 0 diverges from the other ranks, on simulated GPUs with NCCL.
 
-    PYTHONPATH=.:scripts python -m tests.simulated_gpu.divergences [--only TEXT...] [--at-once 4]
+A setting is one program of `scripts/gpu_checks/divergence.py`, on two or four ranks, with only NCCL
+or with both gloo and NCCL. "All in the model": all other ranks wait in the model. "One in a
+barrier": the last rank waits in a barrier of the program.
 
-Each cell of the printed table is one program of `scripts/gpu_checks/divergence.py`, on two or four
-ranks, with only NCCL or with both gloo and NCCL. In the rows "all in the model", all other ranks
-wait in the model. In the rows "one in a barrier", the last rank waits in a barrier of the program.
-
-A cell is right if every rank raises within SOON seconds and ends with exit status 1, and if errors
-and logs give the same reason on all ranks. In the case "out of data", rank 0 must end with status
-0. A right cell shows after how many seconds the slowest rank raised. The script's exit status is 1
-if a cell is wrong.
-
-All 48 cells take about four minutes on two cores.
+Every rank must raise within SOON seconds and end with exit status 1, and errors and logs must give
+the same reason on all ranks. In the case "out of data", rank 0 must end with status 0.
 """
 
 import json
-import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import product
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gpu_checks.divergence import CASES, SOON
-from lib.command_line import Parser, at_least
 
-from tests.simulated_gpu.server import Ended, Gpu
+from tests.simulated_gpu.server import Ended
 
 SIX = [case for case in CASES if "norm" not in case and "barrier" not in case]
 BARRIERS = {"all in the model": "", "one in a barrier": "barrier"}
-WORLDS = (2, 4)
-BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
 # A deadlock error first describes the rank's own wait, and then gives the reason. A reason begins
 # with one of these texts.
 _REASONS = (
@@ -54,10 +41,6 @@ class Setting(NamedTuple):
 
     def program(self) -> tuple[str, ...]:
         return ("diverge", self.backend, self.case, BARRIERS[self.others])
-
-
-def all_settings() -> list[Setting]:
-    return [Setting(*values) for values in product(SIX, BARRIERS, WORLDS, BACKENDS)]
 
 
 def reason_of(said: dict[str, Any]) -> str:
@@ -95,58 +78,3 @@ def problems(setting: Setting, ranks: Sequence[Ended]) -> tuple[list[str], float
     if len(reasons) > 1 or any(not reason.startswith(_REASONS) for reason in reasons):
         found += [f"rank {', '.join(map(str, some))}: {text}" for text, some in reasons.items()]
     return found, slowest
-
-
-def ends(
-    gpu: Gpu, settings: Sequence[Setting], at_once: int
-) -> Iterator[tuple[Setting, list[Ended]]]:
-    """Run each setting, and yield how its ranks ended. At most ``at_once`` ranks run at a time."""
-    for world in WORLDS:
-        some = [setting for setting in settings if setting.world == world]
-        step = max(1, at_once // world)
-        for start in range(0, len(some), step):
-            now = some[start : start + step]
-            run = gpu.run_programs(world, *(setting.program() for setting in now))
-            yield from zip(now, run, strict=True)
-
-
-def main() -> int:
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", default=[], help="run only cells that contain all of these words"
-    )
-    parser.add_argument(
-        "--at-once", type=at_least(4), default=12, help="maximum number of ranks at a time"
-    )
-    parser.add_argument("--texts", action="store_true", help="print what every rank says")
-    options = parser.parse_args()
-    settings = [
-        setting
-        for setting in all_settings()
-        if all(any(word in str(value) for value in setting) for word in options.only)
-    ]
-    cells: dict[Setting, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        gpu = Gpu(Path(folder))
-        try:
-            for setting, ranks in ends(gpu, settings, options.at_once):
-                wrong, seconds = problems(setting, ranks)
-                cells[setting] = "**wrong**" if wrong else f"{seconds:.1f} s"
-                for text in wrong:
-                    print(f"{setting}: {text}", file=sys.stderr, flush=True)
-                if options.texts:
-                    print(setting, *(ended.text for ended in ranks), sep="\n  ", flush=True)
-        finally:
-            gpu.close()
-    columns = list(product(BACKENDS, WORLDS))
-    print("| rank 0 | other ranks |", *(f"{b}, {w} ranks |" for b, w in columns))
-    print(f"|---|---|{'---|' * len(columns)}")
-    for case, others in product(SIX, BARRIERS):
-        row = [cells.get(Setting(case, others, w, b), "") for b, w in columns]
-        print(f"| {case} | {others} | {' | '.join(row)} |")
-    print(f"\n{len(cells)} cells, {sum('wrong' in text for text in cells.values())} wrong")
-    return int(any("wrong" in text for text in cells.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

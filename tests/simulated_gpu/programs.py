@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from collections import Counter
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint
-from flatshard.extras.deadlock import detector, gpu
+from flatshard.extras.deadlock import gpu
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.simulated_gpu.kernels import driver_calls
 
@@ -216,45 +215,6 @@ def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
     return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}
 
 
-class CountingStore:
-    """A process group's store that counts the calls and the bytes of this rank."""
-
-    def __init__(self, store: Any, counts: Counter[str]) -> None:
-        self._store, self._counts = store, counts
-
-    def clone(self) -> "CountingStore":
-        return CountingStore(self._store.clone(), self._counts)
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._store, name)
-
-        def counted(*args: Any) -> Any:
-            result = call(*args)
-            is_write = name in ("set", "compare_set")
-            self._counts["writes" if is_write else "reads"] += 1
-            moved = args[1:] if is_write else result if isinstance(result, list) else [result]
-            sizes = (len(one) for one in moved if isinstance(one, str | bytes))
-            self._counts["bytes written" if is_write else "bytes read"] += sum(sizes)
-            return result
-
-        return counted
-
-
-def count_traffic(rank: int, seconds: str) -> dict[str, Any]:
-    """Count how waiting ranks use the store while the last rank sleeps. Ranks wait on the GPU."""
-    program, counts = divergence.Program(rank, GPU), Counter[str]()
-    program.step()
-    torch.cuda.synchronize()
-    store = detector._default_store()
-    vars(detector)["_default_store"] = lambda: CountingStore(store, counts)
-    if rank == dist.get_world_size() - 1:
-        time.sleep(float(seconds))
-    program.step()
-    torch.cuda.synchronize()
-    kinds = ("reads", "writes", "bytes read", "bytes written")
-    return {"error": "", "seconds": 0.0, "traffic": {kind: counts[kind] for kind in kinds}}
-
-
 def write_state_dict(rank: int, write: str) -> dict[str, Any]:
     """The program writes to tensors of a state dict, so that no version counter changes.
 
@@ -330,33 +290,6 @@ def edit_in_forward(rank: int, first: str, way: str) -> dict[str, Any]:
         error = str(raised)
     torch.cuda.synchronize()
     return {"error": error, "seconds": 0.0, "step": step}
-
-
-def compile_slowly(whole: bool, slow: float) -> None:
-    """On gloo: train three steps of a compiled model, whose compilation takes longer on rank 0.
-
-    ``whole``: compile the whole model, and otherwise one block.
-    """
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
-        if dist.get_rank() == 0:
-            time.sleep(slow)
-        return compile_fx(graph, inputs)
-
-    model = nn.Sequential(divergence.Layer(), divergence.Layer())
-    if not whole:
-        model[1].compile(backend=backend)
-    policy = ModuleWrapPolicy({divergence.Layer})
-    sharded = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0)
-    if whole:
-        sharded.compile(backend=backend)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for _ in range(3):
-        sharded(torch.ones(2, divergence.WIDTH)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Ordered(nn.Module):

@@ -19,7 +19,7 @@ from tests.forked_python import PYTHON
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     *("benchmark", "gpu_check", "train_mnist", "train_transformer"),
-    *("checkpoints", "construction", "offload", "precision", "strategies"),
+    *("checkpoints", "construction", "offload", "strategies"),
 )
 
 pytestmark = pytest.mark.tutorial
@@ -39,7 +39,7 @@ def test_paths_that_cannot_be_written(
     assert path in line
 
 
-@pytest.mark.parametrize("script", ["frameworks", "optimizers", "support"])
+@pytest.mark.parametrize("script", ["optimizers", "support"])
 def test_pages_that_cannot_be_written(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
