@@ -21,6 +21,7 @@ This module starts no collective.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -193,15 +194,29 @@ class Gradients:
                     self.forget(original.index)
             for original in [one for one in self._params if one.sharded in ASSIGNED]:
                 del ASSIGNED[original.sharded]
-                grad = original.sharded.grad
-                if grad is not None and not isinstance(grad, FlatShardTensor):
-                    # As DistributedDataParallel does, average the assigned tensor together with the
-                    # gradients of the backward.
-                    self.receive(original.index, grad.detach().clone())
-                    self.arrived.clear()  # not a gradient of this backward
-                    original.sharded.grad = None
+                if not isinstance(original.sharded.grad, FlatShardTensor):
+                    self._take_assigned(original)
         self.shown.clear()
         self.was_edited &= bool(self.accumulated)
+
+    def take_assigned_of_whole(self) -> None:
+        """Take gradients that the program assigned to parameters that every rank holds whole.
+
+        Called when a backward begins. These parameters are plain parameters, so nothing records an
+        assignment to their ``.grad``. But flatshard knows the gradients that it has published.
+        """
+        for param in self._params:
+            if param.sharded.grad is not param.published():
+                self._take_assigned(param)
+
+    def _take_assigned(self, param: OriginalParam) -> None:
+        grad = param.sharded.grad
+        if grad is not None:
+            # As DistributedDataParallel does, average the assigned tensor together with the
+            # gradients of the backward.
+            self.receive(param.index, grad.detach().clone())
+            self.arrived.clear()  # not a gradient of this backward
+            param.sharded.grad = None
 
     # ------------------------------------------------------------ accumulate
 
@@ -483,6 +498,8 @@ class Gradients:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):
                         param.kept_grad = grad
+                    else:
+                        param.published = weakref.ref(grad)
                 if get_grad(sharded) is None:  # the usual case
                     set_grad(sharded, grad)
                 else:

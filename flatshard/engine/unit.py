@@ -432,6 +432,8 @@ class Unit:
             # new gradients.
             if handle.grads.shown or ASSIGNED:
                 handle.grads.take_all_back()
+            if handle.is_whole:
+                handle.grads.take_assigned_of_whole()
             if handle.is_aliased:
                 handle.grads.hold_earlier()
 

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -175,6 +176,8 @@ class OriginalParam:
             ``sharded``.
         kept_grad: the object of the last published gradient, which `Gradients.publish` uses again
             if nothing else refers to it. It has no attributes while it is not in use.
+        published: weak reference to the last published gradient of a parameter that is not
+            sharded, or a function that returns None.
         post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to run
             once the reduced gradient is in ``.grad``.
     """
@@ -200,6 +203,7 @@ class OriginalParam:
         )
         self.held: Any = None
         self.kept_grad: Any = None
+        self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # The dictionaries of tensor hooks and of post-accumulate-grad hooks that users registered
         # before wrapping, kept here until the full parameter exists. Keep torch's dictionaries

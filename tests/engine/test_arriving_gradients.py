@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CollectiveError, ShardedWrapper
+from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.oracle import assert_same
@@ -368,13 +368,17 @@ def test_assigned_gradients() -> None:
 
 
 def _assigned(rank: int, world: int) -> None:
-    compare = partial(_compare, rank, world, "full", _loss)
-    # As under DDP, the next backward averages what is in `.grad`.
-    compare(before=partial(_assign, alike=False))
-    compare(before=_assign_on_first)
-    compare(before=lambda m, _: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()])
-    # After backward, all ranks have to assign the same.
-    compare(between=_assign)
+    for way in ("full", "no_shard"):
+        compare = partial(_compare, rank, world, way, _loss)
+        # As under DDP, the next backward averages what is in `.grad`.
+        compare(before=partial(_assign, alike=False))
+        compare(before=_assign_on_first)
+        compare(
+            before=lambda m, _: [setattr(p, "grad", p.new_zeros(p.shape)) for p in m.parameters()]
+        )
+        # After backward, all ranks have to assign the same.
+        compare(between=_assign)
+    _assigned_beside_a_cast(rank, world)
     model = _wrap(Net(lambda m, x: m.head(x)))
     _assign(model, [rank], like=True)
     with pytest.raises(RuntimeError, match=r"'.*weight'.* was set to a sharded tensor"):
@@ -385,6 +389,22 @@ def _assigned(rank: int, world: int) -> None:
     _assign(model, [rank], alike=False)
     with pytest.raises(RuntimeError, match=r"'.*weight'.* different full tensors in .grad"):
         optimizer.step()
+
+
+def _assigned_beside_a_cast(rank: int, world: int) -> None:
+    """Every rank holds the parameters whole, but computes with a copy in another dtype."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = ShardedWrapper(nn.Linear(D, D), sharding_strategy="NO_SHARD", mixed_precision=precision)
+    inputs = _batch(0, 0).float()
+    model(inputs).sum().backward()
+    once = [param.grad.clone() for param in model.parameters()]
+    model(inputs).sum().backward()
+    for param, grad in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad)
+        param.grad = torch.full_like(param, rank)
+    model(inputs).sum().backward()
+    for param, grad in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(param.grad, grad + (world - 1) / 2, rtol=1e-2, atol=1e-2)
 
 
 # ---------------------------------------------------------------- reads and writes
