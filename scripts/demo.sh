@@ -7,4 +7,8 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
 setup examples
-exec "$python" scripts/train_mnist.py --world-size 2 --epochs 4 "$@"
+# Each rank gets half of the cores. Without this setting, torchrun gives it one.
+cores="$("$python" -c 'import os; print(os.cpu_count() or 2)')"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((cores + 1) / 2))}"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    scripts/train_mnist.py --epochs 4 "$@"

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 from tests.harness import PRELOAD, forked
 
 # The harness's server has not started yet when this is imported, while tests are collected.
-PRELOAD += ["rich.table", "sklearn.datasets", "tqdm"]
+PRELOAD += ["rich.table", "sklearn.datasets"]
 
 
 class Finished(NamedTuple):
@@ -36,15 +36,13 @@ class Finished(NamedTuple):
     err: str
 
 
-def run_script(
-    script: Path, *arguments: str, cwd: Path, timeout: float = 100, first: Sequence[Path] = ()
-) -> Finished:
-    """Run the script in the folder ``cwd``, with ``first`` heading its path.
+def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 100) -> Finished:
+    """Run the script in the folder ``cwd``.
 
     Raises:
         TimeoutError: it was still running after ``timeout`` seconds.
     """
-    return _run([dict(os.environ)], script, arguments, cwd, timeout, first)
+    return _run([dict(os.environ)], script, arguments, cwd, timeout)
 
 
 def torchrun(
@@ -67,7 +65,7 @@ def torchrun(
         "WORLD_SIZE": str(world_size),
     }
     ranks = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
-    return _run(ranks, script, arguments, cwd, timeout=100, first=())
+    return _run(ranks, script, arguments, cwd, timeout=100)
 
 
 def _run(
@@ -76,7 +74,6 @@ def _run(
     arguments: Sequence[str],
     cwd: Path,
     timeout: float,
-    first: Sequence[Path],
 ) -> Finished:
     """A process for each environment, none of which, nor of what they start, is left behind."""
     deadline = time.monotonic() + timeout
@@ -87,7 +84,7 @@ def _run(
             path.touch()
         try:
             for environment in environments:
-                processes.append(fork_script(environment, script, arguments, cwd, files, first))
+                processes.append(fork_script(environment, script, arguments, cwd, files))
             status = _status(processes, deadline)
         finally:
             for process in processes:
@@ -108,10 +105,9 @@ def fork_script(
     arguments: Sequence[str],
     cwd: Path,
     files: Sequence[Path],
-    first: Sequence[Path] = (),
 ) -> Any:
     """The started process of one script, in a session of its own; it writes into two ``files``."""
-    return forked(_main, script, arguments, cwd, first, dict(environment), files)
+    return forked(_main, script, arguments, cwd, dict(environment), files)
 
 
 class Started:
@@ -162,7 +158,6 @@ def _main(
     script: Path,
     arguments: Sequence[str],
     cwd: Path,
-    first: Sequence[Path],
     environment: dict[str, str],
     files: Sequence[Path],
 ) -> None:
@@ -173,7 +168,7 @@ def _main(
     os.environ.clear()
     os.environ.update({**environment, "OMP_NUM_THREADS": "1"})
     os.chdir(cwd)
-    sys.path[:0] = [*map(str, first), str(script.parent)]
+    sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *map(str, arguments)]
     contexts = multiprocessing.context._concrete_contexts
     contexts["spawn"] = contexts["fork"]

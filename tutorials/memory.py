@@ -44,6 +44,7 @@ from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
+import compare_strategies
 import train_transformer
 from lib.output import COLOURS, PEAK
 from lib.rank_processes import launch
@@ -223,8 +224,8 @@ plt.show()
 #
 # ## Predicted and measured
 #
-# A small transformer fits on this machine. `--compare` of
-# [scripts/train_transformer.py](../scripts/train_transformer.py) trains it for a few steps under
+# A small transformer fits on this machine.
+# [scripts/compare_strategies.py](../scripts/compare_strategies.py) trains it for a few steps under
 # each strategy. It measures the memory of all tensors and the peak of unsharded parameters.
 # `predict` gets the same keywords. The ranks are processes that torch's own launcher forks from
 # this notebook; [mnist.ipynb](mnist.ipynb) explains the details.
@@ -238,8 +239,8 @@ result = Path(tempfile.mkdtemp()) / "measured.json"
 def compare():
     dist.init_process_group("gloo")
     sizes = " ".join(f"--{name} {size}" for name, size in SIZES.items())
-    options = f"--compare --steps 2 --collectives sockets --json {result} {sizes}"
-    train_transformer.compare(train_transformer.parse_args(options.split()), torch.device("cpu"))
+    options = f"--steps 2 --collectives sockets --json {result} {sizes}"
+    compare_strategies.compare(compare_strategies.parse_args(options.split()), torch.device("cpu"))
     dist.destroy_process_group()
 
 
@@ -252,7 +253,7 @@ with torch.device("meta"):
 
 rows = []
 for name, found in measured.items():
-    way = train_transformer.WAYS[name]
+    way = compare_strategies.WAYS[name]
     plan = predict(
         fits,
         world_size=RANKS,

@@ -39,7 +39,7 @@ from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, "../scripts")
-import train_transformer
+import compare_strategies
 from lib.output import COLOURS, PEAK
 from lib.rank_processes import launch
 
@@ -252,10 +252,9 @@ plt.show()
 # %% [markdown]
 # ## All strategies
 #
-# `--compare` of [scripts/train_transformer.py](../scripts/train_transformer.py) trains such a model
-# for a few steps under each strategy. Here the model has eight wider blocks, and the ranks send
-# over sockets, as they would over a network. For the HYBRID strategies, two ranks count as one
-# node.
+# [scripts/compare_strategies.py](../scripts/compare_strategies.py) trains such a model for a few
+# steps under each strategy. Here the model has eight wider blocks, and the ranks send over sockets,
+# as they would over a network. For the HYBRID strategies, two ranks count as one node.
 
 # %%
 RANKS = 2 if TOY else 4
@@ -264,15 +263,15 @@ SIZES = "--width 32 --depth 3 --steps 2" if TOY else "--width 256 --depth 8 --st
 
 def compare():
     dist.init_process_group("gloo")
-    options = f"--compare --collectives sockets --batch-size 8 {SIZES} --json {folder}/ways.json"
-    train_transformer.compare(train_transformer.parse_args(options.split()), torch.device("cpu"))
+    options = f"--collectives sockets --batch-size 8 {SIZES} --json {folder}/ways.json"
+    compare_strategies.compare(compare_strategies.parse_args(options.split()), torch.device("cpu"))
     dist.destroy_process_group()
 
 
 with contextlib.redirect_stdout(None):
     launch(compare, ranks=RANKS)
 ways = json.loads((folder / "ways.json").read_text())["ways"]
-print(train_transformer.table(ways))
+print(compare_strategies.table(ways))
 
 # %% [markdown]
 # *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same, and the
@@ -329,6 +328,6 @@ plt.show()
 # for this reason.
 #
 # The times are those of four ranks on few cores, over sockets. On your network the times will
-# differ, but not the bytes: run `python scripts/train_transformer.py --compare`.
+# differ, but not the bytes: run `torchrun --nproc-per-node 4 scripts/compare_strategies.py`.
 #
 # Next: [memory.ipynb](memory.ipynb) predicts these bytes without running anything.

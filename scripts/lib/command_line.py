@@ -75,12 +75,6 @@ def positive_number(text: str) -> float:
     return value
 
 
-def input_file(text: str) -> Path:
-    if not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return Path(text)
-
-
 def directory(text: str) -> Path:
     """A directory in which this user can create temporary files."""
     if not os.path.isdir(text):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import logging
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -14,10 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from benchmark import resident_bytes
 from lib.command_line import Parser
 from lib.output import write_json
-from lib.training_job import spawn
 
 if importlib.util.find_spec("rich") is None:
     print('error: rich is not installed: pip install ".[examples]"', file=sys.stderr)
@@ -34,6 +36,7 @@ __all__ = [
     "require_proc",
     "reset_peak",
     "resident_bytes",
+    "spawn",
     "table",
     "write_json",
 ]
@@ -86,6 +89,37 @@ def _run_rank(
     # still need.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
+    """Runs `work(rank, *arguments)` in `world_size` processes.
+
+    If a rank dies, ends the other ranks and this process, and prints the number of the rank.
+    """
+    # Hide torch's log of the ranks that it ends, because this function prints the reason.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    # Ctrl-C reaches all processes of the terminal. Let the ranks ignore it, because this process
+    # ends the ranks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks = mp.spawn(work, arguments, nprocs=world_size, join=False)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        while not ranks.join():
+            pass
+    except mp.ProcessRaisedException as error:
+        sys.exit(f"{error}\nerror: rank {error.error_index} failed, the job was stopped")
+    except mp.ProcessExitedException as error:
+        if error.exit_code == 2:  # the rank has printed the reason
+            sys.exit(2)
+        how = error.signal_name or f"exit status {error.exit_code}"
+        sys.exit(f"error: rank {error.error_index} ended by {how}, the job was stopped")
+    except KeyboardInterrupt:
+        for process in ranks.processes:
+            process.kill()
+        raise
+    finally:
+        for file in ranks.error_files:  # ranks that failed after the first rank leave tracebacks
+            Path(file).unlink(missing_ok=True)
 
 
 def table(title: str, *columns: str) -> Table:

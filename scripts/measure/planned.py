@@ -51,8 +51,7 @@ import measuring  # import first: may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lib.training_job import spawn
-from measuring import Parser, write_json
+from measuring import Parser, spawn, write_json
 from rich import print as rich_print
 from torch import Tensor, nn
 

@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 from benchmark import Block
 from lib.command_line import at_least
-from lib.training_job import spawn
-from measuring import mib, resident_bytes
+from measuring import mib, resident_bytes, spawn
 from offload import Decoder
 from rich import print as rich_print
 from torch import nn

@@ -23,8 +23,8 @@ from lib.output import writing
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 NEEDED = (
-    *("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "peft", "rich", "safetensors"),
-    *("tqdm", "transformers"),
+    *("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "peft", "safetensors"),
+    "transformers",
 )
 
 

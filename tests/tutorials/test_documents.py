@@ -466,11 +466,10 @@ def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
 
 
 SHORTER = {
-    "bash scripts/demo.sh": "--world-size 1 --max-steps 1 --data digits",
+    "bash scripts/demo.sh": "--epochs 1 --data digits",
     "python scripts/tables/conformance.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD --checkpoint none",
-    "python scripts/train_transformer.py": "--world-size 1 --width 16 --depth 1",
     "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
 }
 """What makes a command small; of an option that is given twice, the last one counts."""
@@ -719,6 +718,8 @@ def test_scripts_say_what_is_not_installed(missing: str) -> None:
     packages = Path(torch.__file__).parents[1] if missing == "flatshard" else ""
     scripts = {path: path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
     started = [path for path, text in scripts.items() if "import torch" in text and MAIN in text]
+    # The example trainers import torch as a user's program does.
+    started = [path for path in started if not path.name.startswith("train_")]
     assert len(started) > 5
     for script in started:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Jobs that are killed go on from their last checkpoint, as if they had not been."""
+"""Jobs that are killed resume from their last checkpoint, with the losses of a whole run."""
 
 import contextlib
 import importlib
@@ -17,74 +17,94 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from flatshard import checkpoint
-from tests.combinations import THOROUGH
-from tests.scripts import Started
+from tests.forked_python import PYTHON
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "12"]
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--width 16 --depth 2 --context 16 --batch-size 12 --checkpoint-every 1 --resume".split()
 KILLS = int(os.environ.get("KILLS", "1"))
 """By hand: KILLS=50."""
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(60 + 20 * KILLS)]
-pytest.importorskip("tqdm", reason='needs pip install ".[examples]"')
 if not sys.platform.startswith("linux"):
     pytest.skip("finds the ranks in /proc", allow_module_level=True)
 
 
-def curve(path: Path) -> dict[int, float]:
-    """The losses by step; what was trained twice was the same."""
-    found: dict[int, float] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # cut off by a kill
-            record = json.loads(line)
-            if "step" in record:
-                step = record["step"]
-                assert found.setdefault(step, record["loss"]) == record["loss"], step
+def start(world_size: int, steps: int, folder: Path, max_restarts: int = 0) -> subprocess.Popen:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    files = ["--checkpoint-dir", str(folder), "--json", str(folder / "results.json")]
+    script = [str(ROOT / "scripts" / "train_transformer.py"), *SMALL, *files]
+    return subprocess.Popen(
+        [PYTHON, *torchrun, f"--max-restarts={max_restarts}", *script, f"--steps={steps}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(world_size: int, steps: int, folder: Path) -> list[float]:
+    job = start(world_size, steps, folder)
+    out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, out
+    return json.loads((folder / "results.json").read_text())["losses"]
+
+
+def last_step(folder: Path) -> int:
+    path = checkpoint.latest(folder)
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Returns the process ids of the ranks that train in ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            command = path.read_text()
+            if str(folder) in command and "torch.distributed.run" not in command:
+                found.append(int(path.parent.name))
     return found
 
 
-def started(folder: Path, world_size: int, steps: int) -> Started:
-    files = ["--log-file", "log", "--checkpoint-dir", ".", "--checkpoint-every", "1", "--resume"]
-    job = ["--world-size", str(world_size), "--steps", str(steps)]
-    return Started(SCRIPTS / "train_transformer.py", *SMALL, *job, *files, cwd=folder)
-
-
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """In a step, in a save, in a load; the curve is that of a job that nobody killed."""
+def test_killed_and_preempted(tmp_path: Path) -> None:
+    """Killed in a step, a save or a load, then stopped by SIGTERM; three ranks resume."""
     moments = random.Random(os.getpid())
-    steps = 10 + 8 * KILLS
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
-    assert started(whole, 2, steps).finish(timeout=200).status == 0
-    for _ in range(KILLS):
-        before = checkpoint.latest(killed)
-        job = started(killed, 2, steps)
-        try:
-            time.sleep(moments.uniform(0.3, 4))
-            with contextlib.suppress(AssertionError, IndexError, OSError):  # it has ended
-                os.kill(moments.choice(job.ranks()), signal.SIGKILL)
-        finally:
-            job.finish(timeout=60)
-        after = checkpoint.latest(killed)
-        assert before is None or (after is not None and after.name >= before.name)
-    ended = started(killed, 2, steps).finish(timeout=200)
-    assert ended.status == 0, ended.err
-    assert curve(killed / "log") == curve(whole / "log")
-    assert len(curve(killed / "log")) == steps
-    # On another number of ranks it goes on as well; and what kills have left is gone.
-    ended = started(killed, 3, steps + 2).finish(timeout=200)
-    assert ended.status == 0, ended.err
-    assert max(curve(killed / "log")) == steps + 2
-    left = sorted(path.name for path in killed.iterdir() if path.is_dir())
-    assert left == [f"step-{step:08d}" for step in range(steps, steps + 3)]
+    whole.mkdir()
+    job = start(2, 1_000_000, killed, max_restarts=KILLS)
+    try:
+        for _ in range(KILLS):
+            before = last_step(killed)
+            deadline = time.monotonic() + 60
+            while len(ranks_of(killed)) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(moments.uniform(0, 3))
+            os.kill(moments.choice(ranks_of(killed)), signal.SIGKILL)
+            time.sleep(0.5)  # torchrun ends the other rank
+            assert last_step(killed) >= before
+        killed_after, deadline = last_step(killed), time.monotonic() + 60
+        while last_step(killed) < killed_after + 3:  # until new ranks train
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.terminate()
+        out, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    step = last_step(killed)
+    assert f"SIGTERM: saved step-{step:08d}" in out
+    expected = losses(2, step + 2, whole)
+    found = losses(3, step + 2, killed)
+    assert found[:step] == expected[:step]
+    assert found == pytest.approx(expected, rel=1e-4)
+    left = sorted(path.name for path in killed.iterdir() if path.is_dir())  # no incomplete one
+    assert left == [f"step-{number:08d}" for number in range(step, step + 3)]
 
 
 def test_a_restart_finds_no_addresses_of_ranks_that_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torchrun's store has them still."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    """torchrun's store still has them."""
     training_job = importlib.import_module("lib.training_job")
     limit = timedelta(seconds=30)
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -96,60 +116,7 @@ def test_a_restart_finds_no_addresses_of_ranks_that_are_gone(
     num_keys = []
     for restarts in "01":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        training_job.connect("env://")
+        training_job.connect()
         dist.destroy_process_group()
         num_keys.append(kept.num_keys())
-    assert num_keys[1] > num_keys[0]  # the second start has its own
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def torchrun(folder: Path, *options: str) -> subprocess.Popen:
-    files = ["--log-file", "log", "--checkpoint-dir", ".", "--checkpoint-every", "3", "--resume"]
-    script = [SCRIPTS / "train_mnist.py", "--data", "digits", *files]
-    path = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [*TORCHRUN, "--max-restarts", "1", *script, *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def until(path: Path, step: int) -> None:
-    deadline = time.monotonic() + 100
-    while max(curve(path), default=0) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.skipif(not THOROUGH, reason="starts torchrun three times; THOROUGH=1 does")
-def test_torchrun_restarts_and_preempts(tmp_path: Path) -> None:
-    """A rank is killed, later the job is asked to end, and is then run to its end."""
-    pytest.importorskip("sklearn", reason='needs pip install ".[examples]"')
-    job = torchrun(tmp_path, "--max-steps", "1000", "--epochs", "100")
-    try:
-        until(tmp_path / "log", 4)
-        os.kill(children(job.pid)[1], signal.SIGKILL)
-        until(tmp_path / "log", 8)
-        job.terminate()
-        out, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert "Resumed after" in out
-    assert "SIGTERM: saved step-" in out
-    last = checkpoint.latest(tmp_path)
-    assert last is not None
-    step = int(last.name.removeprefix("step-"))
-    assert step == max(curve(tmp_path / "log"))
-    ended = torchrun(tmp_path, "--max-steps", str(step + 2))
-    out, _ = ended.communicate(timeout=100)
-    assert ended.returncode == 0, out
-    assert max(curve(tmp_path / "log")) == step + 2
+    assert num_keys[1] > num_keys[0]  # the second start has keys of its own

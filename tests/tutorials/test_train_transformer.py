@@ -1,68 +1,59 @@
-"""The transformer's script: what it computes on the ranks of the harness, and what it refuses."""
+"""The transformer's scripts: what they compute on the ranks of the harness."""
 
 import importlib.util
 import json
-import sys
+import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.harness import allow_warnings, run_ranks
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_transformer.py"
 SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "12"]
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
-pytest.importorskip("tqdm", reason='needs pip install ".[examples]"')
 
 
-def load_script() -> ModuleType:
+def _train(_rank: int, _world_size: int, options: list[str]) -> None:
     import train_transformer
 
-    return train_transformer
+    args = train_transformer.parse_args([*SMALL, *options])
+    with allow_warnings(), mock.patch.object(signal, "signal"):
+        train_transformer.train(args, torch.device("cpu"))
 
 
-def _run(rank: int, world_size: int, options: list[str]) -> None:
-    script = load_script()
-    args = script.parse_args([*SMALL, "--world-size", str(world_size), *options])
+def _compare(_rank: int, _world_size: int, options: list[str]) -> None:
+    import compare_strategies
+
+    args = compare_strategies.parse_args([*SMALL, *options])
     with allow_warnings():
-        (script.compare if args.compare else script.train)(args, torch.device("cpu"))
+        compare_strategies.compare(args, torch.device("cpu"))
 
 
-def losses(path: Path) -> list[float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line.get("loss", line.get("test_loss")) for line in lines[1:]]
+def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    import train_transformer
+
+    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    files = ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2", "--clip", "0.4"]
+    run_ranks(_train, 1, ["--steps", "4", "--clip", "0.4", "--ddp", "--json", str(whole)])
+    run_ranks(_train, 2, [*files, "--steps", "2", "--accumulate", "2"])
+    resumed = ["--resume", "--json", str(parts), "--sample", "3"]
+    run_ranks(_train, 3, [*files, "--steps", "4", *resumed])
+    expected, found = (json.loads(path.read_text()) for path in (whole, parts))
+    assert len(found["losses"]) == 4
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    # Three ranks cannot share the rows of the test evenly.
+    assert train_transformer.TEST_ROWS % 3
+    assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-4)
 
 
-def test_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    def options(steps: int, name: str, *more: str) -> list[str]:
-        return ["--steps", str(steps), "--log-file", str(tmp_path / name), "--clip", "0.4", *more]
-
-    checkpoint = str(tmp_path / "half.pt")
-    run_ranks(_run, 1, options(4, "whole", "--ddp"))
-    run_ranks(_run, 2, options(2, "first", "--save", checkpoint, "--accumulate", "2"))
-    run_ranks(_run, 3, options(4, "second", "--resume", checkpoint, "--sample", "3"))
-    whole = losses(tmp_path / "whole")
-    assert len(whole) == 4 + 1
-    # The last one is that of testing, on rows that three ranks cannot share out evenly.
-    assert load_script().TEST_ROWS % 3
-    found = [*losses(tmp_path / "first")[:-1], *losses(tmp_path / "second")]
-    assert found == pytest.approx(whole, rel=1e-4)
-    first = json.loads((tmp_path / "first").read_text().splitlines()[1])
-    assert 0.4 < first["grad_norm"]
-    # The strategy, and how it is spread, are no part of what is saved.
-    state = torch.load(checkpoint)
-    model = load_script().Transformer(**state["sizes"])
-    model.load_state_dict(state["model"])
-
-
-@pytest.mark.uncoalesced  # one unit for all blocks would be kept by any strategy
+@pytest.mark.uncoalesced  # any strategy would keep one unit of all blocks
 def test_compares_strategies(tmp_path: Path) -> None:
     sockets = ["--collectives", "sockets", "--json", str(tmp_path / "out.json")]
-    run_ranks(_run, 2, ["--compare", "--steps", "2", *sockets])
+    run_ranks(_compare, 2, ["--steps", "2", *sockets])
     ways: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["ways"]
     replicated = ways["DDP"]
     assert set(ways) >= {"NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD"}
@@ -79,51 +70,22 @@ def test_compares_strategies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--steps -1", "argument --steps: must be at least 0, got -1"),
-        ("--lr 0", "argument --lr: must be a number above 0, got 0.0"),
-        ("--batch-size 7 --world-size 2", "--batch-size 7 cannot be split over 2 ranks"),
-        ("--heads 3", "--width 128 cannot be split into --heads 3"),
-        ("--ddp --bf16", "--bf16 is for sharded parameters"),
-        ("--plot x.png", "--plot needs --compare"),
-        ("--compare --plot x.txt", "--plot: x.txt must end in .pdf, .png or .svg"),
-        ("--text missing.txt", "--text: there is no file missing.txt"),
-        ("--resume missing.pt", "--resume: there is no file missing.pt"),
-        ("--save missing/x.pt", "not a file in an existing directory: missing/x.pt"),
-        ("--colour", "unrecognized arguments: --colour"),
+        ("--steps 1", "--steps must be at least 2, got 1"),
+        ("--plot x.txt", "--plot: x.txt must end in .pdf, .png or .svg"),
+        ("--plot x.png", 'matplotlib is not installed: pip install ".[examples]"'),
     ],
 )
-def test_refuses_options_in_one_line(
+def test_comparison_refuses_options(
     options: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    import compare_strategies
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
-        load_script().parse_args(options.split())
+        compare_strategies.parse_args(options.split())
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("train_transformer.py: error: ")
     assert message in line
-
-
-def test_refuses_files_in_one_line(tmp_path: Path) -> None:
-    script = load_script()
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    with pytest.raises(script.training_job.Refused, match="9 bytes are too few for --context 128"):
-        script.read_bytes(script.parse_args(["--text", str(short)]))
-    with pytest.raises(script.training_job.Refused, match=r"short.txt cannot be read \(\w+\)$"):
-        script.build_resumed(script.parse_args(["--resume", str(short)]))
-
-
-def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = importlib.util.find_spec
-    script = load_script()
-    without = lambda name: None if name == "matplotlib" else found(name)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(SystemExit):
-        script.parse_args(["--compare", "--plot", "x.png"])
-    assert 'matplotlib is not installed: pip install ".[examples]"' in capsys.readouterr().err
