@@ -123,6 +123,7 @@ def _loops(rank: int, world_size: int, collectives: str) -> None:
                 if count == 2:  # the first times may fill caches
                     before = _census()
                 loop()
+                gc.collect()
             grown = _settle(partial(_grown, before))
             assert not grown, (number, grown)
 
@@ -138,7 +139,7 @@ def _grown(before: Counter[str]) -> Counter[str]:
 
 def _census() -> Counter[str]:
     """Count objects by type, and the entries in the records of collectives."""
-    # Collect each time: during an earlier collection, a thread may have referred to a model.
+    # Collect again: during an earlier collection, a thread may have referred to a model.
     gc.collect()
     found = gc.get_objects()
     count = Counter(type(one).__name__ for one in found)
