@@ -25,6 +25,7 @@ from flatshard import ShardedWrapper
 from flatshard.comm import host_exchange
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import forget_destroyed
+from flatshard.extras import deadlock
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, run_ranks
 
@@ -64,6 +65,8 @@ def measured(call: Callable[[], Any]) -> tuple[Any, Work]:
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(host_exchange, "all_gather_single", all_gather),
+        # A check for deadlocks, in its own thread, would allocate memory in between.
+        deadlock.WATCH._looking,
     ):
         tracemalloc.start()
         sys.settrace(on_call)

@@ -11,8 +11,8 @@ from measure.structure import measure_size
 from tests.harness import ROOT, run_ranks
 
 SIZE = {
-    "code_lines": 19_914,
-    "core_lines": 10_982,
+    "code_lines": 19_916,
+    "core_lines": 10_984,
     "modules": 138,
     "strict_zips_in_core": 23,
 }

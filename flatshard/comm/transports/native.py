@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from flatshard.comm.process_groups import backend_for
+from flatshard.comm.process_groups import all_gather_single, backend_for
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
@@ -23,24 +23,12 @@ _USUAL = {torch.float32, torch.float64}
 _LARGE_NUMEL = 1 << 20
 
 
-def all_gather_single(out: Tensor, shard: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """Call the backend's all-gather. Unlike torch.distributed's functions, check no arguments."""
-    work = group._allgather_base(out, shard, _gather_options())
-    return work if async_op else work.wait()
-
-
 def _reduce_scatter_single(
     out: Tensor, whole: Tensor, *, op: Any, group: Any, async_op: bool = False
 ) -> Any:
+    """Call the backend's reduce-scatter. Check no arguments."""
     work = group._reduce_scatter_base(out, whole, _reduce_options(op))
     return work if async_op else work.wait()
-
-
-@cache
-def _gather_options() -> Any:
-    options = _distributed_c10d.AllgatherOptions()
-    options.asyncOp = True
-    return options
 
 
 @cache
