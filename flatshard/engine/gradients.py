@@ -59,7 +59,7 @@ class GradSync(enum.Enum):
     # Gradients are reduced within the intra group (the ranks of one node, for example). The
     # reduction across groups waits for a later backward.
     SHARD_ONLY = "SHARD_ONLY"
-    # Gradients are reduced over all ranks and published.
+    # Gradients are reduced over all ranks, and put into ``.grad``.
     FULL = "FULL"
 
 
@@ -200,10 +200,11 @@ class Gradients:
         self.was_edited &= bool(self.accumulated)
 
     def take_assigned_of_whole(self) -> None:
-        """Take gradients that the program assigned to parameters that every rank holds whole.
+        """Add gradients that the program assigned to the accumulated gradients.
 
-        Called when a backward begins. These parameters are plain parameters, so nothing records an
-        assignment to their ``.grad``. But flatshard knows the gradients that it has published.
+        Called when a backward begins, for parameters that every rank holds whole. These are plain
+        parameters, so nothing records an assignment to their ``.grad``. Instead, every ``.grad``
+        that flatshard did not put there itself counts as assigned.
         """
         for param in self._params:
             if param.sharded.grad is not param.published():

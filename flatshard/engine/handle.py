@@ -193,8 +193,8 @@ class FlatParamHandle:
         # exhausted for example, the buffer is still stale and must not count as current.
         self.gathered_version, self.clean_version = version, self.buffer._version
         self.state = ShardState.UNSHARDING
-        # If the buffer was not freed yet, some code holds a view of the buffer, and may read the
-        # view without a call of `wait_unshard`. So finish the all-gather now.
+        # Resharding has not freed the buffer, because some code holds a view of it. That code may
+        # read the view without a call of `wait_unshard`, so wait for the all-gather here.
         if self.is_free_deferred:
             self.is_free_deferred = False
             self.wait_unshard()

@@ -45,12 +45,12 @@ class Phase(enum.Enum):
 
 
 class ReshardPoint(enum.Enum):
-    """Points of a step at which ``Unit.buffer_action`` decides about an unsharded buffer."""
+    """Points of a step at which ``Unit.buffer_action`` keeps or frees an unsharded buffer."""
 
     AFTER_FORWARD = "this forward will not call the unit again"
     AFTER_BACKWARD = "the rest of this backward does not need the parameters"
     BACKWARD_OVER = "the model's backward is over"
-    STEP_LEFT = "a step failed, or a prefetched unit did not run"
+    STEP_LEFT = "cleanup: a step failed, or a prefetched unit did not run"
 
 
 class BufferAction(enum.Enum):

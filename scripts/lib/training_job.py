@@ -85,7 +85,7 @@ def write_json(args: argparse.Namespace, **results: Any) -> None:
 
 
 class Checkpoints:
-    """Saves a training every `--checkpoint-every` steps, and once more when SIGTERM arrives."""
+    """Saves the training every `--checkpoint-every` steps, and once more when SIGTERM arrives."""
 
     def __init__(self, args: argparse.Namespace, *training: Any, scheduler: Any = None) -> None:
         self.args, self.training, self.scheduler = args, training, scheduler

@@ -1,11 +1,12 @@
 """How ranks must end if rank 0 diverges from the other ranks, on simulated GPUs with NCCL.
 
-A setting is one program of `scripts/gpu_checks/divergence.py`, on two or four ranks, with only NCCL
-or with both gloo and NCCL. "All in the model": all other ranks wait in the model. "One in a
-barrier": the last rank waits in a barrier of the program.
+A setting is one program of `scripts/gpu_checks/divergence.py`, the place where the other ranks wait
+(all in the model, or the last one in a barrier of the program), the number of ranks, and whether
+gloo is used beside NCCL.
 
-Every rank must raise within SOON seconds and end with exit status 1, and errors and logs must give
-the same reason on all ranks. In the case "out of data", rank 0 must end with status 0.
+Within SOON seconds after the divergence, every rank must raise, give the same reason in its error
+or its log, and end with exit status 1. Exception: in the program "out of data", rank 0 ends
+normally, with status 0.
 """
 
 import json

@@ -69,7 +69,7 @@ _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 # Time (``time.monotonic()``) of each thread's last ``CollectiveError``, and text of the error that
 # `end_waits` has set and the thread has not raised yet, both keyed by the thread's identifier. Hold
-# `_raising` to use them, and to make a thread raise.
+# the lock `_raising` to use them, and to make a thread raise.
 _raised: dict[int, float] = {}
 _to_raise: dict[int, str] = {}
 _raising = threading.Lock()
@@ -150,10 +150,11 @@ def end_waits(thread: int, text: str, since: float) -> None:
 def take_back_error() -> str | None:
     """Call this function before this thread raises a ``CollectiveError``.
 
-    If ``end_waits`` has set an error, and the thread has not raised the error yet, the thread no
-    longer raises it, and its text is returned: the abort of ``end_waits`` is why the thread's own
-    collective failed. Otherwise the program would get two errors, the second one in the ``except``
-    clause of the first. Autograd hands errors of its own threads to the main thread.
+    If an error of ``end_waits`` is still pending in this thread, cancel it and return its text:
+    the thread's own collective failed because ``end_waits`` aborted it. Otherwise the program would
+    get two errors, the second one in the ``except`` clause of the first. A thread of autograd
+    cancels the error of the main thread, which raises the errors of autograd's threads. Returns
+    None if no error is pending.
     """
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
