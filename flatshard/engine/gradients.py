@@ -334,7 +334,7 @@ class Gradients:
         """
         spans = self._layout.spans
         if self._is_single and self.slots:
-            # The gradient already is the whole flat gradient. Do not copy it: it may be large.
+            # This gradient is the whole flat gradient, and may be large. So send it without a copy.
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
             return whole.to(self.dtypes.reduce_dtype)

@@ -31,9 +31,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class SavedView(tuple[Any, ...]):
-    """What autograd saves in place of a view of an unsharded buffer.
+    """The tuple that autograd saves for a view of an unsharded buffer.
 
-    A tuple of the flat parameter's handle, the view's size, stride and offset, and the shard's
+    Contains the flat parameter's handle, the view's size, stride and offset, and the shard's
     version at the time of saving. Not a ``NamedTuple``, because creating one takes longer.
     """
 
