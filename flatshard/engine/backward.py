@@ -47,7 +47,6 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 # The ``Backward`` of each model whose backward is running or has failed. If one backward computes
@@ -201,7 +200,7 @@ class Backward:
         self.unshard_again(unit)
         return True
 
-    def receive(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
+    def receive(self, handle: FlatParamHandle, index: int, full: Tensor) -> None:
         """Move the gradient in ``full.grad`` to ``handle.grads``, and start reductions.
 
         The reduction starts when all gradients of the flat parameter have arrived, and the
@@ -211,24 +210,27 @@ class Backward:
         if grad is None:
             return
         if grads.shown:
-            grad = grads.take_back(param, grad)
+            grad = grads.take_back(handle.params[index], grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
         # place, into a tensor that `grads` may have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
-                f"parameter {param.name!r}: backward(create_graph=True) computes differentiable "
-                "gradients, but a gradient of a sharded parameter cannot be differentiable. Use "
-                "torch.autograd.grad for the inner gradient and backward() for the outer gradient."
+                f"parameter {handle.params[index].name!r}: backward(create_graph=True) computes "
+                "differentiable gradients, but a gradient of a sharded parameter cannot be "
+                "differentiable. Use torch.autograd.grad for the inner gradient and backward() for "
+                "the outer gradient."
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
-        self.begin()
-        grads.receive(param.index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
+        # For all but the first gradient of a backward, `begin` would return at once.
+        if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
+            self.begin()
+        grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
         for watcher in self._state.watchers:
-            watcher.on_grad(unit, param, grad)
+            watcher.on_grad(unit, handle.params[index], grad)
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:

@@ -202,16 +202,16 @@ class Unit:
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
         """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
-        # Let the hook keep only weak references. Python's garbage collector does not see the
+        # Let the hook keep only a weak reference. Python's garbage collector does not see the
         # references from autograd to the hook. So the collector could never free a reference cycle
         # through the hook.
-        owner, param_of = weakref.ref(handle), weakref.ref(original)
+        owner, index = weakref.ref(handle), original.index
 
         @untraced
         def hook(full: Tensor) -> None:
-            handle, param = owner(), param_of()
-            if handle is not None and param is not None:
-                handle.unit.backward.receive(handle, param, full)
+            handle = owner()
+            if handle is not None:
+                handle.unit.backward.receive(handle, index, full)
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook

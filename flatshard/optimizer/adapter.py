@@ -548,7 +548,8 @@ class ParamBucket:
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        if not all(state.is_unchanged(states.get(one)) for one, state in self._states.items()):
+        present = map(states.get, self._states)
+        if not all(map(BucketState.is_unchanged, self._states.values(), present)):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states)]
