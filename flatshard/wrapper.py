@@ -224,7 +224,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         register_forward_hooks(self._sharding.unit, self.module)
 
     def no_sync(
-        self, *, max_bytes: int | None = None, replicas_only: bool = False
+        self, *, max_bytes: int | None = None, replicas_only: bool = False, uneven: bool = False
     ) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
@@ -250,12 +250,18 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
                 group in every backward, and omit only the all-reduce between nodes. Units without
                 replicas reduce as usual. Units that are only replicated do not reduce.
+            uneven: let ranks run different numbers of forwards and backwards, also none. All
+                parameters stay unsharded from entry to exit, so no rank waits for another inside
+                the context. The exit reduces the gradients once; a rank without gradients counts
+                as zeros. Then call ``optimizer.step()``. Collective: all ranks, at entry and exit.
+                If a rank leaves by an exception, all ranks raise.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running.
-            ValueError: ``max_bytes`` is negative.
+            RuntimeError: a forward or backward of the model is running. With ``uneven``, an
+                optimizer steps in backward or inside the context, or ``join`` surrounds it.
+            ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
         """
-        return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
+        return accumulating(self._sharding, max_bytes, replicas_only=replicas_only, uneven=uneven)
 
     def join(
         self,

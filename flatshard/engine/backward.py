@@ -136,6 +136,19 @@ class Backward:
             handle.reduce_plan.is_unordered for handle in self._state.handles
         )
 
+    def run_empty(self) -> None:
+        """Take part in the end of a backward, without gradients of this rank's own. Collective."""
+        for handle in self._state.handles:
+            handle.count_trainable()
+        with torch.enable_grad():
+            # Run a backward of a dummy tensor: autograd then calls `_end`.
+            nothing = torch.zeros((), requires_grad=True) * 1
+            nothing.register_hook(self._begin_empty)
+            nothing.backward()
+
+    def _begin_empty(self, _: Tensor) -> None:
+        self.begin()
+
     # ------------------------------------------------------------ a unit's backward
 
     @untraced  # keep Dynamo from tracing this hook, which may run in a compiled function

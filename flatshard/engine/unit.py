@@ -103,6 +103,7 @@ class Unit:
         self.index, self.phase = -1, Phase.IDLE
         self.placement, self.topology = placement, topology
         self.is_root, self.is_summoned = True, False
+        self.stays_unsharded = False  # inside of `no_sync(uneven=True)`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
         # How often each parameter was written through a tensor of a state dict, and how often a
@@ -289,6 +290,8 @@ class Unit:
         ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
         unit.
         """
+        if self.stays_unsharded:
+            return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
         # After a backward with create_graph, later nodes of the graph may read the buffer.
@@ -495,11 +498,15 @@ class Unit:
                 handle.put_back()
         self.enter(Phase.IDLE)
 
+    def forget_calls(self) -> None:
+        """Forget the calls of this rank: no later backward will use their graphs."""
+        self.running.clear()
+        self._kept_version, self._num_calls = -1, 0
+        self.end_iteration()
+
     def reset(self) -> None:
         """Return to IDLE after a failed step, and drop the step's gradients."""
-        self.running.clear()
-        self._kept_version = -1  # no later backward uses the graph of a failed backward
-        self.end_iteration()
+        self.forget_calls()
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()

@@ -260,10 +260,22 @@ def _check_not_captured(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
+    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool, uneven: bool
 ) -> Iterator[None]:
     as_flag("replicas_only", replicas_only)
-    context = sharding.check_between_steps("no_sync()")
+    as_flag("uneven", uneven)
+    is_plain = max_bytes is None and not replicas_only
+    if uneven and not is_plain:
+        raise ValueError(
+            "no_sync: expected uneven=True without max_bytes and replicas_only, which reduce in "
+            "every backward, and so need the same number of backwards on all ranks."
+        )
+    name = "no_sync()" if is_plain and not uneven else "no_sync() with arguments"
+    context = sharding.check_between_steps(name)
+    if uneven:
+        with extra("uneven", "no_sync(uneven=True)").uneven(context):
+            yield
+        return
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
     syncs = _plan_accumulation(context.units, max_bytes, replicas_only)

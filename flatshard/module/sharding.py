@@ -58,6 +58,11 @@ class Sharding:
         """Return the model's ``RunState``. Raises RuntimeError inside a forward or backward."""
         context = self.context
         context.forward.recover()
+        if self.unit.stays_unsharded and caller != "no_sync()":
+            raise RuntimeError(
+                f"{caller} was called inside of no_sync(uneven=True), where ranks do not meet. "
+                "Call it outside of the context."
+            )
         if context.is_running:
             raise RuntimeError(
                 f"{caller} was called while a forward or backward of "

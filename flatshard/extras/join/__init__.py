@@ -338,15 +338,7 @@ class Join(StepExtension):
 
     def follow_backward(self, grads: tuple[str, ...]) -> None:
         self._treat(grads)
-        for handle in self._handles:
-            handle.count_trainable()
-        owner = self._handles[0].params[0].spec.owner
-        with torch.enable_grad():
-            # This rank has no gradients to compute. Run a backward of a dummy tensor, so that this
-            # rank takes part in the work of all ranks at the end of a backward.
-            nothing = torch.zeros((), requires_grad=True) * 1
-            nothing.register_hook(lambda _: owner.start_backward())
-            nothing.backward()
+        self._state.backward.run_empty()
 
     def follow_clipping(self, grads: tuple[str, ...], number: int, arguments: Any) -> None:
         self._treat(grads)
