@@ -263,6 +263,41 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         return accumulating(self._sharding, max_bytes, replicas_only=replicas_only, uneven=uneven)
 
+    def average_over(self, count: float | Tensor) -> None:
+        """Average the gradients of the next backward over counts, such as tokens, not over ranks.
+
+        Without this call, gradients are averaged over ranks, so ranks and micro-batches with few
+        tokens count too much. With it, the loss is a sum over tokens, and the gradient becomes the
+        sum over all ranks and micro-batches, divided by the sum of all counts. Counts add up under
+        ``no_sync``, and are sent with the message that ends each backward. Gradients are reduced
+        as always, as averages over ranks in the reduce dtype, and then multiplied once in the
+        dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
+        larger than means.
+
+        Call before each backward, on every rank. A rank without tokens passes 0; a rank without
+        a backward in ``no_sync(uneven=True)`` need not call. No communication.
+
+        Example:
+            ```python
+            model.average_over((labels != -100).sum())
+            logits = model(inputs).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            loss.backward()
+            optimizer.step()
+            ```
+
+        Args:
+            count: number of tokens in this rank's micro-batch; a number or a tensor with one
+                element, at least 0.
+
+        Raises:
+            RuntimeError: an optimizer steps in backward, or a communication hook is registered.
+                Raised by the next reducing backward, on all ranks, before ``.grad`` is set: a
+                count is negative or not finite, all counts are 0, or only some ranks passed one.
+            TypeError: ``count`` is no number.
+        """
+        extra("average_over", "ShardedWrapper.average_over()").count(self._sharding.context, count)
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,

@@ -45,7 +45,7 @@ from flatshard.engine.gradients import GradSync, edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
-from flatshard.engine.run_state import RunState
+from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
 from flatshard.tensor.sharded_tensor import untraced
 
@@ -67,13 +67,14 @@ class Backward:
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
+        self.is_empty = False  # whether `run_empty` runs the backward
         self._graph_task = -1  # autograd's number of this backward
 
         # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
         # once autograd has dropped the callback, because the backward is over or has failed.
         # `NoneType` is a callable that returns None, too.
         self._end_callback: Callable[[], object] = NoneType
-        self._had_accumulated = False  # whether a failure would lose accumulated gradients
+        self.had_accumulated = False  # whether a failure would lose accumulated gradients
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
         # because views of the buffer still exist.
@@ -115,10 +116,10 @@ class Backward:
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback, self._fail)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._had_accumulated = self._state.has_inner_backward = False
+        self.had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
-        self._had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
+        self.had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -140,7 +141,7 @@ class Backward:
         """Take part in the end of a backward, without gradients of this rank's own. Collective."""
         for handle in self._state.handles:
             handle.count_trainable()
-        with torch.enable_grad():
+        with torch.enable_grad(), temporarily([self], is_empty=True):
             # Run a backward of a dummy tensor: autograd then calls `_end`.
             nothing = torch.zeros((), requires_grad=True) * 1
             nothing.register_hook(self._begin_empty)
@@ -376,7 +377,7 @@ class Backward:
     def _drop(self) -> None:
         """Finish the reductions of a failed backward, drop all gradients, and reset all units."""
         self._is_active = False
-        if self._had_accumulated:
+        if self.had_accumulated:
             warnings.warn(
                 "a backward failed, and the gradients that were accumulated before this backward "
                 "are lost, too. Run all backward passes of this step again.",

@@ -22,6 +22,7 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
 from flatshard.engine.run_state import RunState, temporarily
+from flatshard.options.extras import extra
 
 _NAME = "no_sync(uneven=True)"
 _logger = logging.getLogger("flatshard")
@@ -100,10 +101,14 @@ def _leave_together(state: RunState, problem: Exception | None) -> None:
     Raises RuntimeError if another rank leaves with an exception, which the message contains.
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone = state.world.host.gather_unless_equal(text, f"leaving {_NAME}")
-    for rank, theirs in zip(state.world.ranks, everyone, strict=False):
+    counts = state.extension("average_over") is not None
+    everyone = state.world.host.gather_unless_equal((text, counts), f"leaving {_NAME}")
+    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
         if theirs is not None and problem is None:
             raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
+    # A rank without micro-batches has not called `average_over`, and counts zero.
+    if not counts and any(theirs for _, theirs in everyone):
+        state.extend(extra("average_over", "ShardedWrapper.average_over()").AverageOver(state))
 
 
 def _reduce(state: RunState) -> None:
