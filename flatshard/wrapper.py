@@ -280,8 +280,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Example:
             ```python
             model.average_over((labels != -100).sum())
-            logits = model(inputs).flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
             loss.backward()
             optimizer.step()
             ```

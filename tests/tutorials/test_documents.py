@@ -193,6 +193,19 @@ def _check_accumulated(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+def _check_token_mean(names: dict[str, Any], rank: int) -> None:
+    """One step on the concatenated rows of all ranks."""
+    is_uneven = "number" not in names
+    batches = [*data(0)[: 1 if is_uneven else None], *data(1)[: 2 if is_uneven else None]]
+    inputs, labels = map(torch.cat, zip(*batches, strict=True))
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    nn.functional.cross_entropy(plain(inputs), labels).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0 if is_uneven else math.inf)
+    optimizer.step()
+    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 def _check_clipped(names: dict[str, Any], rank: int) -> None:
     expected, _ = _plain_steps(3, max_norm=1.0)
     assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
@@ -375,6 +388,8 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("reference.md", "Accumulating gradients"): _check_accumulated,
     ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
+    ("recipes.md", "Different numbers of micro-batches on each rank"): _check_token_mean,
+    ("recipes.md", "The mean over all tokens"): _check_token_mean,
     ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "float16 with a scaler"): _check_scaled,
