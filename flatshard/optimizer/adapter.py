@@ -220,13 +220,6 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     return shared
 
 
-def reports(params: Iterable[Tensor]) -> list[str]:
-    """Return a line of text for each optimizer that stepped any of ``params`` as full tensors."""
-    ids = {id(param) for param in params}
-    found = [(type(one).__name__, adapter.report(ids)) for one, adapter in _adapters.items()]
-    return [f"{name} {report}" for name, report in found if report is not None]
-
-
 class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``.
 
@@ -305,13 +298,6 @@ class OptimizerAdapter:
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
-
-    def report(self, ids: Collection[int]) -> str | None:
-        """Return a text if a parameter with an id in ``ids`` was stepped as a full tensor, or None.
-
-        The text says how the parameters are stepped, and how much memory this needs.
-        """
-        return None
 
 
 class BucketAdapter(OptimizerAdapter):

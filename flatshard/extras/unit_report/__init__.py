@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras import show_bytes, tabulate
 from flatshard.module.sharding import Sharding, shardings_in, units_in
-from flatshard.optimizer import adapter
 
 __all__ = ["report"]
 
@@ -23,7 +22,7 @@ _HEADER = (
 def report(root: Sharding) -> str:
     """Return a table of the units in a wrapper, with totals.
 
-    Lines below the table give the reason for each transport, and say how optimizers step.
+    Lines below the table give the reason for each transport.
     """
     inside = shardings_in(root.wrapper)
     # One row per unit: if several wrappers share a unit, the row describes the first wrapper.
@@ -37,8 +36,7 @@ def report(root: Sharding) -> str:
     topologies = [first[unit].settings.topology for unit in units]
     # `transport_reason` is empty if only one transport was possible. Then add no line.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
-    adapters = adapter.reports(root.wrapper.parameters())
-    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *adapters])
+    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons)])
 
 
 def _row(sharding: Sharding, rest: str) -> tuple[str, ...]:
