@@ -7,7 +7,6 @@ model's steps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -312,18 +311,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         self._sharding.context.forward.give_back()
 
-    def record_steps(
-        self, *, memory: str | os.PathLike[str] | None = None
-    ) -> AbstractContextManager[list[StepReport]]:
+    def record_steps(self) -> AbstractContextManager[list[StepReport]]:
         """Record the steps of all units of the model inside the context.
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
-        the next step begins, or with the context. When the context ends without an exception, the
-        model's rank 0 writes the file ``memory``, about all ranks. If the file name contains
-        ``{rank}``, every rank writes its own file. All reports stay in memory until the context
+        the next step begins, or with the context. All reports stay in memory until the context
         ends, so record only a few steps.
 
-        Collective: all ranks that train the model, at entry, and at the end to write a file.
+        Collective: all ranks that train the model, at entry.
 
         Example:
             ```python
@@ -335,19 +330,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             print(reports[-1])  # time, bytes sent and memory of each unit
             ```
 
-        Args:
-            memory: file for a plot of memory over the last step, of at most 8 ranks; needs
-                matplotlib.
-
         Raises:
-            ValueError: a file cannot be written, or ranks passed different files; at entry, on all
-                ranks.
-            ImportError: matplotlib is not installed; at entry, on all ranks.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
         recording = extra("recording", "ShardedWrapper.record_steps()")
-        reports: AbstractContextManager[list[StepReport]]
-        reports = recording.record_steps(self._sharding, memory)
+        reports: AbstractContextManager[list[StepReport]] = recording.record_steps(self._sharding)
         return reports
 
     def step_report(self) -> StepReport:
