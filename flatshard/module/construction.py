@@ -153,7 +153,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
         for planned in plan.units:
             nbytes = [
                 flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
-                for flat in planned.flat_params
+                for flat in planned.flats
             ]
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
@@ -180,13 +180,10 @@ def _make_units(
     units: list[Unit] = []
     for planned in plan.units:
         settings, handles, casts = planned.settings, [], {}
-        for flat_plan, infos in planned.flat_params.items():
-            flat_plan.topology, flat_plan.targets = settings.topology, targets
-            params = [
-                OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
-            ]
-            shard = initial_values.shard(flat_plan, params)
-            handles.append(FlatParamHandle(flat_plan, params, shard))
+        for flat in planned.flats:
+            flat.topology, flat.targets = settings.topology, targets
+            params = flat.take_params()
+            handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
         for member in planned.members:
             module = member.module
             casts[module] = plan.precision_plan.of_unit(module, settings.mixed_precision)

@@ -19,7 +19,6 @@ from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
 from flatshard.module.sharding import Sharding, check_not_summoned, shardings_in, units_in
 from flatshard.precision import convert_buffers
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
@@ -149,11 +148,8 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
         shard = handle.flat_param.detach().to(handle.device, copy=True)
     plan = copy.copy(handle.plan)
     plan.dtype, plan.device = shard.dtype, handle.device
-    params = [
-        OriginalParam(info, index, plan)
-        for index, info in enumerate(param.copied(memo) for param in handle.params)
-    ]
-    twin = FlatParamHandle(plan, params, shard)
+    plan.infos = [param.copied(memo) for param in handle.params]
+    twin = FlatParamHandle(plan, plan.take_params(), shard)
     twin.page_out()
     return twin
 

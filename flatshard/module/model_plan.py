@@ -52,9 +52,7 @@ class PlannedUnit:
     settings: Settings
     number: int  # index of the unit in `ModelPlan.units`
 
-    # The parameters of each flat parameter, by name. `flatten` divides the parameters; `lay_out`
-    # puts them in the layout's order.
-    flat_params: dict[FlatParamPlan, dict[str, ParamInfo]] = field(default_factory=dict)
+    flats: list[FlatParamPlan] = field(default_factory=list)  # the flat parameters, by `flatten`
 
     @property
     def names(self) -> list[str]:
@@ -82,11 +80,11 @@ class PlannedUnit:
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
-            plan = plans.setdefault(
-                (*kind, is_apart and id(param)),
-                FlatParamPlan(self.name, self.settings.device, *kind),
-            )
-            self.flat_params.setdefault(plan, {})[info.name] = info
+            key = (*kind, is_apart and id(param))
+            if key not in plans:
+                plans[key] = FlatParamPlan(self.name, self.settings.device, *kind)
+            plans[key].infos.append(info)
+        self.flats = list(plans.values())
 
     def lay_out(self, num_shards: int) -> None:
         """Lay out the flat parameters over ``num_shards`` ranks.
@@ -96,15 +94,15 @@ class PlannedUnit:
         boundary, cuts = self.settings.boundary, None
         if boundary != "element":
             cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
-        for plan, infos in self.flat_params.items():
+        for plan in self.flats:
+            infos, itemsize = {info.name: info for info in plan.infos}, plan.dtype.itemsize
             params = {name: info.param for name, info in infos.items()}
-            itemsize = plan.dtype.itemsize
             plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
             if cuts is not None:
                 plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
-            self.flat_params[plan] = {span.name: infos[span.name] for span in plan.layout.spans}
+            plan.infos = [infos[span.name] for span in plan.layout.spans]
         if cuts is not None:
-            cuts.check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
+            cuts.check_padding(self.name, [plan.layout for plan in self.flats], boundary)
 
 
 class ModelPlan:

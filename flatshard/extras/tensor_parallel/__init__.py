@@ -195,10 +195,9 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     """Raise NotImplementedError if a setting of a unit is not supported for the unit's DTensors."""
     for unit in units:
         settings = unit.settings
-        for flat, infos in unit.flat_params.items():
-            first = next(
-                (one for one in infos.values() if hasattr(one.param, "tensor_parallel")), None
-            )
+        for flat in unit.flats:
+            split = (one for one in flat.infos if hasattr(one.param, "tensor_parallel"))
+            first = next(split, None)
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,
