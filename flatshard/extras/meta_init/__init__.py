@@ -207,10 +207,10 @@ class MetaInit:
         for handle in handles:
             like = handle.flat_param.new_empty(0, device="meta")
             for param in (one for one in handle.params if id(one.sharded) in start.missing):
-                first, meta = param.locations[0], param.spec.empty(like)
+                meta, places = param.spec.empty(like), param.locations
                 slots += [
-                    _Slot(at.module, at.attribute, param.name, meta, handle, param, at is first)
-                    for at in param.locations
+                    _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])
+                    for at in places
                 ]
         buffers = [
             _Slot(module, attribute, name, buffer)
