@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.module.settings import Settings
-from flatshard.module.sharding import (
-    Sharding,
+from flatshard.comm.settings import Settings
+from flatshard.engine.unit import Unit
+from flatshard.module.wrappers import (
+    handles_in,
     modules_apart,
-    named_shardings,
+    named_wrappers,
     other_roots,
-    sharded_ids,
-    shardings_in,
+    units_in,
+    wrappers_in,
 )
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
@@ -124,14 +125,14 @@ class ModelPlan:
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
-        # The shardings of the wrappers that the module contains already, outermost first.
-        self.shardings = shardings_in(module)
+        # The wrappers that the module contains already, outermost first.
+        self.wrappers = wrappers_in(module)
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
-        self.left_alone = sharded_ids(self.shardings) | ignored.ids()
+        self.left_alone = _sharded_ids(module) | ignored.ids()
         # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
         # these buffers differ between groups of ranks.
-        for inner in modules_apart(self.shardings, world_size):
+        for inner in modules_apart(units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
@@ -225,21 +226,25 @@ SHARED_REMEDY = (
 )
 
 
-def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
-    """Raise ValueError if a wrapper that several outermost wrappers contain is not frozen.
+def _sharded_ids(module: nn.Module) -> set[int]:
+    return {id(param) for handle in handles_in(module) for param in handle.sharded}
+
+
+def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
+    """Raise ValueError if a unit that several outermost wrappers contain is not frozen.
 
     ``shared``: result of ``other_roots``.
     """
-    for sharding, others in shared.items():
-        params = [param for handle in sharding.unit.handles for param in handle.sharded]
+    for unit, others in shared.items():
+        params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
             # A wrapper that the program has dropped may be freed on some ranks, and still await
             # garbage collection on other ranks. Collect, so that all ranks get the same result.
             gc.collect()
-            kinds = ", ".join(sorted(other.wrapper.__class__.__name__ for other in others))
+            kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:
                 raise ValueError(
-                    f"ShardedWrapper: {unit_text(sharding.unit.name)} is trained, and is also in "
+                    f"ShardedWrapper: {unit_text(unit.name)} is trained, and is also in "
                     f"another outermost ShardedWrapper (around a {kinds}), which would reduce the "
                     f"same gradients. Freeze the unit, or wrap each module once. {SHARED_REMEDY}"
                 )
@@ -263,8 +268,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
-    shardings = shardings_in(module)
-    _check_wrappers(module, given["auto_wrap_policy"], shardings)
+    _check_wrappers(module, given["auto_wrap_policy"])
+    units = units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
@@ -295,15 +300,15 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     ignored = Ignored(
         frozenset[nn.Module]().union(
             *(inner.modules() for inner in tops),
-            *(sharding.ignored.modules for sharding in shardings),
+            *(unit.ignored.modules for unit in units),
         ),
-        frozenset(places).union(*(sharding.ignored.places for sharding in shardings)),
+        frozenset(places).union(*(unit.ignored.places for unit in units)),
         tuple(names.values()),
         is_elsewhere,
     )
     # Raise if a wrapper inside the module has sharded an ignored tensor or a tensor of an ignored
     # module. A tensor that the inner wrapper ignores is not sharded, and may be ignored here, too.
-    sharded = sharded_ids(shardings) & ignored.ids()
+    sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:
             raise ValueError(
@@ -437,9 +442,7 @@ def _share_elements(param: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(places(param), places(other)).any())
 
 
-def _check_wrappers(
-    module: nn.Module, policy: Policy | None, shardings: Sequence[Sharding]
-) -> None:
+def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
     """Raise ValueError if ``module`` contains a wrapper that another wrapper cannot contain."""
     for name, inner in module.named_modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -447,21 +450,21 @@ def _check_wrappers(
                 f"ShardedWrapper: module {name or '(root)'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Wrap its .module instead."
             )
-    for sharding in shardings:
-        for extension in sharding.context.extensions:
+    for unit in units_in(module):
+        for extension in unit.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
-    check_frozen(other_roots(shardings))
-    if policy is not None and shardings:
-        name = named_shardings(module)[shardings[0]]
+    check_frozen(other_roots(module))
+    if policy is not None and (wrappers := named_wrappers(module)):
+        first, name = next(iter(wrappers.items()))
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
-            f"ShardedWrapper (around a {shardings[0].wrapper.__class__.__name__}; "
-            f"{len(shardings)} ShardedWrappers in all). "
+            f"ShardedWrapper (around a {first.__class__.__name__}; "
+            f"{len(wrappers)} ShardedWrappers in all). "
             "Leave out the policy: then the outer wrapper takes all parameters that are not in "
             "a unit. Or wrap the model once, with the policy."
         )

@@ -34,7 +34,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.sharding import handles_in, sharding_of, shardings_in
+from flatshard.module.wrappers import handles_in, unit_of, units_in
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.ignored import places_in
 from flatshard.units.layout import as_bytes
@@ -220,7 +220,7 @@ class MetaInit:
         for slot in (*slots, *buffers):
             self._slots.setdefault(slot.module, []).append(slot)
         # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
-        with temporarily(shardings_in(root), is_initialising=True):
+        with temporarily(units_in(root), is_initialising=True):
             sums = self._make_all(self._find_groups(root))
         if not start.sends and world.size > 1:
             start.different = names_of_different(sums, sums.values(), world)
@@ -238,7 +238,7 @@ class MetaInit:
             slot.module._buffers[slot.attribute] = tied.setdefault(id(slot.meta), slot).tensor
         left_empty = any(module.__dict__.pop(LEFT_EMPTY, False) for module in self._names)
         if any(world.maxima(bytes([left_empty]), op_name="comparing weights")):
-            sharding_of(root).check_loaded = check_loaded
+            unit_of(root).check_loaded = check_loaded
 
     def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
         """Divide the modules into groups, in the order of initialisation.

@@ -24,8 +24,9 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.extras.recording.step_report import Range, StepReport, sum_up
-from flatshard.module.sharding import Sharding
+from flatshard.module.wrappers import unit_of
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.module_proxy import ModuleProxy
 
 __all__ = ["last_report", "record_steps"]
 
@@ -253,10 +254,11 @@ def peak_resident_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def record_steps(sharding: Sharding) -> Iterator[list[StepReport]]:
+def record_steps(wrapper: ModuleProxy) -> Iterator[list[StepReport]]:
     """Record the steps that run inside the context; see ``ShardedWrapper.record_steps``."""
-    context = sharding.check_between_steps("record_steps()")
-    world, device = sharding.settings.ranks.world, sharding.settings.device
+    unit = unit_of(wrapper)
+    context = unit.context.check_between_steps("record_steps()")
+    world, device = unit.settings.ranks.world, unit.settings.device
     problem = None
     if context.extension(StepRecorder.name) is not None:
         problem = RuntimeError(

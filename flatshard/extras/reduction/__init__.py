@@ -33,8 +33,9 @@ from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
-from flatshard.module.sharding import Sharding, shardings_in
-from flatshard.options.precision import MixedPrecision, ReduceMode
+from flatshard.module.wrappers import check_has_all_modules, unit_of, units_in
+from flatshard.options.precision import ReduceMode
+from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 __all__ = ["Float8Shard", "register"]
@@ -55,7 +56,7 @@ _COMPRESS = (
 )
 
 
-def register(root: Sharding, state: Any, hook: Any) -> None:
+def register(root: ModuleProxy, state: Any, hook: Any) -> None:
     """Use ``hook`` to reduce the gradients of all units; see ``register_comm_hook``.
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
@@ -66,10 +67,10 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
         state: the first argument of each call of the hook.
         hook: the user's function.
     """
-    context, outermost = root.check_between_steps("register_comm_hook()"), root.unit
-    root.check_has_all_modules("given a hook")
-    precisions = {one.unit: one.settings.mixed_precision for one in shardings_in(root.wrapper)}
-    world = outermost.topology.world
+    outermost = unit_of(root)
+    context, world = outermost.context, outermost.topology.world
+    context.check_between_steps("register_comm_hook()")
+    check_has_all_modules(root, "given a hook")
 
     def prepare() -> tuple[dict[Unit, CommHook], Facts]:
         if context.has_run and context.root is not outermost:
@@ -78,8 +79,7 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
                 "forward. Register the hook of an inner wrapper before the first forward, or "
                 "register one hook for all units on the outermost wrapper."
             )
-        with_params = [pair for pair in precisions.items() if pair[0].handles]
-        planned = _plan(with_params, state, hook, world)
+        planned = _plan([unit for unit in units_in(root) if unit.handles], state, hook, world)
         return planned, {
             f"the hook of {unit_text(unit.name)}": (
                 f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
@@ -101,7 +101,7 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
 
 
 def _plan(
-    units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, world: Communicator
+    units: Sequence[Unit], state: Any, hook: Any, world: Communicator
 ) -> dict[Unit, CommHook]:
     """Return what each unit does instead of its reduction. Raises if a unit cannot use the hook."""
     if not callable(hook):
@@ -119,8 +119,8 @@ def _plan(
                 f"the model trains on ranks {world.ranks_text}. Pass the model's process group."
             )
     planned = {}
-    for unit, precision in units:
-        if problem := _problem(unit, precision, hook, dtype, is_average):
+    for unit in units:
+        if problem := _problem(unit, hook, dtype, is_average):
             raise problem
         # A hook that only averages is never called: flatshard reduces in the dtype that the hook
         # would use. ``ReduceQueue`` calls any other hook instead of a reduction.
@@ -148,10 +148,10 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
 
 def _problem(
-    unit: Unit, precision: MixedPrecision, hook: Any, dtype: torch.dtype | None, is_average: bool
+    unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool
 ) -> Exception | None:
     """Return the error if the unit cannot use the hook, otherwise None."""
-    where, name = unit_text(unit.name), _name(hook)
+    where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
     if any(handle.comm_hook is not None for handle in unit.handles):
         return RuntimeError(
             f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "

@@ -21,7 +21,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
-from flatshard.module.sharding import handles_in, model_shards, sharding_of, shardings_in
+from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.layout import view_of
@@ -197,7 +197,7 @@ class _Reader:
 
     def __init__(self, model: nn.Module, request: Arguments, world: Communicator) -> None:
         self._request, self._world = request, world
-        self._wrappers = [one.wrapper for one in shardings_in(model)]
+        self._wrappers = wrappers_in(model)
         if any(_refuse in one._forward_pre_hooks.values() for one in self._wrappers):
             raise ValueError(
                 "another full_tensors() of this model is not finished. First read that iterator to "
@@ -343,6 +343,6 @@ class _Reader:
 
 def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
     raise RuntimeError(
-        f"{unit_text(sharding_of(wrapper).unit.name)}: a forward began before full_tensors() was "
+        f"{unit_text(unit_of(wrapper).name)}: a forward began before full_tensors() was "
         "read to its end. Read all items first, or call the iterator's close() on every rank."
     )

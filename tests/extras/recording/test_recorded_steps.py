@@ -32,7 +32,7 @@ def _gathered(model: nn.Module) -> int:
     return sum(
         handle.buffer.untyped_storage().nbytes()
         for wrapper in sharded_modules(model)
-        for handle in wrapper._sharding.unit.handles
+        for handle in wrapper._sharded_unit.handles
     )
 
 
@@ -77,7 +77,7 @@ def _figures(rank: int, world_size: int, case: str) -> None:
     unsharded = [
         sum(
             h.layout.padded_numel * h.flat_param.element_size()
-            for h in wrapper._sharding.unit.handles
+            for h in wrapper._sharded_unit.handles
         )
         for wrapper in sharded_modules(model)
     ]
