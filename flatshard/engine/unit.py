@@ -83,6 +83,7 @@ class Unit:
     backward: Any
     context: Any  # `RunState` of the model, set by `start_run`
     state_dict: Any  # `UnitStateDict`
+    reasons: Sequence[str]  # why a policy chose each module
 
     # Function that is called before the first forward, and raises if `leave_empty` left a tensor
     # empty and no state dict filled the tensor. None: no tensor was left empty.
@@ -97,7 +98,6 @@ class Unit:
         names: Sequence[str],
         settings: Settings,
         ignored: Ignored,
-        reasons: Sequence[str],
     ) -> None:
         # For each module of the unit, how inputs and outputs are cast.
         self.casts = dict(modules)
@@ -115,8 +115,6 @@ class Unit:
         self.index, self.phase = -1, Phase.IDLE
         self.settings, self.ignored = settings, ignored
         self.placement, self.topology = settings.placement, settings.topology
-        # Why a policy chose each module; empty for a module that was wrapped by hand.
-        self.reasons = reasons
         # The outermost wrappers that contained the unit when they were made.
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.is_root, self.is_summoned = True, False

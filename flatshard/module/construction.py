@@ -197,12 +197,12 @@ def _make_units(
             flat.topology, flat.targets = settings.topology, targets
             params = flat.take_params()
             handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
-        modules, reasons = zip(*((one.module, one.reason) for one in planned.members), strict=True)
-        casts = {
-            module: plan.precision_plan.of_unit(module, settings.mixed_precision)
-            for module in modules
-        }
-        unit = Unit(casts, planned.names, settings, plan.ignored.within(modules), reasons)
+        modules = [member.module for member in planned.members]
+        of_unit, precision = plan.precision_plan.of_unit, settings.mixed_precision
+        casts = {module: of_unit(module, precision) for module in modules}
+        unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
+        # Text for each module, empty for a module that was wrapped by hand.
+        unit.reasons = [member.reason for member in planned.members]
         unit.own(handles)
         unit.state_dict = UnitStateDict(unit)
         for module in modules:

@@ -106,7 +106,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
     grids = []
     for unit in units:
         topology, world = unit.topology, unit.topology.world
-        if world is not expected and not set(world.ranks) <= set(expected.ranks):
+        if not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, but "
                 f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
