@@ -299,9 +299,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if not enable:
             return nullcontext()
         how = divide_by_initial_world_size, throw_on_early_termination
-        context: AbstractContextManager[None]
-        context = extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)
-        return context
+        return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
         """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
@@ -332,11 +330,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
-        recording = extra("recording", "ShardedWrapper.record_steps()")
-        reports: AbstractContextManager[list[StepReport]] = recording.record_steps(
-            self._sharded_unit
-        )
-        return reports
+        return extra("recording", "ShardedWrapper.record_steps()").record_steps(self)  # type: ignore[no-any-return]
 
     def step_report(self) -> StepReport:
         """Return the report of this rank's last recorded step, or of the current step so far.
@@ -345,8 +339,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         recorded.
         """
         recording = extra("recording", "ShardedWrapper.step_report()")
-        report: StepReport = recording.last_report(self._sharded_unit.context)
-        return report
+        return recording.last_report(self._sharded_unit.context)  # type: ignore[no-any-return]
 
     def warn_non_finite(self, enabled: bool = True) -> None:
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
@@ -413,8 +406,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 is inside another one, and a forward has run; a forward or backward of the model is
                 running.
         """
-        reduction = extra("reduction", "ShardedWrapper.register_comm_hook()")
-        reduction.register(self, state, hook)
+        extra("reduction", "ShardedWrapper.register_comm_hook()").register(self, state, hook)
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -474,8 +466,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         context = self._sharded_unit.context.check_between_steps("step_in_backward()")
         in_backward = extra("step_in_backward", "ShardedWrapper.step_in_backward()")
-        handle: StepInBackward = in_backward.register(context, optimizer, scaler)
-        return handle
+        return in_backward.register(context, optimizer, scaler)  # type: ignore[no-any-return]
 
     def clip_grad_norm_(
         self,
@@ -564,8 +555,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward or backward of the model is running; gradients were accumulated
                 under ``no_sync`` and not reduced.
         """
-        found: dict[str, float] = extra("weights", "norms()").norms(self, kind, per, norm_type)
-        return found
+        return extra("weights", "norms()").norms(self, kind, per, norm_type)  # type: ignore[no-any-return]
 
     @staticmethod
     def summon_full_params(
@@ -949,9 +939,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ValueError: the forward needs real values, which fake tensors lack.
             TypeError: ``step`` returns no loss.
         """
-        plan = extra("plan", "ShardedWrapper.plan()")
-        predicted: RankPlan = plan.plan_wrapped(self, step, optimizer)
-        return predicted
+        return extra("plan", "ShardedWrapper.plan()").plan_wrapped(self, step, optimizer)  # type: ignore[no-any-return]
 
     def unit_report(self) -> str:
         """Return a table of this unit and the units inside, outermost first. No communication.
@@ -969,8 +957,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 print(model.unit_report())
             ```
         """
-        report = extra("unit_report", "ShardedWrapper.unit_report()").report
-        return str(report(self))
+        return extra("unit_report", "ShardedWrapper.unit_report()").report(self)  # type: ignore[no-any-return]
 
     def flat_parameters(self) -> list[FlatParameter]:
         """Return this rank's chunks of the flat parameters of this unit and units inside.

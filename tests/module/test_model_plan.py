@@ -32,7 +32,7 @@ def test_tensors_of_units_that_exist_already_are_left_out() -> None:
     inner = _wrapped(nn.BatchNorm1d(3))
     model = nn.Sequential(nn.Linear(2, 3), inner, nn.Linear(3, 2))
     plan = ModelPlan(model, inner._sharded_unit.settings)
-    assert plan.shardings == [inner._sharded_unit]
+    assert plan.wrappers == [inner]
     assert list(plan.params) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     # The inner unit's buffers are synchronised together with the rest, unless fewer ranks train it.
     assert list(plan.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
