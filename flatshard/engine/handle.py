@@ -147,7 +147,7 @@ class FlatParamHandle:
         self._num_uses = num_uses(self.buffer)
         if not self.is_aliased:
             self._free_buffer()
-            self.put_back()
+        self.put_back()
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)

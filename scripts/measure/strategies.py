@@ -31,7 +31,7 @@ from train_transformer import Block, Transformer
 
 from flatshard import ShardedWrapper
 from flatshard.collectives import Event, record
-from flatshard.module.sharding import handles_in
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 
 MICRO_BATCHES = 4

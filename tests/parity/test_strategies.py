@@ -138,7 +138,7 @@ def _groups(rank: int, world_size: int, groups: str) -> None:
     run = _train_and_compare(
         rank, world_size, "mlp", lambda case: case.wrap(case.model(), **keywords)
     )
-    topology = run.model._sharding.unit.topology
+    topology = run.model._sharded_unit.topology
     assert (topology.shard.size, topology.replicate.size) == expected
     if groups == "pair":
         assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
@@ -155,7 +155,7 @@ def _pair_within_part(rank: int, world_size: int) -> None:
         return
     case = CASES["mlp"]
     model = case.wrap(case.model(), process_group=(both, alone[rank]))
-    assert model._sharding.unit.topology.world.ranks == (0, 2)
+    assert model._sharded_unit.topology.world.ranks == (0, 2)
     sharded = Run(model, case, rank // 2, 2)
     plain = Run(case.model(), case, rank // 2, 2)
     for run in (sharded, plain):
@@ -236,7 +236,7 @@ def _shard_op_gathers(rank: int, world_size: int) -> None:
 
 def _handles(model: nn.Module) -> Iterator[Any]:
     for wrapper in sharded_modules(model):
-        yield from wrapper._sharding.unit.handles
+        yield from wrapper._sharded_unit.handles
 
 
 def test_backward_gathers_within_the_secondary_group() -> None:

@@ -294,7 +294,7 @@ def _freed(rank: int, world_size: int) -> None:
             with naming(f"{keywords}, after {last}"):
                 model = case.wrap(case.model(), **keywords)
                 _use(model, last, case, rank, world_size)
-                kept = [weakref.ref(model), weakref.ref(model.fc1._sharding.unit.handles[0])]
+                kept = [weakref.ref(model), weakref.ref(model.fc1._sharded_unit.handles[0])]
                 del model
                 gc.collect()
                 assert [one() for one in kept] == [None, None]

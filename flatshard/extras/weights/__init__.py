@@ -19,7 +19,7 @@ from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
-from flatshard.module.sharding import handles_in, model_shards, sharding_of, shardings_in
+from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.layout import view_of
@@ -102,7 +102,7 @@ def full_tensors(
     """
     shards = model_shards(model, "full_tensors()")
     world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
-    wrappers = [one.wrapper for one in shardings_in(model)]
+    wrappers = wrappers_in(model)
 
     def prepare() -> tuple[_Chosen, Facts]:
         _check_arguments(dtype, device, bucket_bytes, ranks, world.size)
@@ -292,6 +292,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None, device: Any) -> Tensor:
 
 def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
     raise RuntimeError(
-        f"{unit_text(sharding_of(wrapper).unit.name)}: a forward began before full_tensors() was "
+        f"{unit_text(unit_of(wrapper).name)}: a forward began before full_tensors() was "
         "read to its end. Read all items first, or call the iterator's close() on every rank."
     )

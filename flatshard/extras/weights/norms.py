@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.sharding import units_between_steps
+from flatshard.module.wrappers import units_between_steps
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
 

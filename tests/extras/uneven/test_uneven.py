@@ -60,7 +60,7 @@ def _train(model: Any, case: Case, rank: int, world_size: int, act: Callable[[],
 
 
 def _units(model: Any) -> Any:
-    return model._sharding.context.units
+    return model._sharded_unit.context.units
 
 
 _FORMS: dict[str, dict[str, Any]] = {
