@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .side import ORACLES, ROWS, Mlp, Side, idiom
+from tests.idioms.side import ORACLES, ROWS, Mlp, Side, fail, failing, idiom, planned
 
 
 @idiom("accumulation under `no_sync`")
@@ -264,29 +264,13 @@ def layer_drop_by_rank_declared(side: Side) -> Any:
 # ---------------------------------------------------------------- errors, and going on
 
 
-class Planned(Exception):
-    """An error that an idiom raises."""
-
-
-def _fail(*_: Any) -> None:
-    raise Planned
-
-
 def _going_on(side: Side, in_backward: bool) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
     losses = side.fit(model, optimizer, steps=2)[:-1]
-
-    def fail_later(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(_fail)
-
-    hook = side.inner(model).fc2.register_forward_hook(fail_later if in_backward else _fail)
-    try:
+    with failing(side.inner(model).fc2, in_backward):
         side.loss(model, 7).backward()
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     return losses + side.fit(model, optimizer, steps=3, first=2)
 
 
@@ -295,22 +279,20 @@ def exception_in_forward(side: Side) -> Any:
     return _going_on(side, in_backward=False)
 
 
-@idiom("an exception in backward on all ranks, caught")
+@idiom("an exception in backward on all ranks, caught", by_hand=True)
 def exception_in_backward(side: Side) -> Any:
     return _going_on(side, in_backward=True)
 
 
-@idiom("an exception in a parameter's hook, caught")
+@idiom("an exception in a parameter's hook, caught", by_hand=True)
 def exception_in_hook(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
-    hook = side.inner(model).fc2.weight.register_hook(_fail)
-    try:
+    hook = side.inner(model).fc2.weight.register_hook(fail)
+    with planned():
         side.loss(model, 7).backward()
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
-        optimizer.zero_grad()
+    hook.remove()
+    optimizer.zero_grad()
     return side.fit(model, optimizer)
 
 
@@ -319,13 +301,8 @@ def exception_in_evaluation(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
     loss = side.loss(model, 0)
-    hook = side.inner(model).fc2.register_forward_hook(_fail)
-    try:
-        with torch.no_grad():
-            model(side.draw(30, 2, 7))
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
+    with failing(side.inner(model).fc2), torch.no_grad():
+        model(side.draw(30, 2, 7))
     loss.backward()
     optimizer.step()
     return side.fit(model, optimizer, first=1)

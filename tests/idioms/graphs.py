@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Mlp, Side, add, idiom
 
 # ---------------------------------------------------------------- hooks
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .side import ORACLES, ROWS, Mlp, Side, idiom
+from tests.idioms.side import ORACLES, ROWS, Mlp, Side, idiom
 
 
 @idiom("`load_state_dict` of an unwrapped model's state")

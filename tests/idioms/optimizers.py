@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Mlp, Side, add, idiom
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

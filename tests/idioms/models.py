@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Mlp, Side, add, idiom
 
 # ---------------------------------------------------------------- inputs and outputs
 
@@ -294,12 +294,8 @@ def wrapped_one_by_one(side: Side) -> Any:
     net = Mlp()
     if side.implementation not in ("ddp", "by hand"):
         net.fc1 = side.wrap(net.fc1, nn.Conv2d)
-        if side.implementation.startswith("flatshard"):
-            from flatshard import ShardedWrapper
-
-            strategy = side.implementation.partition(" ")[2]
-            strategy = None if strategy == "auto" else strategy
-            return side.fit(ShardedWrapper(net, sharding_strategy=strategy))
+        if side.is_flatshard:
+            return side.fit(side.shard(net))
         if side.implementation == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel
 
