@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from flatshard import declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
-from tests.idioms.side import ROWS, Mlp, Planned, Side, fail, failing, idiom, planned
+from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
 from tests.idioms.together import Net
+from tests.models import Mlp
 
 
 class _Failing(torch.autograd.Function):
@@ -123,6 +124,21 @@ def exception_in_post_accumulate_hook(side: Side) -> Any:
     return side.fit(model, optimizer)
 
 
+@idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
+def lost_gradients(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+    with failing(side.inner(model).fc2, in_backward=True):
+        side.loss(model, 1).backward()
+    if side.is_flatshard:
+        with pytest.warns(UserWarning, match="accumulated before this backward are lost"):
+            side.loss(model, 2)
+    optimizer.zero_grad()
+    return side.fit(model, optimizer)
+
+
 class _FailingSgd(torch.optim.SGD):
     error: BaseException | None = None
 
@@ -200,6 +216,24 @@ class Branches(nn.Module):
 
 def _branched(side: Side, model: nn.Module, step: int, *which: int) -> Tensor:
     return side.loss(lambda x: model(x, which), step)
+
+
+@idiom(
+    "other branches on each rank: `.grad` is an average where some rank used one, or None",
+    by_hand=True,
+    ways=("full", "grad_op", "no_shard", "op", "hybrid", "hybrid-op"),
+)
+def branches_by_rank(side: Side) -> Any:
+    net = Branches()
+    net.spare = nn.Linear(5, 3)
+    model = side.wrap_whole(net)
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(3):
+        _branched(side, model, step, (step + side.rank) % 3).backward()
+        results.append([p.grad is None for p in model.parameters()])
+        side.step(optimizer)
+    return [*results, model]
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -303,18 +337,57 @@ def failed_backward_after_another(side: Side) -> Any:
     return side.fit(model, optimizer, steps=2, first=2)
 
 
-@idiom("a step on gradients of which some are not reduced: refused", ways=("full", "hybrid-op"))
+@idiom(
+    "a step on gradients of which some or all are not reduced: refused",
+    ways=("full", "grad_op", "no_shard", "hybrid-op"),
+)
 def step_on_half_of_it(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
+
+    def step_is_refused() -> None:
+        with side.no_sync(model):
+            side.loss(model, 1).backward()
+        if side.is_flatshard:
+            with pytest.raises(RuntimeError, match="no_sync"):
+                optimizer.step()
+
+    step_is_refused()
+    optimizer.zero_grad()
     side.loss(model, 0).backward()
-    with side.no_sync(model):
-        side.loss(model, 1).backward()
-    if side.is_flatshard:
-        with pytest.raises(RuntimeError, match="no_sync"):
-            optimizer.step()
+    step_is_refused()
     side.loss(model, 2).backward()
     side.step(optimizer)
+    side.loss(model, 3).backward()
+    with side.no_sync(model):
+        side.loss(model, 4).backward()
+    optimizer.zero_grad(set_to_none=False)
+    # The gradient, dropped in place, is the same object, and nothing is missing in it now.
+    side.loss(model, 5).backward()
+    side.step(optimizer)
+    return model
+
+
+@idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
+def zeroed_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for first, set_to_none in ((0, True), (10, False)):
+        with side.no_sync(model):
+            side.loss(model, first).backward()
+            side.loss(model, first + 1).backward()
+        optimizer.zero_grad(set_to_none)
+        with side.no_sync(model):
+            side.loss(model, first + 2).backward()
+        side.loss(model, first + 3).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        side.loss(model, first + 4).backward()
+        with side.no_sync(model):
+            side.loss(model, first + 5).backward()
+        optimizer.zero_grad(set_to_none)
+        side.loss(model, first + 6).backward()
+        side.step(optimizer)
     return model
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.idioms.side import ORACLES, ROWS, Mlp, Side, fail, failing, idiom, planned
+from tests.idioms.side import ORACLES, ROWS, Side, fail, failing, idiom, planned
+from tests.models import Mlp
 
 
 @idiom("accumulation under `no_sync`")
@@ -19,8 +20,7 @@ def accumulation(side: Side) -> Any:
             with side.no_sync(model):
                 side.loss(model, step + part).backward()
         side.loss(model, step + 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [side.loss(model, 9), model]
 
 
@@ -31,8 +31,7 @@ def accumulation_with_sync(side: Side) -> Any:
     for step in range(6):
         side.loss(model, step).backward()
         if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(optimizer)
     return [side.loss(model, 9), model]
 
 
@@ -81,8 +80,7 @@ def evaluation_between(side: Side) -> Any:
         loss.backward()
         with torch.no_grad():
             results.append(model(side.draw(31, 2, 7)))
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return results
 
 
@@ -318,7 +316,6 @@ def dropped_loss(side: Side) -> Any:
         if step % 2:
             continue
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
         losses.append(loss.detach())
     return [*losses, side.loss(model, 9)]

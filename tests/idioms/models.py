@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.idioms.side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
+from tests.models import Mlp
 
 # ---------------------------------------------------------------- inputs and outputs
 
@@ -166,8 +167,7 @@ def input_gradient(side: Side) -> Any:
         x = side.draw(step, ROWS, 7).requires_grad_()
         model(x).square().mean().backward()
         grads.append(x.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [*grads, model]
 
 
@@ -310,8 +310,7 @@ def chained(side: Side) -> Any:
     optimizer = side.sgd(first, second)
     for step in range(3):
         F.mse_loss(second(first(side.draw(step, ROWS, 7))), side.draw(50, ROWS, 3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [first, second]
 
 
@@ -397,8 +396,7 @@ def buffer_no_sync(side: Side) -> Any:
             loss.backward()
         losses.append(loss.detach())
         side.loss(model, 20 + step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return losses
 
 

@@ -1,5 +1,6 @@
 """Several forwards and backwards of one step, and losses of parameters; not in the table."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.idioms.side import ROWS, Mlp, Side, failing, idiom
+from tests.idioms.side import ROWS, Side, failing, idiom
 from tests.idioms.together import Net
+from tests.models import Mlp
 
 
 def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3) -> Any:
@@ -261,6 +263,95 @@ def frozen_and_thawed(side: Side) -> Any:
         return bias.grad is not None
 
     return _train(side, backward, 4)
+
+
+class Reordered(Mlp):
+    """Its middle layers run in the order of the list ``order``, and not all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.fc1(x))
+        for index in self.order:
+            x = torch.tanh(self.middle[index](x))
+        return self.fc3(torch.tanh(self.fc2(x)))
+
+
+@idiom("layers in an order that changes with each step", unused=True, ways=("full",))
+def changing_order(side: Side) -> Any:
+    model = side.wrap(Reordered())
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(6):
+        side.inner(model).order = [(step + i) % 3 for i in range(3)][: 2 + step % 2]
+        losses += side.fit(model, optimizer, steps=1, first=step)[:1]
+    return [*losses, model]
+
+
+@idiom("gradients and weights edited in a loop over all modules of a class")
+def edited_by_module(side: Side) -> Any:
+    model = side.wrap(Net(7, 3))
+    optimizer = side.sgd(model)
+    for step in range(3):
+        side.loss(model, step).backward()
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        for linear in linears:
+            linear.weight.grad.mul_(0.5)
+        side.step(optimizer)
+        with torch.no_grad():
+            for linear in linears:
+                linear.weight.add_(linear.weight, alpha=-0.1)
+    return model
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Statistics(nn.Module):
+    """Assigns a buffer anew in each forward, edits another one, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("own", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.mean = self.mean * 0.9 + 0.1 * x.detach().mean(0)
+        self.steps += x.detach().abs().max()
+        self.own = self.own + self.steps
+        return (x - self.mean) * self.steps
+
+
+@idiom("buffers are broadcast before the same forwards")
+def buffers_broadcast(side: Side) -> Any:
+    net = nn.Sequential(Statistics(), nn.Tanh(), Statistics(), nn.BatchNorm1d(4))
+    net[2]._ddp_params_and_buffers_to_ignore = ["own"]
+    net._ddp_params_and_buffers_to_ignore = ["2.own"]
+    model = side.wrap(net, Statistics)
+    events = "train train no_sync no_sync train train eval eval train replaced train new train"
+    results: list[Any] = []
+    for number, event in enumerate(events.split()):
+        model.train(event != "eval")
+        first, x = side.inner(model)[0], side.draw(number, 5, 4)
+        if event == "replaced":
+            first.mean = torch.full((4,), float(side.rank))
+        elif event == "new":
+            first.register_buffer("late", torch.full((2,), float(side.rank)))
+        elif event == "eval":
+            with torch.no_grad():
+                results.append(model(x))
+        else:
+            with side.no_sync(model) if event == "no_sync" else contextlib.nullcontext():
+                results.append(model(x))
+                results[-1].square().sum().backward()
+        buffers = {name: one.clone() for name, one in side.inner(model).named_buffers()}
+        results += [buffers, model.will_sync_module_buffers()]
+    return results
 
 
 # ---------------------------------------------------------------- hooks and conversions

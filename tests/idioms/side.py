@@ -79,17 +79,6 @@ def add(name: str, section: str, title: str, script: Script, **settings: Any) ->
     IDIOMS[name] = Idiom(name, section, title, script, **settings)
 
 
-class Mlp(nn.Module):
-    """7-5-4-3: no size divides by the number of ranks, or by another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(7, 5), nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc3(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
-
-
 class Side:
     """Where an idiom runs: this rank of the default group, with one implementation."""
 
