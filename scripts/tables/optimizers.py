@@ -23,11 +23,13 @@ from typing import Any
 
 import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
-from conformance_idioms.side import STRATEGIES, Side
 from lib.command_line import Parser, at_least
 from lib.rank_processes import Ranks, Said
 from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
+
+from flatshard.options import transport_options
+from tests.idioms.side import STRATEGIES, Side
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6
@@ -115,6 +117,7 @@ def train(
 ) -> tuple[float, str]:
     """The largest difference from the unwrapped model, and how flatshard ran the step."""
     warnings.simplefilter("ignore")
+    transport_options.COALESCE_BYTES = 0  # the toy model would be one unit
     states: list[dict[str, Tensor]] = []
     side = Side(implementation)
     for is_wrapped in (False, True):
@@ -185,7 +188,7 @@ def table(
     names: Sequence[tuple[str, str]], implementations: Sequence[str], world: int, seconds: float
 ) -> Cells:
     cells: Cells = {}
-    with Ranks(world, preload=("conformance_idioms", "torch.distributed.fsdp")) as ranks:
+    with Ranks(world, preload=("tests.idioms", "torch.distributed.fsdp")) as ranks:
         for package, name in names:
             row = cells[package, name] = {}
             for one in implementations:
@@ -227,7 +230,7 @@ def by_strategy(names: Sequence[tuple[str, str]], seconds: float) -> str:
     rows: dict[str, list[str]] = {strategy: [] for strategy in STRATEGIES}
     others: dict[str, list[str]] = {}
     for world in WORLDS:
-        with Ranks(world, preload=("conformance_idioms",)) as ranks:
+        with Ranks(world, preload=("tests.idioms",)) as ranks:
             for strategy in STRATEGIES:
                 verdicts = []
                 for package, name in names:

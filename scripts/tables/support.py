@@ -296,7 +296,7 @@ TESTS = {
     "`no_sync(max_bytes=...)`": "parity/test_strategies.py",
     "`no_sync(replicas_only=True)`": "parity/test_strategies.py",
     "`clip_grad_norm_`": "optimizer/test_clipping.py",
-    "`GradScaler`": "engine/test_hooks.py",
+    "`GradScaler`": "idioms/test_idioms.py",
     "`join()`": "extras/join/test_join.py",
     "`allow_divergence`": "extras/divergence/test_divergence.py",
     "bf16 compression hook": "extras/reduction/test_comm_hooks.py",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Import from the folder above.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+# Import from the folder above, and the tests' registries.
+sys.path += map(str, Path(__file__).resolve().parents[1:3])
 
 import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 from lib.output import output_file, writing

@@ -18,44 +18,14 @@ from tests.combinations import diagonal, every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
-from tests.side import TOLERANCE, Run, assert_same_model
-from tests.training_scripts import SCRIPTS
+from tests.side import Run, assert_same_model
 from tests.ways import TOPOLOGIES, WAYS, Keywords
-
-SAME_IN_ANY_ORDER = 1e-9
-
 
 # Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
 IN_SHORT = ["hybrid-zero2", "native-hybrid"]
 
 
 IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
-# What these add to the others shows in shorter tests, too; "keep" is SHARD_GRAD_OP.
-NOT_IN_FULL = ["hybrid-nodes-of-one", "keep"]
-
-
-@pytest.mark.parametrize("way", every(2, [way for way in IN_FULL if way not in NOT_IN_FULL]))
-def test_scripts(way: str) -> None:
-    number = list(TOPOLOGIES).index(way)
-    run_ranks(_scripts, WAYS[way].world_size, way, number, timeout=120)
-
-
-def _scripts(rank: int, world_size: int, way: str, number: int) -> None:
-    WAYS[way].set_nodes()
-    keywords = WAYS[way].keywords
-    for script, name in every(6, SCRIPTS, start=number):
-        with naming(f"{script.__name__}, {name}"):
-            case = CASES[name]
-            plain = Run(case.model(), case, rank, world_size)
-            expected = script(plain)
-            sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
-            torch.testing.assert_close(
-                script(sharded), expected, rtol=SAME_IN_ANY_ORDER, atol=TOLERANCE
-            )
-            assert_same_model(sharded, plain)
-            sharded.train(10, 12)
-            plain.train(10, 12)
-            assert_same_model(sharded, plain)
 
 
 @pytest.mark.parametrize(

@@ -482,7 +482,7 @@ def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
 
 SHORTER = {
     "bash scripts/demo.sh": "--epochs 1 --data digits",
-    "python scripts/tables/conformance.py": "",
+    "python scripts/evidence.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD --checkpoint none",
     "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
@@ -502,7 +502,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     """Each in a copy of the repository's files, with an environment that is there already."""
     short = [more for start, more in SHORTER.items() if command.startswith(start)]
     assert short, f"say in SHORTER how to run it in a second: {command}"
-    for name in ("scripts", "flatshard", "pyproject.toml", "README.md"):
+    for name in ("scripts", "tests", "flatshard", "pyproject.toml", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     binaries = tmp_path / "venv" / "bin"

@@ -1,30 +1,16 @@
-"""The conformance table: a sample of it is right, and its page has all of the idioms."""
+"""The tables that `scripts/evidence.py` writes, and the names on their pages."""
 
 import re
 from pathlib import Path
 
-import conformance
-import pytest
+import evidence
 import torch
-from conformance_idioms import IDIOMS
 from lib.rank_processes import Raised, Said
-from table_cells import GOOD, Cell, split_page
+from table_cells import Cell, split_page
 
-from tests.combinations import THOROUGH
+IDIOMS = evidence.REGISTRIES["idioms"].titles
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
-SAMPLE = [idiom for idiom in IDIOMS.values() if not idiom.slow]
-SAMPLE = SAMPLE[:: 12 if THOROUGH else 36]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_sample() -> None:
-    table = conformance.run_table(SAMPLE, ["flatshard FULL_SHARD"], 2, seconds=60)
-    cells = {name: cells["flatshard FULL_SHARD"] for name, cells in table.items()}
-    bad = {name: cell for name, cell in cells.items() if cell.verdict not in GOOD}
-    assert not bad
-    assert sum(cell.verdict == "right" for cell in cells.values()) > 0.8 * len(cells)
 
 
 def test_page_has_all_idioms() -> None:
@@ -33,15 +19,15 @@ def test_page_has_all_idioms() -> None:
     found = re.finditer(pattern, split_page(PAGE, "idioms")[1], re.MULTILINE)
     names = [row or entry for row, entry in map(re.Match.groups, found)]
     assert sorted(names) == sorted(IDIOMS), (
-        "python scripts/tables/conformance.py --page docs/evidence.md"
+        "python scripts/evidence.py idioms --page docs/evidence.md"
     )
 
 
 def test_stars_are_of_idioms() -> None:
     """A star marks what the documentation of an implementation does not promise."""
-    assert all(names <= set(IDIOMS) for names in conformance.RULED_OUT.values())
+    assert all(names <= set(IDIOMS) for names in evidence.RULED_OUT.values())
     cells = {"ddp": Cell("right"), "fsdp1": Cell("wrong", "why"), "fsdp2": Cell("right")}
-    page = conformance.markdown({"clip_grad_norm": cells, "tied": cells}, 2, "command")
+    page = evidence.markdown({"clip_grad_norm": cells, "tied": cells}, 2, "command")
     assert "right | wrong\\* [1](#notes-on-idioms) | right |" in page
     assert "right | wrong [1](#notes-on-idioms) | right |" in page
     assert "| FSDP1 | 0 | 0 | 2 | 0 | 0 | 2 | 1 |" in page
@@ -49,11 +35,11 @@ def test_stars_are_of_idioms() -> None:
 
 def test_what_is_right_in_all_columns_is_a_list() -> None:
     right = {name: Cell("right") for name in ("ddp", "flatshard FULL_SHARD")}
-    page = conformance.markdown({"lstm": right, "gru": right}, 2, "command")
+    page = evidence.markdown({"lstm": right, "gru": right}, 2, "command")
     assert "\nRight in all columns: `lstm` (`LSTM`); `gru` (`GRU`).\n" in page
     raises = {f"flatshard {name}": Cell("raises", "why") for name in ("NO_SHARD", "SHARD_OP")}
     row = {**right, **raises, "flatshard auto": Cell("right")}
-    page = conformance.markdown({"lstm": row}, 2, "command")
+    page = evidence.markdown({"lstm": row}, 2, "command")
     assert "| right; NO_SHARD, SHARD_OP: raises [1](#notes-on-idioms) |" in page
 
 
@@ -62,7 +48,7 @@ def test_verdicts() -> None:
     expected = [Said("returned", value)] * 2
 
     def verdict(*said: Said) -> str:
-        return conformance.judge(list(said), expected).verdict
+        return evidence.judge(list(said), expected).verdict
 
     moved = [torch.ones(3, dtype=torch.float64) + 1e-6, *value[1:]]
     renamed = [value[0], {"b": torch.zeros(2)}, 3]

@@ -1,37 +1,72 @@
-"""Runs idioms of DistributedDataParallel scripts with flatshard and torch's FSDP.
+"""Runs the registries of the tests beside other libraries, and writes the tables of the pages.
 
-    python scripts/tables/conformance.py --page docs/evidence.md
-    python scripts/tables/conformance.py --idiom tied --impl ddp "flatshard FULL_SHARD"
-    python scripts/tables/conformance.py --list
+    python scripts/evidence.py idioms --page docs/evidence.md
+    python scripts/evidence.py idioms tied join --impl ddp "flatshard FULL_SHARD"
+    python scripts/evidence.py idioms --list
 
-Each idiom (`conformance_idioms/`) runs in separate processes on gloo ranks. Its results on each
-rank (losses, gradients, the final state dict) must equal the results under DistributedDataParallel
-on the same rank. If DistributedDataParallel raises or is known to be wrong, the results must equal
-those of an unwrapped model whose gradients are averaged after each backward. A cell of the table is
-*right*, *raises* (an error on some rank), *wrong* (other numbers, and no error), *crashes* (the
-process ends without a Python error) or *hangs* (no end within the limit).
+`idioms` (`tests/idioms/`): idioms of DistributedDataParallel scripts. Each runs in separate
+processes on gloo ranks. Its results on each rank (losses, gradients, the final state dict) must
+equal the results under DistributedDataParallel on the same rank. If DistributedDataParallel raises
+or is known to be wrong, the results must equal those of an unwrapped model whose gradients are
+averaged after each backward.
+
+A cell of a table is *right*, *raises* (an error on some rank), *wrong* (other numbers, and no
+error), *crashes* (the process ends without a Python error) or *hangs* (no end within the limit).
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import datetime
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent / "tables"))
 
 import table_cells  # noqa: F401  (first, because this import may end the script)
 import torch
-from conformance_idioms import IDIOMS, Idiom
-from conformance_idioms.side import AUTO, IMPLEMENTATIONS, ORACLES, STRATEGIES, run_cell
 from lib.command_line import Parser, at_least
 from lib.rank_processes import Ranks, Said
 from table_cells import GOOD, VERDICTS, Cell, Notes, failure, folded, page_file, write_table
-from torch import Tensor
+
+from tests.idioms import IDIOMS
+from tests.idioms.side import AUTO, ORACLES, STRATEGIES, difference, run
+
+FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
+PRELOAD = ("tests.idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+
+Table = dict[str, dict[str, Cell]]
+"""Cells, keyed by entry and implementation."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What the tests prove of flatshard, and this script shows beside other libraries.
+
+    Attributes:
+        titles: what each entry does, keyed by name.
+        implementations: those that run by default.
+        more: other implementations.
+        run: returns the cells of some entries and implementations.
+        markdown: returns the table of a page, from the cells, the number of ranks and the command.
+    """
+
+    titles: dict[str, str]
+    implementations: Sequence[str]
+    more: Sequence[str]
+    run: Callable[[list[str], list[str], argparse.Namespace], Table]
+    markdown: Callable[[Table, int, str], str]
+
+
+# ---------------------------------------------------------------- idioms
 
 SECTIONS = {
     "loops": "Training loops",
@@ -42,7 +77,6 @@ SECTIONS = {
     "graphs": "Autograd",
     "states": "State, copies, conversions",
 }
-FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
 SLOW_FACTOR = 6
 # Idioms of DistributedDataParallel that FSDP's documentation does not promise: it broadcasts no
 # buffers, every forward and state dict is collective, and it has no join(). FSDP1 also has its own
@@ -52,10 +86,45 @@ _FSDP = {
     *("evaluation_on_one_rank", "state_on_rank_0", "join"),
 }
 RULED_OUT = {"fsdp1": _FSDP | {"clip_grad_norm", "grad_scaler", "walked"}, "fsdp2": _FSDP}
-PRELOAD = ("conformance_idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 
-# ---------------------------------------------------------------- verdicts
+def run_idioms(names: list[str], implementations: list[str], options: argparse.Namespace) -> Table:
+    """Run all cells, some at a time, because a cell mostly waits for other ranks to end."""
+    local = threading.local()
+
+    def cell(name: str, implementation: str) -> list[Said]:
+        seconds = options.timeout * (SLOW_FACTOR if IDIOMS[name].slow else 1)
+        world, coalesces = options.world_size, implementation == AUTO
+        ranks: Ranks = local.ranks
+        return ranks.run(run, world, name, implementation, coalesces, seconds=seconds)
+
+    table: Table = {name: {} for name in names}
+    said: dict[str, dict[str, list[Said]]] = {name: {} for name in names}
+    with contextlib.ExitStack() as stack:
+
+        def start() -> None:
+            local.ranks = stack.enter_context(Ranks(options.world_size, preload=PRELOAD))
+
+        threads = stack.enter_context(ThreadPoolExecutor(options.jobs, initializer=start))
+        try:
+            # Run all idioms of one implementation before the next, so that its modules stay loaded.
+            # The oracles always run, because the other results are compared with theirs.
+            others = [name for name in implementations if name not in ORACLES]
+            for implementation in (*ORACLES, *others):
+                some = [n for n in names if implementation != "by hand" or IDIOMS[n].by_hand]
+                found = threads.map(partial(cell, implementation=implementation), some)
+                for name, one in _progress(
+                    zip(some, found, strict=True), implementation, len(some)
+                ):
+                    said[name][implementation] = one
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    for name in names:
+        expected = said[name]["by hand" if IDIOMS[name].by_hand else "ddp"]
+        for implementation in ("ddp", *others):
+            table[name][implementation] = judge(said[name][implementation], expected)
+    return table
 
 
 def judge(said: list[Said], expected: list[Said]) -> Cell:
@@ -65,84 +134,9 @@ def judge(said: list[Said], expected: list[Said]) -> Cell:
     if any(one.outcome != "returned" for one in expected):
         return Cell("wrong", f"no error, but unwrapped: {expected[0].what}")
     for rank, (ours, oracle) in enumerate(zip(said, expected, strict=True)):
-        if why := _difference(ours.what, oracle.what):
+        if why := difference(ours.what, oracle.what, tolerance=1e-9):
             return Cell("wrong", f"rank {rank}: {why}")
     return Cell("right")
-
-
-def _difference(ours: Any, oracle: Any, where: str = "") -> str:
-    """The first difference in words; an empty text if the results are equal."""
-    if isinstance(oracle, dict):
-        if list(ours) != list(oracle):
-            return f"{where}names {list(ours)} instead of {list(oracle)}"
-        return _first(_difference(ours[key], oracle[key], f"{key}: ") for key in oracle)
-    if isinstance(oracle, list):
-        if len(ours) != len(oracle):
-            return f"{where}{len(ours)} results instead of {len(oracle)}"
-        pairs = enumerate(zip(ours, oracle, strict=True))
-        return _first(_difference(a, b, where or f"result {index}: ") for index, (a, b) in pairs)
-    if isinstance(oracle, (Tensor, float)):
-        ours, oracle = torch.as_tensor(ours), torch.as_tensor(oracle)
-        if ours.shape != oracle.shape or ours.dtype != oracle.dtype:
-            return f"{where}{ours.dtype} of {tuple(ours.shape)}, not of {tuple(oracle.shape)}"
-        tolerance = 1e-9 if oracle.dtype in (torch.float64, torch.complex128) else 1e-5
-        if not torch.allclose(ours, oracle, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return f"{where}differs by {(ours - oracle).abs().max().item():.1g}"
-        return ""
-    return "" if ours == oracle else f"{where}{ours!r} instead of {oracle!r}"
-
-
-def _first(texts: Iterable[str]) -> str:
-    return next(filter(None, texts), "")
-
-
-# ---------------------------------------------------------------- running
-
-
-def run_table(
-    idioms: list[Idiom], implementations: list[str], world: int, seconds: float, jobs: int = 1
-) -> dict[str, dict[str, Cell]]:
-    """Run all cells, ``jobs`` at a time; returns them by idiom and implementation.
-
-    DistributedDataParallel always runs, because the other results are compared with it.
-    """
-    table: dict[str, dict[str, Cell]] = {idiom.name: {} for idiom in idioms}
-    expected: dict[str, list[Said]] = {}
-    ranks_of_thread = threading.local()
-
-    def run(idiom: Idiom, implementation: str) -> list[Said]:
-        limit = seconds * (SLOW_FACTOR if idiom.slow else 1)
-        ranks: Ranks = ranks_of_thread.ranks
-        return ranks.run(run_cell, world, idiom.name, implementation, seconds=limit)
-
-    def run_oracle(idiom: Idiom) -> Cell:
-        theirs = run(idiom, "ddp")
-        expected[idiom.name] = theirs
-        if idiom.is_by_hand or any(one.outcome != "returned" for one in theirs):
-            expected[idiom.name] = run(idiom, "by hand")
-        return judge(theirs, expected[idiom.name])
-
-    with contextlib.ExitStack() as stack:
-
-        def start() -> None:
-            ranks_of_thread.ranks = stack.enter_context(Ranks(world, preload=PRELOAD))
-
-        # Run several cells at a time, because a cell mostly waits: for ranks that hang, and for
-        # the end of other ranks.
-        threads = stack.enter_context(ThreadPoolExecutor(jobs, initializer=start))
-        try:
-            for idiom, cell in zip(idioms, threads.map(run_oracle, idioms), strict=True):
-                table[idiom.name]["ddp"] = cell
-            # Run all idioms of one implementation before the next, so that its modules stay loaded.
-            for implementation in (name for name in implementations if name not in ORACLES):
-                found = threads.map(partial(run, implementation=implementation), idioms)
-                pairs = zip(idioms, found, strict=True)
-                for idiom, said in _progress(pairs, implementation, len(idioms)):
-                    table[idiom.name][implementation] = judge(said, expected[idiom.name])
-        except KeyboardInterrupt:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-    return table
 
 
 def _progress(items: Iterable[Any], title: str, total: int) -> Iterator[Any]:
@@ -151,9 +145,6 @@ def _progress(items: Iterable[Any], title: str, total: int) -> Iterator[Any]:
 
         items = tqdm(items, title, total, leave=False, disable=None)
     return iter(items)
-
-
-# ---------------------------------------------------------------- Markdown
 
 
 def _joined(cells: dict[str, Cell], notes: Notes) -> str:
@@ -237,24 +228,22 @@ def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[
     return lines
 
 
+REGISTRIES = {
+    "idioms": Registry(
+        {name: idiom.title for name, idiom in IDIOMS.items() if idiom.section in SECTIONS},
+        (*FLATSHARD, "fsdp1", "fsdp2"),
+        ORACLES,
+        run_idioms,
+        markdown,
+    )
+}
+
+
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--idiom",
-        nargs="+",
-        choices=IDIOMS,
-        metavar="NAME",
-        default=list(IDIOMS),
-        help="idioms to run (default: all); --list prints their names",
-    )
-    parser.add_argument(
-        "--impl",
-        nargs="+",
-        choices=IMPLEMENTATIONS,
-        metavar="NAME",
-        default=[name for name in IMPLEMENTATIONS if name not in ORACLES],
-        help=f"implementations to run, of {', '.join(IMPLEMENTATIONS)} (default: all)",
-    )
+    parser.add_argument("registry", choices=REGISTRIES, help="what to run")
+    parser.add_argument("names", nargs="*", help="entries to run (default: all); see --list")
+    parser.add_argument("--impl", nargs="+", metavar="NAME", help="implementations (default: all)")
     parser.add_argument(
         "--world-size", type=at_least(1), default=2, help="number of ranks (default: 2)"
     )
@@ -265,15 +254,25 @@ def main() -> int:
     parser.add_argument(
         "--page", type=page_file, help="write the table into this page instead of printing it"
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the idioms")
+    parser.add_argument("--list", action="store_true", help="print the names of the entries")
     options = parser.parse_args()
+    registry = REGISTRIES[options.registry]
+    names = options.names or list(registry.titles)
+    implementations = options.impl or list(registry.implementations)
+    for kind, some, known in (
+        ("entry", names, registry.titles),
+        ("--impl", implementations, (*registry.implementations, *registry.more)),
+    ):
+        if unknown := set(some) - set(known):
+            parser.error(f"{kind} {min(unknown)!r}: expected some of {', '.join(known)}")
     if options.list:
-        print("\n".join(f"{idiom.name}: {idiom.title}" for idiom in IDIOMS.values()))
+        print("\n".join(f"{name}: {registry.titles[name]}" for name in names))
         return 0
-    idioms = [IDIOMS[name] for name in options.idiom]
-    table = run_table(idioms, options.impl, options.world_size, options.timeout, options.jobs)
-    command = " ".join(["python scripts/tables/conformance.py", *sys.argv[1:]])
-    write_table(options.page, "idioms", markdown(table, options.world_size, command))
+    table = registry.run(names, implementations, options)
+    command = " ".join(["python scripts/evidence.py", *sys.argv[1:]])
+    write_table(
+        options.page, options.registry, registry.markdown(table, options.world_size, command)
+    )
     ours = (cells.get(name, Cell("right")) for cells in table.values() for name in FLATSHARD)
     return int(any(cell.verdict not in GOOD for cell in ours))
 
