@@ -23,8 +23,8 @@ from flatshard.units.module_tree import unit_text
 
 _NAME = "average_over()"
 _BYTES = 8  # number of bytes of a count in the exchange: a float64
-# Bytes in place of a count: of a rank that ran a backward without a count, and of a rank that ran no
-# backward. As float64, both are NaN.
+# Bytes of a rank that ran a backward without a count, and of a rank that ran no backward. As
+# float64, both are NaN.
 _MISSING, _ABSENT = b"\xff" * _BYTES, b"\xfe" * _BYTES
 
 
