@@ -1,6 +1,7 @@
 """``full_tensors``: iterates over the full tensors of a sharded model, one unit at a time.
 
-``norms``: norms of all parameters, gradients or updates, in one collective.
+``norms``: norms of all parameters, gradients or updates, in one collective. ``WeightChanges``: only
+the weights that have changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.extras.weights.changes import WeightChange as WeightChange
+from flatshard.extras.weights.changes import WeightChanges as WeightChanges
+from flatshard.extras.weights.changes import apply_changes as apply_changes
 from flatshard.extras.weights.lora import MergedLora
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
