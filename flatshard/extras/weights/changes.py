@@ -18,6 +18,7 @@ from flatshard.units.layout import as_bytes, view_of
 _CALLER = "WeightChanges.changes()"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
+_SHARE = 0.1  # if a larger share of a unit has changed, the unit is sent whole
 _ALL = -1  # in place of the number of changed values: send all values
 
 
@@ -78,8 +79,8 @@ class WeightChanges:
     ) -> Iterator[WeightChange]:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
-        The parameters come unit by unit. A unit in which so many values changed that positions and
-        values are larger than all values is sent whole. If a rank stops early, it still takes part
+        The parameters come unit by unit. A unit in which more than a tenth of the values changed is
+        sent whole. If a rank stops early, it still takes part
         in the rest of the pass, and the next pass yields all weights on every rank. Extra memory:
         about two copies of the largest unit in the dtype.
 
@@ -162,10 +163,7 @@ class WeightChanges:
             sums = [
                 sum(each) for each in zip(*(said[r][1][number] for r in comm.ranks), strict=True)
             ]
-            numel, size = handle.layout.padded_numel, self._rounded(handle).element_size()
-            is_dense = (
-                min(counts) == _ALL or sum(counts) * (_POSITION.itemsize + size) > numel * size
-            )
+            is_dense = min(counts) == _ALL or sum(counts) > _SHARE * handle.layout.numel
             found = self._whole(handle) if is_dense else self._sparse(handle, counts, receivers)
             for param, indices, values in found:
                 digest = sums[param.index] % 2**64 if sums else None
@@ -206,7 +204,7 @@ class WeightChanges:
 
         ``counts``: how many values changed on each rank of the group.
         """
-        comm, new = handle.topology.shard, self._rounded(handle)
+        comm, holders, new = handle.topology.shard, handle.topology.holders, self._rounded(handle)
         where = (_words(new) != _words(self._kept[handle])).nonzero().view(-1)
         first = handle.layout.shard_range(handle.topology.index)[0]
         positions, values = (
@@ -223,23 +221,23 @@ class WeightChanges:
             sent = payload.repeat(sum(gets))
             work, came = comm.exchange(sent, lengths, expected, op_name=_CALLER)
             work.finish()
-            pieces = [
-                (piece[: count * _POSITION.itemsize], piece[count * _POSITION.itemsize :])
-                for piece, count in zip(came.to(handle.device).split(expected), counts, strict=True)
-            ]
             if gets[comm.rank]:
-                positions = torch.cat([part.clone().view(_POSITION) for part, _ in pieces])
-                values = torch.cat([part.clone().view(new.dtype) for _, part in pieces])
-        positions, order = positions.to(torch.int64).sort()
-        values = values[order]
+                pieces = came.to(handle.device).split(expected)
+                # In the order of shards, positions ascend.
+                found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
+                positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
+                values = torch.cat([part[end:].clone().view(new.dtype) for part, end in found])
+        positions = positions.to(torch.int64)
         for param in handle.params:
             span = param.span
             ends = positions.new_tensor([span.start, span.end])
             start, end = torch.searchsorted(positions, ends).tolist()
             if end > start:
-                indices = _logical(positions[start:end] - span.start, param.spec)
-                indices, order = indices.sort()
-                yield param, indices, values[start:end][order]
+                indices, some = positions[start:end] - span.start, values[start:end]
+                if param.spec.order != tuple(sorted(param.spec.order)):
+                    indices, order = _logical(indices, param.spec).sort()
+                    some = some[order]
+                yield param, indices, some
 
 
 def _words(tensor: Tensor) -> Tensor:
