@@ -253,6 +253,9 @@ def _check_engine(names: dict[str, Any], rank: int) -> None:
         _check_average({"weights": names["average"]}, rank)
         return
     expected = names["model"].state_dict()
+    if "changes" in names:
+        assert_close(names["received"], {n: v.bfloat16() for n, v in expected.items()})
+        return
     loaded = names["engine"].loaded
     if rank > 0 and "bucket" not in names and "merged" not in names:
         assert not loaded

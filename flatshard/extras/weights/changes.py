@@ -50,11 +50,11 @@ class WeightChanges:
     Example:
         ```python
         changes = flatshard.WeightChanges(model)
-        engine_weights = {name: torch.empty_like(p) for name, p in build().state_dict().items()}
-        for _ in range(2):
+        weights = {name: p.bfloat16() for name, p in flatshard.full_tensors(model)}
+        for inputs, labels in batches:
             loss_fn(model(inputs), labels).backward()
             optimizer.step()
-            flatshard.apply_changes(engine_weights, changes.changes())
+            flatshard.apply_changes(weights, changes.changes())
         ```
     """
 
@@ -79,8 +79,8 @@ class WeightChanges:
     ) -> Iterator[WeightChange]:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
-        The parameters come unit by unit. A unit in which more than a tenth of the values changed is
-        sent whole. If a rank stops early, it still takes part
+        The parameters come unit by unit. If a tenth of one rank's part of a unit has changed,
+        the whole unit is sent. If a rank stops early, it still takes part
         in the rest of the pass, and the next pass yields all weights on every rank. Extra memory:
         about two copies of the largest unit in the dtype.
 
@@ -123,12 +123,14 @@ class WeightChanges:
         handles = [*dict.fromkeys(handles_in(self._model))]
         for handle in handles:
             handle.absorb_replaced()
-        mine = [self._count(handle) for handle in handles]
+        # Positions of changed values in this rank's shards.
+        changed = {handle: self._changed(handle) for handle in handles}
+        mine = [_ALL if where is None else len(where) for where in changed.values()]
         sums = [_digests(handle, self._rounded(handle)) if digests else [] for handle in handles]
         said = dict(zip(world.ranks, world.host.gather((mine, sums), _CALLER), strict=True))
         receivers = set(world.ranks) if ranks == "all" else {world.ranks[ranks]}
         self._is_reading, is_over = True, False
-        items = self._items(handles, said, receivers)
+        items = self._items(changed, said, receivers)
         try:
             yield None
             for item in items:
@@ -147,28 +149,37 @@ class WeightChanges:
         shard = handle.flat_param.detach()
         return shard.to(self._dtype) if shard.is_floating_point() else shard
 
-    def _count(self, handle: FlatParamHandle) -> int:
-        """Return how many values of this rank's shard have changed."""
+    def _changed(self, handle: FlatParamHandle) -> Tensor | None:
+        """Return the positions of changed values in this rank's shard; None for too many."""
         old = self._kept.get(handle)
         if old is None or handle.layout.padded_numel > torch.iinfo(_POSITION).max:
-            return _ALL
-        return int((_words(self._rounded(handle)) != _words(old)).sum())
+            return None
+        is_changed = _words(self._rounded(handle)) != _words(old)
+        if int(torch.count_nonzero(is_changed)) > _SHARE * handle.layout.shard_numel:
+            return None
+        return is_changed.nonzero().view(-1)
 
     def _items(
-        self, handles: list[FlatParamHandle], said: dict[int, Any], receivers: set[int]
+        self,
+        changed: dict[FlatParamHandle, Tensor | None],
+        said: dict[int, Any],
+        receivers: set[int],
     ) -> Iterator[WeightChange]:
-        for number, handle in enumerate(handles):
+        for number, (handle, where) in enumerate(changed.items()):
             comm = handle.topology.shard
             counts = [said[rank][0][number] for rank in comm.ranks]
             sums = [
                 sum(each) for each in zip(*(said[r][1][number] for r in comm.ranks), strict=True)
             ]
-            is_dense = min(counts) == _ALL or sum(counts) > _SHARE * handle.layout.numel
-            found = self._whole(handle) if is_dense else self._sparse(handle, counts, receivers)
+            found: Iterator[Any]
+            if where is None or _ALL in counts:
+                found = self._whole(handle)
+            else:
+                found = self._sparse(handle, where, counts, receivers)
             for param, indices, values in found:
                 digest = sums[param.index] % 2**64 if sums else None
                 yield WeightChange(param.name, indices, values, digest)
-        inside = {param.sharded for handle in handles for param in handle.params}
+        inside = {param.sharded for handle in changed for param in handle.params}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and tensor not in inside:
                 new = tensor.detach().to(
@@ -179,16 +190,12 @@ class WeightChanges:
                     self._kept[name] = new.clone(memory_format=torch.contiguous_format)
                     yield WeightChange(name, None, new.clone())
 
-    def _keep(self, handle: FlatParamHandle, rounded: Tensor) -> None:
-        if handle in self._kept:
-            self._kept[handle].copy_(rounded)
-        else:
-            self._kept[handle] = rounded.clone()
-
     def _whole(self, handle: FlatParamHandle) -> Iterator[tuple[Any, None, Tensor]]:
         """All-gather a flat parameter. Collective: all ranks of the shard group."""
         rounded = self._rounded(handle)
-        self._keep(handle, rounded)
+        self._kept[handle] = (
+            rounded if rounded.dtype != handle.flat_param.dtype else rounded.clone()
+        )
         # Backends cannot send dtypes of one byte, so round to such a dtype after the all-gather.
         is_sent = (
             rounded.element_size() > 1 and rounded.element_size() <= handle.flat_param.itemsize
@@ -198,20 +205,22 @@ class WeightChanges:
             yield param, None, view_of(full, param.span).to(rounded.dtype)
 
     def _sparse(
-        self, handle: FlatParamHandle, counts: list[int], receivers: set[int]
+        self, handle: FlatParamHandle, where: Tensor, counts: list[int], receivers: set[int]
     ) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """Exchange the changed values of a flat parameter. Collective: the shard group.
 
-        ``counts``: how many values changed on each rank of the group.
+        Args:
+            handle: the owner of the flat parameter.
+            where: positions of the changed values in this rank's shard.
+            counts: how many values changed on each rank of the group.
+            receivers: the ranks that get the values.
         """
-        comm, holders, new = handle.topology.shard, handle.topology.holders, self._rounded(handle)
-        where = (_words(new) != _words(self._kept[handle])).nonzero().view(-1)
+        comm, holders, kept = handle.topology.shard, handle.topology.holders, self._kept[handle]
+        values = handle.flat_param.detach()[where].to(kept.dtype)
+        kept[where] = values
         first = handle.layout.shard_range(handle.topology.index)[0]
-        positions, values = (
-            (where + first).to(_POSITION).to(handle.device),
-            new[where].to(handle.device),
-        )
-        self._keep(handle, new)
+        positions = (where + first).to(handle.device, _POSITION)
+        values = values.to(handle.device)
         if comm.size > 1 and any(counts):
             size = _POSITION.itemsize + values.element_size()
             payload = torch.cat([as_bytes(positions), as_bytes(values)])
@@ -226,7 +235,7 @@ class WeightChanges:
                 # In the order of shards, positions ascend.
                 found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
                 positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
-                values = torch.cat([part[end:].clone().view(new.dtype) for part, end in found])
+                values = torch.cat([part[end:].clone().view(kept.dtype) for part, end in found])
         positions = positions.to(torch.int64)
         for param in handle.params:
             span = param.span
