@@ -84,7 +84,7 @@ def test_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("structure", ["--unknown"]), ("fuzz", ["--database", "missing"])]
+    ("script", "arguments"), [("structure", ["--unknown"]), ("structure", ["--repo", "missing"])]
 )
 def test_bad_options_are_one_line(
     script: str,
