@@ -15,6 +15,7 @@ import argparse
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from tests.outcomes import Cell, try_ranks
 
+GOOD = ("right", "raises")
 VERSION = torch.__version__.partition("+")[0]
 
 # ---------------------------------------------------------------- registries
@@ -66,7 +68,29 @@ def features(options: argparse.Namespace) -> str:
     return "\n".join([about, "", *folded(title, lines), *notes.lines()])
 
 
-REGISTRIES = {"features": (features, "features")}
+def lone_calls(options: argparse.Namespace) -> str:
+    """Calls by next calls: the number of cells of each verdict, and the slowest error's seconds."""
+    from tests.comm import test_lone_calls as registry
+
+    settings = chosen(registry.all_settings(), options.only)
+    found = dict(registry.outcomes(settings, at_once=6, quick=False))
+    lines = [row("", *registry.NEXT), "|---" * (len(registry.NEXT) + 1) + "|"]
+    notes = Notes("programs", longest=600)
+    for call in registry.CALLS:
+        cells = []
+        for then in registry.NEXT:
+            some = [one for setting, one in found.items() if setting[:2] == (call, then)]
+            counts = Counter(one.cell.verdict for one in some)
+            bad = [notes.of(one.cell) for one in some if one.cell.verdict not in GOOD]
+            slowest = max((one.seconds for one in some), default=0.0)
+            seconds = {"right": "", "raises": f" ({slowest:.1f} s)"}
+            good = [f"{counts[one]} {one}{seconds[one]}" for one in seconds if counts[one]]
+            cells.append(", ".join(good + bad))
+        lines.append(row(call, *cells))
+    return "\n".join([*lines, "", *notes.lines()])
+
+
+REGISTRIES = {"features": (features, "features"), "lone_calls": (lone_calls, "")}
 """By name: the function that makes the table, and the mark of its place on the page."""
 
 # ---------------------------------------------------------------- tables

@@ -88,7 +88,7 @@ SLOW = [
     "test_documents.py",
     "test_extras.py",
     "test_notebooks.py",
-    "test_host_exchange.py",
+    "test_lone_calls.py",
     "test_strategies.py",
     "test_rank_failure.py",
     "test_compiled_units.py",
