@@ -97,7 +97,7 @@ SLOW = [
     "test_lightning.py",
     "test_simulated_gpu.py",
     "test_whole_step.py",
-    "test_measure_strategies.py",
+    "test_costs.py",
     "test_tensor_parallel.py",
     "test_out_of_forward.py",
     "test_state_dict.py",

@@ -2,9 +2,9 @@
 
 Each cell is a program on two or three gloo ranks: they train two steps, then the one rank makes the
 call, and all ranks the same next call. Either values and weights are the unwrapped model's on every
-rank, or every rank ends with a named error within seconds: flatshard's own or, for a rank that waits
-in a collective of the program, one that flatshard's log explains. All else (wrong weights, a longer
-wait, an abort) is a failure.
+rank, or every rank ends with a named error within seconds: flatshard's own or, for ranks that wait
+in a collective of the program, one that the log explains. All else fails: wrong weights, a longer
+wait, an abort.
 
 By default half of a sample runs in which each pair of values occurs; THOROUGH=1 runs all of it, and
 `scripts/evidence.py lone_calls` all 864 cells.
