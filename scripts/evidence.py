@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -90,7 +91,23 @@ def lone_calls(options: argparse.Namespace) -> str:
     return "\n".join([*lines, "", *notes.lines()])
 
 
-REGISTRIES = {"features": (features, "features"), "lone_calls": (lone_calls, "")}
+def peaks(options: argparse.Namespace) -> str:
+    """Trainings on the CPU, with the error of the peak of tensors that a plan predicts."""
+    from tests.extras.plan import test_predicted_peak as registry
+
+    cases = chosen(registry.CASES, options.only)
+    errors = registry.errors(cases)
+    sizes = list(map(abs, errors))
+    lines = [f"- {error:+.2%}: {case}" for case, error in zip(cases, errors, strict=True)]
+    worst = f"median {statistics.median(sizes):.2%}, largest {max(sizes):.2%}"
+    return "\n".join([f"{len(cases)} trainings, {worst}", "", *lines])
+
+
+REGISTRIES = {
+    "features": (features, "features"),
+    "lone_calls": (lone_calls, ""),
+    "peaks": (peaks, ""),
+}
 """By name: the function that makes the table, and the mark of its place on the page."""
 
 # ---------------------------------------------------------------- tables

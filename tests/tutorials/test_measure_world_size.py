@@ -1,31 +1,13 @@
-"""scripts/measure/many_ranks.py and scripts/measure/world_size.py, at toy size."""
+"""scripts/measure/world_size.py, at toy size."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-import many_ranks
 import pytest
 
 from tests.harness import allow_warnings, run_ranks
 
 pytest.importorskip("rich")
-
-ROWS = 6
-
-
-def test_a_few_ranks_resume(tmp_path: Path) -> None:
-    expected = many_ranks.expected_losses(ROWS)
-    saved = many_ranks.SAVED
-    for size, resumes in ((3, False), (2, True)):
-        found = run_ranks(_losses, size, str(tmp_path / "checkpoint"), resumes)
-        for losses in found:
-            assert losses == pytest.approx(expected[saved * resumes :], rel=many_ranks.TOLERANCE)
-
-
-def _losses(rank: int, world_size: int, folder: str, resumes: bool) -> list[float]:
-    with allow_warnings():
-        return many_ranks.run_rank("FULL_SHARD", folder, ROWS, resumes)["losses"]
 
 
 def test_figures_of_a_claimed_world(capsys: pytest.CaptureFixture[str]) -> None:
