@@ -12,12 +12,15 @@ rank), *wrong* (other numbers, and no error), *crashes* (a process ends without 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import statistics
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch
 from tests.outcomes import Cell, try_ranks
 
 GOOD = ("right", "raises")
+VERDICTS = (*GOOD, "wrong", "crashes", "hangs")
 VERSION = torch.__version__.partition("+")[0]
 
 # ---------------------------------------------------------------- registries
@@ -91,6 +95,157 @@ def lone_calls(options: argparse.Namespace) -> str:
     return "\n".join([*lines, "", *notes.lines()])
 
 
+def zoo(options: argparse.Namespace) -> str:
+    """Architectures of other libraries, beside DistributedDataParallel and FSDP1."""
+    from tests.zoo import families, trial
+
+    sides, notes = {"flatshard": "FULL_SHARD", "fsdp1": "fsdp1"}, Notes("architectures", longest=90)
+    models = [name for family in families.FAMILIES for name in families.models_of(family)]
+    counts = {side: Counter[str]() for side in sides}
+    sizes, lines = [], []
+    for family in families.FAMILIES:
+        table: list[str] = []
+        right: dict[str, list[str]] = {policy: [] for policy in trial.POLICIES}
+        for number, name in enumerate(models):
+            if not name.startswith(f"{family}/") or name not in chosen(models, options.only):
+                continue
+            policy = trial.POLICIES[number % len(trial.POLICIES)]
+            with tempfile.NamedTemporaryFile(suffix=".pt") as oracle:
+                arguments = policy, oracle.name
+                limits: Any = {"timeout": options.timeout, "preload": (family,)}
+                run = partial(try_ranks, trial.judge, trial.train, 2, name, **limits)
+                results: list[Any] = []
+                keep = partial(lambda results, found: results.extend(found) or Cell(""), results)
+                failed = try_ranks(keep, trial.train, 2, name, "ddp", *arguments, **limits)
+                if not results:
+                    say(f"{name} under DistributedDataParallel", failed)
+                    continue
+                cells = {one: say(f"{name}, {one}", run(sides[one], *arguments)) for one in sides}
+            for side, cell in cells.items():
+                counts[side][cell.verdict] += 1
+            sizes.append(results[0].numel)
+            dtype = "" if results[0].dtype == "float64" else f", {results[0].dtype}"
+            last, size = name.partition("/")[2], f"{results[0].numel:,}{dtype}"
+            if {cell.verdict for cell in cells.values()} == {"right"}:
+                right[policy].append(f"`{last}` ({size})")
+            else:
+                table.append(row(f"`{last}`", size, policy, *map(notes.of, cells.values())))
+        total = len(table) + sum(map(len, right.values()))
+        head = [row("architecture", "parameters", "policy", *sides), "|---" * 5 + "|"]
+        part = [*head, *table, ""] if table else []
+        part += [f"- Right, policy {one}: {', '.join(right[one])}" for one in right if right[one]]
+        lines += ["", *folded(f"{family}: {total} architectures", part)] if total else []
+    heads = [
+        f"{date.today()}, torch {torch.__version__}: `python scripts/evidence.py zoo`. The median "
+        f"model has {statistics.median_high(sizes):,} parameters.",
+        "",
+        row(f"{len(sizes)} architectures", *VERDICTS),
+        "|---" * (len(VERDICTS) + 1) + "|",
+        *(row(side, *(counts[side][verdict] for verdict in VERDICTS)) for side in sides),
+    ]
+    return "\n".join([*heads, *lines, *notes.lines()])
+
+
+def optimizers(options: argparse.Namespace) -> str:
+    """Optimizers by wrappers, and how flatshard steps each."""
+    from tests.optimizers import test_steps as registry
+
+    sides = {"flatshard": "FULL_SHARD", "FSDP1": "fsdp1", "FSDP2": "fsdp2", "DDP": "ddp"}
+    notes, exact, names = Notes("optimizers", longest=90), dict[str, list[str]](), 0
+    lines = [row("optimizer", "package", "flatshard steps it on", *sides), "|---" * 7 + "|"]
+    for package, name in registry.OPTIMIZERS:
+        if not chosen([name], options.only):
+            continue
+        names += 1
+        mode, texts = "", []
+        for title, side in sides.items():
+            arguments = registry.judge, registry.train, options.ranks, package, name, side
+            cell = say(f"{package} {name}, {title}", try_ranks(*arguments, timeout=options.timeout))
+            is_right = cell.verdict.startswith("right")
+            mode = cell.why if is_right and title == "flatshard" else mode
+            is_exact = cell.verdict == "right, to the bit"
+            text = cell.verdict if is_right else notes.of(cell)
+            texts.append("exact" if is_exact else text)
+        if mode and set(texts) == {"exact"}:
+            exact.setdefault(mode, []).append(f"`{name}` ({package})")
+        else:
+            lines.append(row(f"`{name}`", package, mode, *texts))
+    lines.append("")
+    for mode, some in exact.items():
+        lines.append(f"Exact in all columns, stepped on {mode}: {', '.join(some)}.")
+    about = (
+        f"Five steps of a small model on {options.ranks} gloo ranks with equal rows, torch "
+        f"{VERSION}; *right*: no value differs from the unwrapped model's by more than "
+        f"{registry.RIGHT:g}; *exact*: none differs."
+    )
+    return "\n".join([about, "", *folded(f"{names} optimizers", lines), *notes.lines()])
+
+
+def optimizers_by_strategy(options: argparse.Namespace) -> str:
+    """How many optimizers are right, by strategy and number of ranks."""
+    from tests.optimizers import test_steps as registry
+    from tests.parity.test_features import STRATEGIES
+
+    names = [key for key in registry.OPTIMIZERS if chosen([key[1]], options.only)]
+    lines, others = [row("strategy", "1 rank", *(f"{n} ranks" for n in (2, 3, 4)))], {}
+    lines.append("|---" * 5 + "|")
+    for strategy in STRATEGIES:
+        cells = []
+        for world in (1, 2, 3, 4):
+            verdicts = []
+            for package, name in names:
+                arguments = package, name, strategy, world == 3
+                run = partial(try_ranks, registry.judge, registry.train, world, *arguments)
+                cell = say(f"{name}, {world} ranks, {strategy}", run(timeout=options.timeout))
+                verdicts.append(cell.verdict)
+                if not cell.verdict.startswith("right"):
+                    what = f"`{name}` ({package}) on {world} ranks: {cell.why}"
+                    others.setdefault(what, []).append(strategy)
+            right = sum(verdict.startswith("right") for verdict in verdicts)
+            cells.append(f"{right} ({verdicts.count('right, to the bit')})")
+        lines.append(row(strategy, *cells))
+    about = (
+        f"How many of {len(names)} optimizers are right, and in brackets how many of them to the "
+        "bit, as in the table above; on 3 ranks in float64, as a mean of three is rounded."
+    )
+    rest = [f"- {what}, with {', '.join(some)}" for what, some in others.items()]
+    return "\n".join([about, "", *lines, "", *(["The others:", "", *rest] if rest else [])])
+
+
+def resumed_optimizers(options: argparse.Namespace) -> str:
+    """Numbers of cells by package, and the optimizers that are not right everywhere."""
+    from tests.optimizers import test_resumed as registry
+
+    rows = []
+    for package in filter(importlib.util.find_spec, registry.PACKAGES):
+        for name in chosen(registry._all_of(package), options.only):
+            with tempfile.TemporaryDirectory() as folder:
+                some = list(registry.rows_of(package, name, folder, timeout=options.timeout))
+            say(f"{package} {name}", Cell(str(Counter(one.verdict for one in some))))
+            rows += some
+    verdicts = ("right", "refused", "fails unwrapped", "wrong", "raises", "crashes", "hangs")
+    lines = [row("package", "optimizers", "cells", *verdicts), "|---" * 10 + "|"]
+    for package in dict.fromkeys(one.package for one in rows):
+        own = [one for one in rows if one.package == package]
+        counts = Counter(one.verdict for one in own)
+        numbers = len({one.optimizer for one in own}), len(own), *(counts[v] for v in verdicts)
+        lines.append(row(package, *numbers))
+    notes, cells = Notes("resumed optimizers", longest=240), dict[tuple[str, ...], list[str]]()
+    for one in rows:
+        if one.verdict != "right":
+            key = f"`{one.optimizer}`", one.package, notes.of(Cell(one.verdict, one.reason))
+            cells.setdefault(key, []).append(f"{one.way} {one.ranks}")
+    every = len(registry.WAYS) * len(registry.WORLDS)
+    head = row("optimizer", "package", "verdict", "way, and number of ranks that resume")
+    listed = [
+        row(*key, "all" if len(some) == every else ", ".join(some)) for key, some in cells.items()
+    ]
+    title = "Optimizers that are not right everywhere"
+    return "\n".join(
+        [*lines, "", *folded(title, [head, "|---" * 4 + "|", *listed]), *notes.lines()]
+    )
+
+
 def peaks(options: argparse.Namespace) -> str:
     """Trainings on the CPU, with the error of the peak of tensors that a plan predicts."""
     from tests.extras.plan import test_predicted_peak as registry
@@ -106,7 +261,11 @@ def peaks(options: argparse.Namespace) -> str:
 REGISTRIES = {
     "features": (features, "features"),
     "lone_calls": (lone_calls, ""),
+    "optimizers": (optimizers, "optimizers"),
+    "optimizers_by_strategy": (optimizers_by_strategy, "optimizers by strategy"),
     "peaks": (peaks, ""),
+    "resumed_optimizers": (resumed_optimizers, "resumed optimizers"),
+    "zoo": (zoo, "architectures"),
 }
 """By name: the function that makes the table, and the mark of its place on the page."""
 
@@ -181,6 +340,7 @@ def main() -> None:
     parser.add_argument("registry", choices=REGISTRIES)
     parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="names to run")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--ranks", type=int, default=2, help="of the table of optimizers")
     parser.add_argument("--page", type=Path, help="page to write the table into")
     options = parser.parse_args()
     table, mark = REGISTRIES[options.registry]
