@@ -1,12 +1,13 @@
 """Measures saving and loading of a model and its AdamW state, beside the speed of the disk.
 
-    python scripts/measure/checkpoints.py --world-size 2 --folder /tmp
+    python scripts/measure.py checkpoints --world-size 2 --folder /tmp
 
 These implementations take turns on this machine's CPU (gloo): flatshard.checkpoint (`unverified`:
 with verify=False), FSDP1 and FSDP2 (both with sharded torch.distributed.checkpoint), and torch.save
 of an unwrapped model on rank 0. `dd` writes and syncs the same number of bytes. Files are dropped
 from the page cache before they are loaded. Prints seconds and GB/s of the fastest run, the CPU
-seconds of all ranks, the collectives of a save, and how much the peak RSS is above the RSS before.
+seconds of all ranks, how much the peak RSS is above the RSS before, and the number of a save's
+collectives.
 """
 
 import argparse
@@ -21,14 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from construction import build_flatshard, build_fsdp1, build_fsdp2
-from lib.command_line import directory
-from measuring import mib, reset_peak, resident_bytes
+from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
 from offload import Decoder
-from rich import print as rich_print
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -221,59 +219,37 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     return {"figures": figures, "calls": calls, "bytes": num_bytes}
 
 
-# ------------------------------------------------------------------------------------------- tables
+# --------------------------------------------------------------------------------------------- rows
+
+OPTIONS = {
+    "impl": list(WAYS),
+    "layers": 10,
+    "width": 1024,
+    "world_size": 2,
+    "repeat": 5,
+    "folder": Path("."),
+}
 
 
-def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    num_bytes = ranks[0]["bytes"]
-    title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
-    made = measuring.table(
-        title, "", *("save s", "GB/s", "CPU s", "MiB"), *("load s", "GB/s", "CPU s", "MiB")
-    )
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    return rows_of(figures_of_ranks(measure_rank, args.world_size, args), args)
+
+
+def rows_of(
+    ranks: list[dict[str, Any]], args: argparse.Namespace
+) -> tuple[str, list[dict[str, Any]]]:
+    num_bytes, rows = ranks[0]["bytes"], []
     for name, own in ranks[0]["figures"].items():
-        row: list[str] = []
+        row: dict[str, Any] = {"": name}
         for action in ("save", "load"):
-            seconds = min(one[action]["seconds"] for one in own)
             of_ranks = [[one[action] for one in rank["figures"][name]] for rank in ranks]
-            cpu = min(
+            seconds = min(one[action]["seconds"] for one in own)
+            row[f"{action} s"], row[f"{action} GB/s"] = seconds, num_bytes / seconds / 1e9
+            row[f"{action} CPU s"] = min(
                 sum(run["cpu_seconds"] for run in runs) for runs in zip(*of_ranks, strict=True)
             )
-            peak = max(run["peak_bytes"] for runs in of_ranks for run in runs)
-            row += [f"{seconds:.2f}", f"{num_bytes / seconds / 1e9:.2f}", f"{cpu:.2f}", mib(peak)]
-        made.add_row(name, *row)
-    rich_print(made)
-    for name, calls in ranks[0]["calls"].items():
-        listed = ", ".join(f"{one} {number}" for one, number in calls.items())
-        print(f"collectives of a save, {name}: {listed}")
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = measuring.Parser(__doc__)
-    add = parser.add_argument
-    parser.add_names("--impl", WAYS, "implementations")
-    parser.add_number("--layers", 10, "number of blocks")
-    parser.add_number("--width", 1024, "width of the model", low=16)
-    parser.add_number("--world-size", 2, "ranks to start", low=2)
-    parser.add_number("--repeat", 5, "number of rounds; the fastest counts")
-    add(
-        "--folder",
-        type=directory,
-        default=Path("."),
-        help="folder on the disk to measure (default: the current folder)",
-    )
-    parser.add_json()
-    args = parser.parse_args(arguments)
-    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
-    measuring.require_proc(parser)
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
-    show(ranks, args)
-    measuring.write_json(args.json, ranks)
-
-
-if __name__ == "__main__":
-    main()
+            row[f"{action} MiB"] = max(run["peak_bytes"] for some in of_ranks for run in some) / MIB
+        row["collectives"] = sum(ranks[0]["calls"].get(name, {}).values())
+        rows.append(row)
+    title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
+    return title, rows

@@ -15,8 +15,7 @@ from typing import NamedTuple
 # Import from the folder above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
-from lib.output import output_file, writing
+from lib.output import output_file
 from lib.rank_processes import Said
 
 VERDICTS = ("right", "raises", "wrong", "crashes", "hangs")
@@ -110,5 +109,4 @@ def write_table(page: Path | None, name: str, text: str) -> None:
         print(text)
         return
     before, _, rest = split_page(page, name)
-    with writing(page) as part:
-        part.write_text(f"{before}\n{text.strip()}\n\n{rest}")
+    page.write_text(f"{before}\n{text.strip()}\n\n{rest}")
