@@ -1,13 +1,11 @@
 """``ShardedWrapper``: the public API. Each method checks its arguments and calls other modules.
 
 A wrapper is a ``ModuleProxy``, so it also has the attributes of its wrapped module. The wrapper's
-own state is a ``Sharding``, made by ``construction``: the unit, the settings, and the state of the
-model's steps.
+own state is its ``Unit``, made by ``construction``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -17,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard.comm.settings import ProcessGroups, Settings
 from flatshard.engine.hooks import register_forward_hooks
-from flatshard.module.construction import local_parts, wrap
+from flatshard.engine.unit import Unit
+from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating, summon
-from flatshard.module.settings import ProcessGroups, Settings
-from flatshard.module.sharding import (
-    Sharding,
+from flatshard.module.wrappers import (
     handles_in,
-    shardings_in,
     state_dicts_in,
     units_between_steps,
+    wrappers_in,
 )
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
@@ -172,7 +170,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             full.
     """
 
-    _sharding: Sharding
+    _sharded_unit: Unit
 
     def __init__(
         self,
@@ -221,10 +219,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         units, the graph ends at each of these units.
         """
         self.module.compile(*args, **kwargs)
-        register_forward_hooks(self._sharding.unit, self.module)
+        register_forward_hooks(self._sharded_unit, self.module)
 
     def no_sync(
-        self, *, max_bytes: int | None = None, replicas_only: bool = False
+        self, *, max_bytes: int | None = None, replicas_only: bool = False, uneven: bool = False
     ) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for forwards that begin inside the context.
 
@@ -250,12 +248,56 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             replicas_only: if shards have replicas on other nodes, reduce-scatter within the shard
                 group in every backward, and omit only the all-reduce between nodes. Units without
                 replicas reduce as usual. Units that are only replicated do not reduce.
+            uneven: let ranks run different numbers of forwards and backwards, also none. All
+                parameters stay unsharded from entry to exit, so no rank waits for another inside
+                the context. The exit reduces the gradients once; a rank without gradients counts
+                as zeros. Then call ``optimizer.step()``. Collective: all ranks, at entry and exit.
+                If a rank leaves by an exception, all ranks raise.
 
         Raises:
-            RuntimeError: a forward or backward of the model is running.
-            ValueError: ``max_bytes`` is negative.
+            RuntimeError: a forward or backward of the model is running. With ``uneven``, an
+                optimizer steps in backward or inside the context, or ``join`` surrounds it.
+            ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
         """
-        return accumulating(self._sharding, max_bytes, replicas_only=replicas_only)
+        return accumulating(
+            self._sharded_unit.context, max_bytes, replicas_only=replicas_only, uneven=uneven
+        )
+
+    def average_over(self, count: float | Tensor) -> None:
+        """Average the gradients of the next backward over counts, such as tokens, not over ranks.
+
+        Without this call, gradients are averaged over ranks, so ranks and micro-batches with few
+        tokens count too much. With it, the loss is a sum over tokens, and the gradient becomes the
+        sum over all ranks and micro-batches, divided by the sum of all counts. Counts add up under
+        ``no_sync``, and are sent with the message that ends each backward. Gradients are reduced
+        as always, as averages over ranks in the reduce dtype, and then multiplied once in the
+        dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
+        larger than means.
+
+        Call before each backward, on every rank. A rank without tokens passes 0; a rank without
+        a backward in ``no_sync(uneven=True)`` need not call. No communication.
+
+        Example:
+            ```python
+            model.average_over((labels != -100).sum())
+            loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+            loss.backward()
+            optimizer.step()
+            ```
+
+        Args:
+            count: number of tokens in this rank's micro-batch; a number or a tensor with one
+                element, at least 0.
+
+        Raises:
+            RuntimeError: an optimizer steps in backward, or a communication hook is registered.
+                Raised by the next reducing backward, on all ranks, before ``.grad`` is set: a
+                count is negative or not finite, all counts are 0, or only some ranks passed one.
+            TypeError: ``count`` is no number.
+        """
+        extra("average_over", "ShardedWrapper.average_over()").count(
+            self._sharded_unit.context, count
+        )
 
     def join(
         self,
@@ -301,29 +343,23 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if not enable:
             return nullcontext()
         how = divide_by_initial_world_size, throw_on_early_termination
-        context: AbstractContextManager[None]
-        context = extra("join", "ShardedWrapper.join()").joining(self._sharding, optimizers, *how)
-        return context
+        return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
         """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
 
         The beginning of a forward without gradients also releases this memory. No communication.
         """
-        self._sharding.context.forward.give_back()
+        self._sharded_unit.context.forward.give_back()
 
-    def record_steps(
-        self, *, memory: str | os.PathLike[str] | None = None
-    ) -> AbstractContextManager[list[StepReport]]:
+    def record_steps(self) -> AbstractContextManager[list[StepReport]]:
         """Record the steps of all units of the model inside the context.
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
-        the next step begins, or with the context. When the context ends without an exception, the
-        model's rank 0 writes the file ``memory``, about all ranks. If the file name contains
-        ``{rank}``, every rank writes its own file. All reports stay in memory until the context
+        the next step begins, or with the context. All reports stay in memory until the context
         ends, so record only a few steps.
 
-        Collective: all ranks that train the model, at entry, and at the end to write a file.
+        Collective: all ranks that train the model, at entry.
 
         Example:
             ```python
@@ -335,20 +371,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             print(reports[-1])  # time, bytes sent and memory of each unit
             ```
 
-        Args:
-            memory: file for a plot of memory over the last step, of at most 8 ranks; needs
-                matplotlib.
-
         Raises:
-            ValueError: a file cannot be written, or ranks passed different files; at entry, on all
-                ranks.
-            ImportError: matplotlib is not installed; at entry, on all ranks.
             RuntimeError: steps are being recorded already, or a forward or backward is running.
         """
-        recording = extra("recording", "ShardedWrapper.record_steps()")
-        reports: AbstractContextManager[list[StepReport]]
-        reports = recording.record_steps(self._sharding, memory)
-        return reports
+        return extra("recording", "ShardedWrapper.record_steps()").record_steps(self)  # type: ignore[no-any-return]
 
     def step_report(self) -> StepReport:
         """Return the report of this rank's last recorded step, or of the current step so far.
@@ -357,8 +383,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         recorded.
         """
         recording = extra("recording", "ShardedWrapper.step_report()")
-        report: StepReport = recording.last_report(self._sharding.context)
-        return report
+        return recording.last_report(self._sharded_unit.context)  # type: ignore[no-any-return]
 
     def warn_non_finite(self, enabled: bool = True) -> None:
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
@@ -369,9 +394,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
         model. No communication.
         """
-        rank = self._sharding.settings.ranks.world.global_rank
+        rank = self._sharded_unit.settings.ranks.world.global_rank
         non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
-        non_finite.watch_non_finite(self._sharding.context, rank if enabled else None)
+        non_finite.watch_non_finite(self._sharded_unit.context, rank if enabled else None)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
@@ -425,8 +450,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 is inside another one, and a forward has run; a forward or backward of the model is
                 running.
         """
-        reduction = extra("reduction", "ShardedWrapper.register_comm_hook()")
-        reduction.register(self._sharding, state, hook)
+        extra("reduction", "ShardedWrapper.register_comm_hook()").register(self, state, hook)
 
     def step_in_backward(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -484,10 +508,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 different optimizers.
             RuntimeError: a forward or backward of the model is running.
         """
-        context = self._sharding.check_between_steps("step_in_backward()")
+        context = self._sharded_unit.context.check_between_steps("step_in_backward()")
         in_backward = extra("step_in_backward", "ShardedWrapper.step_in_backward()")
-        handle: StepInBackward = in_backward.register(context, optimizer, scaler)
-        return handle
+        return in_backward.register(context, optimizer, scaler)  # type: ignore[no-any-return]
 
     def clip_grad_norm_(
         self,
@@ -527,7 +550,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 not finite and ``error_if_nonfinite`` is set; an optimizer steps in backward; a unit
                 inside trains on fewer ranks.
         """
-        context, world = self._sharding.context, self._sharding.settings.topology.world
+        context, world = self._sharded_unit.context, self._sharded_unit.settings.topology.world
         for extension in context.extensions:
             extension.needs_gradients("clip_grad_norm_()")
         handles = handles_in(self)
@@ -576,8 +599,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward or backward of the model is running; gradients were accumulated
                 under ``no_sync`` and not reduced.
         """
-        found: dict[str, float] = extra("weights", "norms()").norms(self, kind, per, norm_type)
-        return found
+        return extra("weights", "norms()").norms(self, kind, per, norm_type)  # type: ignore[no-any-return]
 
     @staticmethod
     def summon_full_params(
@@ -651,7 +673,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             RuntimeError: see ``summon_full_params``.
         """
-        if self._sharding.is_initialising:
+        if self._sharded_unit.is_initialising:
             return self
         with summon(self, Request(), recurse=False):
             self.module.apply(fn)
@@ -678,7 +700,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             plain.load_state_dict(state)
             ```
         """
-        self._sharding.context.forward.recover()
+        self._sharded_unit.context.forward.recover()
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -727,7 +749,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if not isinstance(state_dict, Mapping):
             got = type(state_dict).__name__
             raise TypeError(f"load_state_dict: expected a dict of tensors by name, got a {got}.")
-        self._sharding.context.forward.recover()
+        self._sharded_unit.context.forward.recover()
         children = [name for name, _ in self.module.named_children()]
         own = model_state.without_ddp_prefix(dict(state_dict), children)
         missing_and_unexpected = self.module.load_state_dict(own, strict=strict, assign=assign)
@@ -919,16 +941,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The sharding strategy of this unit."""
-        return self._sharding.settings.strategy
+        return self._sharded_unit.settings.strategy
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group that trains this model; None without a process group."""
-        return self._sharding.settings.ranks.world.group
+        return self._sharded_unit.settings.ranks.world.group
 
     def extra_repr(self) -> str:
         """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
-        return self._sharding.summary() if "_sharding" in self.__dict__ else ""
+        return summary(self) if "_sharded_unit" in self.__dict__ else ""
 
     def plan(
         self,
@@ -961,9 +983,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ValueError: the forward needs real values, which fake tensors lack.
             TypeError: ``step`` returns no loss.
         """
-        plan = extra("plan", "ShardedWrapper.plan()")
-        predicted: RankPlan = plan.plan_wrapped(self._sharding, step, optimizer)
-        return predicted
+        return extra("plan", "ShardedWrapper.plan()").plan_wrapped(self, step, optimizer)  # type: ignore[no-any-return]
 
     def unit_report(self) -> str:
         """Return a table of this unit and the units inside, outermost first. No communication.
@@ -981,8 +1001,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 print(model.unit_report())
             ```
         """
-        report = extra("unit_report", "ShardedWrapper.unit_report()").report
-        return str(report(self._sharding))
+        return extra("unit_report", "ShardedWrapper.unit_report()").report(self)  # type: ignore[no-any-return]
 
     def flat_parameters(self) -> list[FlatParameter]:
         """Return this rank's chunks of the flat parameters of this unit and units inside.
@@ -1003,18 +1022,18 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is the outermost wrapper."""
-        return self._sharding.context.root is self._sharding.unit
+        return self._sharded_unit.is_root
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward that begins now broadcasts rank 0's buffers."""
-        sync = self._sharding.context.buffers
+        sync = self._sharded_unit.context.buffers
         return sync is not None and sync.is_due and any(True for _ in self.module.buffers())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
         """Return all wrappers in ``module``, or only the outermost wrappers, as in FSDP1."""
-        found = shardings_in(module, nested=not root_only)
-        return [one.wrapper for one in found if isinstance(one.wrapper, ShardedWrapper)]
+        found = wrappers_in(module, nested=not root_only)
+        return [one for one in found if isinstance(one, ShardedWrapper)]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -1023,11 +1042,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             torch_names = default_extra("torch_names")
             if torch_names is None:
                 raise
-            # A wrapper that is still being built or copied has no `_sharding`. Then pass None.
-            return torch_names.attribute(name, self.__dict__.get("_sharding"), error)
+            # A wrapper that is still being built or copied has no `_sharded_unit`. Then pass None.
+            return torch_names.attribute(name, self.__dict__.get("_sharded_unit"), error)
 
     def _interrupt(self) -> None:
-        self._sharding.context.forward.interrupt()
+        self._sharded_unit.context.forward.interrupt()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
@@ -1047,16 +1066,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Called by `.to()`, `.double()` and similar conversions.
-        if self._sharding.is_initialising:
+        if self._sharded_unit.is_initialising:
             return self
         apply = super()._apply
-        convert(self._sharding, fn, lambda: apply(fn, recurse), recurse=recurse)
+        convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         # Ranks that train a copy together must copy their models in the same order: each copy takes
         # the next free tags, by which ranks match messages.
-        return copy_model(self._sharding, memo)
+        return copy_model(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
@@ -1071,7 +1090,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         # ranks. So check here that ranks do not hold different parameters under one name. A later
         # check is not possible: an optimizer's hooks do not know which ranks train a unit.
         if is_getting_shards():
-            self._sharding.state_dict.check_names()
+            self._sharded_unit.state_dict.check_names()
         return {"": "module"}
 
 

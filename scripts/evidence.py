@@ -1,7 +1,7 @@
 """Runs a registry of the tests completely, and writes its table into a page.
 
     python scripts/evidence.py features --page docs/evidence.md
-    python scripts/evidence.py features --only join no_sync
+    python scripts/evidence.py idioms --only tied join
 
 Without `--page`, prints the table. The registries are Python files in `tests/`, and the tests run a
 part of each. A cell is *right* (the numbers of the reference), *raises* (an error on at least one
@@ -17,7 +17,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import partial
@@ -29,13 +29,156 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from tests.outcomes import Cell, try_ranks
+from tests.idioms import IDIOMS
+from tests.idioms.side import AUTO, STRATEGIES, difference, run
+from tests.outcomes import Cell, call, try_ranks
 
 GOOD = ("right", "raises")
 VERDICTS = (*GOOD, "wrong", "crashes", "hangs")
 VERSION = torch.__version__.partition("+")[0]
 
-# ---------------------------------------------------------------- registries
+# ---------------------------------------------------------------- idioms
+
+SECTIONS = {
+    "loops": "Training loops",
+    "optimizers": "Optimizers, gradients, averages of weights",
+    "parameters": "Parameters",
+    "models": "Modules, inputs and outputs",
+    "layers": "Layers",
+    "graphs": "Autograd",
+    "states": "State, copies, conversions",
+}
+SLOW_FACTOR = 6
+FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
+# Idioms of DistributedDataParallel that FSDP's documentation does not promise: it broadcasts no
+# buffers, every forward and state dict is collective, and it has no join(). FSDP1 also has its own
+# clipping and GradScaler, and prefixes in the names of parameters.
+_FSDP = {
+    *("batch_norm", "buffer_in_place", "buffer_reassigned", "buffer_replaced", "buffer_no_sync"),
+    *("evaluation_on_one_rank", "state_on_rank_0", "join"),
+}
+RULED_OUT = {"fsdp1": _FSDP | {"clip_grad_norm", "grad_scaler", "walked"}, "fsdp2": _FSDP}
+
+
+def idioms(options: argparse.Namespace) -> str:
+    """Idioms of DistributedDataParallel scripts.
+
+    The results on each rank (losses, gradients, the final state dict) must equal the results under
+    DistributedDataParallel on the same rank. If DistributedDataParallel raises or is known to be
+    wrong, they must equal those of an unwrapped model whose gradients are averaged after each
+    backward.
+    """
+    table: dict[str, dict[str, Cell]] = {}
+    preload = "tests.idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint"
+    for name in chosen((one for one in IDIOMS if IDIOMS[one].section in SECTIONS), options.only):
+        seconds = options.timeout * (SLOW_FACTOR if IDIOMS[name].slow else 1)
+
+        def cell(judge: Any, side: str, name: str = name, seconds: float = seconds) -> Cell:
+            arguments = judge, call, options.ranks, run, name, side, side == AUTO
+            return try_ranks(*arguments, timeout=seconds, preload=preload)
+
+        expected: list[Any] = []
+        oracle = "by hand" if IDIOMS[name].is_by_hand else "ddp"
+        failed = cell(lambda found, keep=expected: keep.extend(found) or Cell("right"), oracle)
+        table[name] = {
+            side: say(f"{name}, {side}", cell(partial(judge, expected or failed), side))
+            for side in ("ddp", *FLATSHARD, "fsdp1", "fsdp2")
+        }
+    return markdown(table, options.ranks, f"python {' '.join(sys.argv)}")
+
+
+def judge(expected: list[Any] | Cell, found: list[Any]) -> Cell:
+    """Compare the results of an idiom with the expected results, rank by rank."""
+    if isinstance(expected, Cell):
+        return Cell("wrong", f"no error, but unwrapped: {expected.why}")
+    for rank, (ours, oracle) in enumerate(zip(found, expected, strict=True)):
+        if why := difference(ours, oracle, tolerance=1e-9):
+            return Cell("wrong", f"rank {rank}: {why}")
+    return Cell("right")
+
+
+def _joined(cells: dict[str, Cell], notes: Notes) -> str:
+    """Join the cells of all strategies; a single word if all strategies agree."""
+    alike = defaultdict(list)
+    for implementation, cell in cells.items():
+        alike[cell.verdict].append((implementation.removeprefix("flatshard "), cell))
+    if len(alike) == 1:
+        return notes.of(next(iter(cells.values())))
+    usual = max(alike, key=lambda verdict: len(alike[verdict]))
+    shown = notes.of(alike[usual][0][1])
+    rest = defaultdict(list)
+    for name, cell in (pair for verdict in alike if verdict != usual for pair in alike[verdict]):
+        rest[notes.of(cell)].append(name)
+    return "; ".join([shown, *(f"{', '.join(names)}: {text}" for text, names in rest.items())])
+
+
+def markdown(table: dict[str, dict[str, Cell]], world: int, command: str) -> str:
+    """All tables in Markdown. The strategies of flatshard share a column.
+
+    A row shows an idiom that is not right in all columns; below the rows is a list of the others.
+    """
+    present = next(iter(table.values()))
+    ours = [name for name in FLATSHARD if name in present]
+    others = [name for name in present if name not in ours]
+    columns = [name for name in ("ddp",) if name in others] + (["flatshard"] if ours else [])
+    columns += [name for name in others if name != "ddp"]
+    notes = Notes("idioms", longest=90)
+    lines = [*_explanation(world, command), *_summary(table, present), ""]
+    for section, title in SECTIONS.items():
+        names = [name for name in table if IDIOMS[name].section == section]
+        if not names:
+            continue
+        heads = " | ".join(name.upper() if name != "flatshard" else name for name in columns)
+        rows, right = [], []
+        for name in names:
+            cells = {key: cell for key, cell in table[name].items() if key in ours}
+            texts = [
+                _joined(cells, notes)
+                if column == "flatshard"
+                else _marked(notes.of(table[name][column]), name, column)
+                for column in columns
+            ]
+            if set(texts) == {"right"}:
+                right.append(f"`{name}` ({IDIOMS[name].title})")
+            else:
+                rows.append(f"| `{name}` | {IDIOMS[name].title} | {' | '.join(texts)} |")
+        head = [f"| idiom | what it does | {heads} |", "|---" * (len(columns) + 2) + "|"]
+        part = [*head, *rows] if rows else []
+        part += ["", f"Right in all columns: {'; '.join(right)}."] if right else []
+        lines += folded(f"{title}: {len(names)} idioms", part)
+    return "\n".join([*lines, *notes.lines()])
+
+
+def _marked(text: str, name: str, implementation: str) -> str:
+    """The cell's text, with a star if the implementation does not promise the idiom."""
+    is_ruled_out = name in RULED_OUT.get(implementation, ()) and text != "right"
+    return text.replace(" ", "\\* ", 1) if is_ruled_out else text
+
+
+def _explanation(world: int, command: str) -> list[str]:
+    return [
+        f"{date.today().isoformat()}, torch {torch.__version__}, {world} ranks on gloo"
+        f" and CPUs: `{command}`. The HYBRID strategies run as on two nodes; `auto` is"
+        ' `auto_wrap_policy="auto"` and every other default.',
+        "",
+    ]
+
+
+def _summary(table: dict[str, dict[str, Cell]], present: Iterable[str]) -> list[str]:
+    heads = [f"{len(table)} idioms", *VERDICTS, "silent, crash or hang", "of these not promised"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for implementation in present:
+        cells = {name: row[implementation] for name, row in table.items()}
+        counts = Counter(cell.verdict for cell in cells.values())
+        bad = [name for name, cell in cells.items() if cell.verdict not in GOOD]
+        starred = sum(name in RULED_OUT.get(implementation, ()) for name in bad)
+        name = implementation.upper() if " " not in implementation else implementation
+        numbers = [*(counts[verdict] for verdict in VERDICTS), len(bad), starred]
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    return lines
+
+
+# ---------------------------------------------------------------- other registries
 
 
 def features(options: argparse.Namespace) -> str:
@@ -81,17 +224,17 @@ def lone_calls(options: argparse.Namespace) -> str:
     found = dict(registry.outcomes(settings, at_once=6, quick=False))
     lines = [row("", *registry.NEXT), "|---" * (len(registry.NEXT) + 1) + "|"]
     notes = Notes("programs", longest=600)
-    for call in registry.CALLS:
+    for name in registry.CALLS:
         cells = []
         for then in registry.NEXT:
-            some = [one for setting, one in found.items() if setting[:2] == (call, then)]
+            some = [one for setting, one in found.items() if setting[:2] == (name, then)]
             counts = Counter(one.cell.verdict for one in some)
             bad = [notes.of(one.cell) for one in some if one.cell.verdict not in GOOD]
             slowest = max((one.seconds for one in some), default=0.0)
             seconds = {"right": "", "raises": f" ({slowest:.1f} s)"}
             good = [f"{counts[one]} {one}{seconds[one]}" for one in seconds if counts[one]]
             cells.append(", ".join(good + bad))
-        lines.append(row(call, *cells))
+        lines.append(row(name, *cells))
     return "\n".join([*lines, "", *notes.lines()])
 
 
@@ -259,6 +402,7 @@ def peaks(options: argparse.Namespace) -> str:
 
 
 REGISTRIES = {
+    "idioms": (idioms, "idioms"),
     "features": (features, "features"),
     "lone_calls": (lone_calls, ""),
     "optimizers": (optimizers, "optimizers"),

@@ -54,6 +54,7 @@ PRELOAD = [
     "tests.harness",
     "tests.models",
     "tests.oracle",
+    "tests.idioms",
     "tests.side",
     "torch._dynamo",  # torch loads it, in more than a second, when it makes the first optimizer
 ]

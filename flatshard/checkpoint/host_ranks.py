@@ -18,7 +18,7 @@ from flatshard.comm.consistency import Facts, differing_fact
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
-from flatshard.module.sharding import model_shards
+from flatshard.module.wrappers import model_shards
 from flatshard.state.model_shards import ModelShards
 from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.wrapper import ShardedWrapper

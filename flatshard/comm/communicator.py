@@ -361,7 +361,8 @@ class Communicator(Members):
     ) -> tuple[AsyncWork, Tensor]:
         """Begin an all-to-all of bytes.
 
-        Collective: all ranks of the group, in the same order of calls.
+        Collective: all ranks of the group, in the same order of calls. The ranks must have compared
+        ``op_name`` and the lengths before.
 
         Args:
             sent: the bytes for all ranks, concatenated in rank order.
@@ -379,7 +380,6 @@ class Communicator(Members):
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         if wire.device.type == self.control_device.type:
             group = self.host.group
-            self.host.meet(op_name)
         else:
             group = self.gather_group
             self.begin(group, what=compared_name(op_name))
@@ -441,6 +441,17 @@ class Topology:
     def index(self) -> int:
         """Index of this rank's shard among the ``shard.size`` shards of a flat parameter."""
         return self.intra_group.rank * self.inter_group.size + self.inter_group.rank
+
+    @cached_property
+    def holders(self) -> list[int]:
+        """For each shard of a flat parameter, the rank of ``shard`` that holds it.
+
+        Collective at the first access with HYBRID_SHARD_OP: all ranks of ``shard``.
+        """
+        if self.inter_group.size == 1:
+            return [*range(self.shard.size)]
+        indices = self.shard.host.gather(self.index, "which rank holds which shard")
+        return sorted(range(self.shard.size), key=indices.__getitem__)
 
     @property
     def second_group(self) -> Communicator:

@@ -45,9 +45,8 @@ from flatshard.engine.gradients import GradSync, edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
-from flatshard.engine.run_state import RunState
+from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import untraced
 
 # The ``Backward`` of each model whose backward is running or has failed. If one backward computes
@@ -68,13 +67,14 @@ class Backward:
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self._is_active = False
+        self.is_empty = False  # whether `run_empty` runs the backward
         self._graph_task = -1  # autograd's number of this backward
 
         # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
         # once autograd has dropped the callback, because the backward is over or has failed.
         # `NoneType` is a callable that returns None, too.
         self._end_callback: Callable[[], object] = NoneType
-        self._had_accumulated = False  # whether a failure would lose accumulated gradients
+        self.had_accumulated = False  # whether a failure would lose accumulated gradients
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
         # because views of the buffer still exist.
@@ -116,10 +116,10 @@ class Backward:
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback, self._fail)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._had_accumulated = self._state.has_inner_backward = False
+        self.had_accumulated = self._state.has_inner_backward = False
         for unit in self._state.units:
             unit.begin_model_backward()
-        self._had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
+        self.had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
         self.queue.begin_backward(must_wait=must_wait)
         return True
 
@@ -136,6 +136,19 @@ class Backward:
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for handle in self._state.handles
         )
+
+    def run_empty(self) -> None:
+        """Take part in the end of a backward, without gradients of this rank's own. Collective."""
+        for handle in self._state.handles:
+            handle.count_trainable()
+        with torch.enable_grad(), temporarily([self], is_empty=True):
+            # Run a backward of a dummy tensor: autograd then calls `_end`.
+            nothing = torch.zeros((), requires_grad=True) * 1
+            nothing.register_hook(self._begin_empty)
+            nothing.backward()
+
+    def _begin_empty(self, _: Tensor) -> None:
+        self.begin()
 
     # ------------------------------------------------------------ a unit's backward
 
@@ -201,7 +214,7 @@ class Backward:
         self.unshard_again(unit)
         return True
 
-    def receive(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
+    def receive(self, handle: FlatParamHandle, index: int, full: Tensor) -> None:
         """Move the gradient in ``full.grad`` to ``handle.grads``, and start reductions.
 
         The reduction starts when all gradients of the flat parameter have arrived, and the
@@ -211,24 +224,27 @@ class Backward:
         if grad is None:
             return
         if grads.shown:
-            grad = grads.take_back(param, grad)
+            grad = grads.take_back(handle.params[index], grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
         # place, into a tensor that `grads` may have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
-                f"parameter {param.name!r}: backward(create_graph=True) computes differentiable "
-                "gradients, but a gradient of a sharded parameter cannot be differentiable. Use "
-                "torch.autograd.grad for the inner gradient and backward() for the outer gradient."
+                f"parameter {handle.params[index].name!r}: backward(create_graph=True) computes "
+                "differentiable gradients, but a gradient of a sharded parameter cannot be "
+                "differentiable. Use torch.autograd.grad for the inner gradient and backward() for "
+                "the outer gradient."
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
-        self.begin()
-        grads.receive(param.index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
+        # For all but the first gradient of a backward, `begin` would return at once.
+        if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
+            self.begin()
+        grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
         for watcher in self._state.watchers:
-            watcher.on_grad(unit, param, grad)
+            watcher.on_grad(unit, handle.params[index], grad)
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:
@@ -361,7 +377,7 @@ class Backward:
     def _drop(self) -> None:
         """Finish the reductions of a failed backward, drop all gradients, and reset all units."""
         self._is_active = False
-        if self._had_accumulated:
+        if self.had_accumulated:
             warnings.warn(
                 "a backward failed, and the gradients that were accumulated before this backward "
                 "are lost, too. Run all backward passes of this step again.",

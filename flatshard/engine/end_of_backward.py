@@ -100,7 +100,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     # Send all votes in one message: the votes are small, and every further message would cost one
     # more network latency.
     with state.span(Kind.RANKS_WAIT):
-        op_name = "used parameters of all units, backward"
+        also = "".join(one.exchange_name for one in state.extensions)
+        op_name = f"used parameters of all units{also}, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
     program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]

@@ -76,6 +76,9 @@ class StepExtension:
     The larger model gets a new extension, if necessary.
     """
 
+    exchange_name = ""
+    """Text that names the ``votes`` in the name of the exchange. Ranks compare the name."""
+
     watches = False
     """Whether the methods ``enter_forward`` to ``span`` are called.
 
@@ -122,8 +125,8 @@ class StepExtension:
     def tally(self, maxima: bytes) -> None:
         """Receive, for each byte of ``votes``, the maximum over all ranks.
 
-        Must not raise an error: the other ranks continue with reductions, and would wait for this
-        rank.
+        May raise only an error that all ranks raise. Otherwise the other ranks would continue with
+        reductions, and wait for this rank.
         """
 
     # ------------------------------------------------------------ only if `watches`

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from flatshard.engine.grad_reduce import ReducePlan, zero
 from flatshard.memory.buffers import BufferCache, storage_bytes
 from flatshard.memory.offload_target import copy_stream, on_copy_stream
-from flatshard.precision import get_grad, set_grad
+from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
@@ -147,7 +147,7 @@ class Gradients:
         self._use(plan)
         with torch.no_grad():
             for index, slot in slots.items():
-                self.receive(index, slot, more_to_come=True)
+                self.receive(index, slot.to(plan.device), more_to_come=True)
             self.arrived.clear()  # these are not gradients of a running backward
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
@@ -215,7 +215,7 @@ class Gradients:
         if grad is not None:
             # As DistributedDataParallel does, average the assigned tensor together with the
             # gradients of the backward.
-            self.receive(param.index, grad.detach().clone())
+            self.receive(param.index, grad.detach().to(self._plan.device, copy=True))
             self.arrived.clear()  # not a gradient of this backward
             param.sharded.grad = None
 
@@ -226,8 +226,8 @@ class Gradients:
 
         Args:
             index: index of the original parameter.
-            grad: the gradient, in the parameter's shape and any dtype. No other code may use the
-                tensor: this object may keep the tensor and add to it.
+            grad: the gradient, in the parameter's shape and any dtype, on the parameter's device.
+                No other code may use the tensor: this object may keep the tensor and add to it.
             more_to_come: whether this backward reduces nothing, so that more gradients follow.
         """
         self.arrived.add(index)
@@ -253,11 +253,10 @@ class Gradients:
         # `take` views the gradient as one dimension, in memory order. So do not keep a lazily
         # conjugated or negated tensor, whose memory does not contain the tensor's values.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
-        if not fits or grad.device != self._plan.device:
+        if not fits:
             # Make a dense copy, in the parameter's strides. An expanded gradient, for example, has
             # strides of 0.
-            dense = grad.new_empty_strided(span.shape, span.strides, device=self._plan.device)
-            grad = dense.copy_(grad)
+            grad = grad.new_empty_strided(span.shape, span.strides).copy_(grad)
         # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
         # tensor from `.grad`, so autograd does not add to the tensor. `take` casts later.
         self.slots[index] = grad
@@ -484,17 +483,22 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # One call makes the views of all parameters.
             views = reduced.split_with_sizes(self._shard_pieces)[1::2]
-            for param in self._params:
-                if not used[index := param.index]:
+            put = put_grad if reduced.dtype is self._params[0].sharded.dtype else set_grad
+            for param, view, is_used in zip(self._params, views, used, strict=True):
+                if not is_used:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
                     # Reuse the object of an earlier gradient: creating a new object of a subclass
                     # of Tensor takes several times as long.
                     grad: Tensor = kept
-                    kept.local, kept.flat = views[index], reduced
-                    kept.spec, kept.role = param.spec, GRADIENT
-                    kept.origin = Origin(Source.GRADIENTS, is_fixed=True)
+                    kept.__dict__ = {
+                        "local": view,
+                        "flat": reduced,
+                        "spec": param.spec,
+                        "role": GRADIENT,
+                        "origin": Origin(Source.GRADIENTS, is_fixed=True),
+                    }
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):
@@ -502,7 +506,7 @@ class Gradients:
                     else:
                         param.published = weakref.ref(grad)
                 if get_grad(sharded) is None:  # the usual case
-                    set_grad(sharded, grad)
+                    put(sharded, grad)
                 else:
                     self._add_grad(sharded, grad)
 

@@ -141,12 +141,13 @@ class FlatParamHandle:
             # autograd saves views of the buffer (`weight.t()`, for example). While the unit is
             # sharded, the storage has zero bytes, or has addresses without memory.
             self.buffer, self.is_aliased = self.memory.buffer, self.gather.is_aliased
+            self._storage = self.buffer.untyped_storage()._cdata
             for param in self.params:
                 param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
         self._num_uses = num_uses(self.buffer)
         if not self.is_aliased:
             self._free_buffer()
-            self.put_back()
+        self.put_back()
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
@@ -186,7 +187,7 @@ class FlatParamHandle:
         elif self.is_free_deferred:
             self.memory.renew()
         version = self.version
-        unsharded.allow(self.buffer)
+        unsharded.allow(self._storage)
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
         # Set the version only after `start` has returned. If `start` raises, because memory is
@@ -259,7 +260,7 @@ class FlatParamHandle:
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.is_free_deferred = False
-        unsharded.forbid(self.buffer, self.plan.unit_name, self.topology.world.global_rank)
+        unsharded.forbid(self._storage, self.plan.unit_name, self.topology.world.global_rank)
         unsharded.set_accessible([param.full for param in self.params], False)
 
     def snapshot(self) -> None:

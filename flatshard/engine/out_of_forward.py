@@ -156,7 +156,7 @@ class OutOfForwardUse(ParamOwner):
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
         units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_parameter)
         name = sharded[0].spec.name
-        with self._unsharded(units) as is_outermost:
+        with self.unsharded(units) as is_outermost:
             apart = {id(t): t.full_tensor() for t in sharded if not t.is_parameter}
             params: dict[int, Any] = {
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
@@ -215,7 +215,7 @@ class OutOfForwardUse(ParamOwner):
         return view_of(loop_flat[2], param.span)
 
     @contextlib.contextmanager
-    def _unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
+    def unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
         """Unshard ``units`` inside the context. Collective.
 
         Yields True if the units are resharded at the end of the context, and False if the units

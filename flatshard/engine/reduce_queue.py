@@ -109,7 +109,7 @@ class ReduceQueue:
         self._order = ReduceOrder(len(self._handles))
         backwards = self._order.sequence[::-1]
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
-        self._is_order_agreed = False
+        self.is_order_agreed = False  # whether the ranks have adopted the real order
         # A flat parameter is uneven if, in a recent backward, some ranks started its reduction
         # during backward, and others only at the end, because these ranks lacked a gradient. No
         # rank waits for the reduction of an uneven flat parameter before the end of backward. Maps
@@ -262,7 +262,7 @@ class ReduceQueue:
         for handle in agreed.left_over:
             self._start(handle)
         self._finish_all()
-        if not self._is_order_agreed and all(u.sync is GradSync.FULL for u in self._state.units):
+        if not self.is_order_agreed and all(u.sync is GradSync.FULL for u in self._state.units):
             self._agree_on_order()
         return agreed
 
@@ -284,7 +284,7 @@ class ReduceQueue:
         with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
-        self._is_order_agreed = True
+        self.is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
         # Move units that some ranks may skip to the end of the order. The reductions of these units

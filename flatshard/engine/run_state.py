@@ -18,6 +18,7 @@ from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
 from flatshard.options.extras import EXTRAS
+from flatshard.units.module_tree import unit_text
 
 
 @contextlib.contextmanager
@@ -138,6 +139,21 @@ class RunState:
     def is_running(self) -> bool:
         """Whether the forward of a unit, or the model's backward, is running."""
         return self.depth > 0 or self.backward.is_running
+
+    def check_between_steps(self, caller: str) -> RunState:
+        """Clean up after a step that failed. Raises RuntimeError inside a forward or backward."""
+        self.forward.recover()
+        if self.root.stays_unsharded and caller != "no_sync()":
+            raise RuntimeError(
+                f"{caller} was called inside of no_sync(uneven=True), where ranks do not meet. "
+                "Call it outside of the context."
+            )
+        if self.is_running:
+            raise RuntimeError(
+                f"{caller} was called while a forward or backward of "
+                f"{unit_text(self.root.name)} is running. Call it between steps."
+            )
+        return self
 
     @property
     def is_reducing(self) -> bool:

@@ -13,6 +13,7 @@ other unit: when no computation can need the parameters any more.
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
 from collections import Counter
@@ -20,19 +21,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import Topology
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.settings import Settings
 from flatshard.engine.gather import SecondaryShard
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
-from flatshard.options.strategy import Placement
 from flatshard.precision import UnitCasts
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import ASSIGNED, untraced
+from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import name_of, renamed, unit_text
 
 
@@ -78,14 +81,23 @@ class Unit:
     # parameters hold the unit, and call these two.
     forward: Any
     backward: Any
+    context: Any  # `RunState` of the model, set by `start_run`
+    state_dict: Any  # `UnitStateDict`
+    reasons: Sequence[str]  # why a policy chose each module
+
+    # Function that is called before the first forward, and raises if `leave_empty` left a tensor
+    # empty and no state dict filled the tensor. None: no tensor was left empty.
+    check_loaded: Callable[[nn.Module, Communicator], None] | None = None
+    # Whether a `param_init_fn` is running. Construction calls the function for every module, so
+    # `apply` and conversions inside of the function must not go into other units.
+    is_initialising = False
 
     def __init__(
         self,
         modules: Mapping[nn.Module, UnitCasts],
         names: Sequence[str],
-        *,
-        placement: Placement,
-        topology: Topology,
+        settings: Settings,
+        ignored: Ignored,
     ) -> None:
         # For each module of the unit, how inputs and outputs are cast.
         self.casts = dict(modules)
@@ -101,8 +113,12 @@ class Unit:
         # module or its submodules. A `Place` says which module attribute holds the parameter.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
-        self.placement, self.topology = placement, topology
+        self.settings, self.ignored = settings, ignored
+        self.placement, self.topology = settings.placement, settings.topology
+        # The outermost wrappers that contained the unit when they were made.
+        self.roots: WeakSet[nn.Module] = WeakSet()
         self.is_root, self.is_summoned = True, False
+        self.stays_unsharded = False  # inside of `no_sync(uneven=True)`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
         # How often each parameter was written through a tensor of a state dict, and how often a
@@ -158,6 +174,8 @@ class Unit:
         twin.names, twin.loads = list(self.names), self.loads.copy()
         twin.phase, twin.index, twin._kept_version = Phase.IDLE, -1, -1
         twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
+        twin.roots, twin.ignored = WeakSet(), copy.deepcopy(self.ignored, memo)
+        twin.state_dict = copy.deepcopy(self.state_dict, memo)
 
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
@@ -202,16 +220,16 @@ class Unit:
         self, handle: FlatParamHandle, original: OriginalParam
     ) -> Callable[[Tensor], None]:
         """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
-        # Let the hook keep only weak references. Python's garbage collector does not see the
+        # Let the hook keep only a weak reference. Python's garbage collector does not see the
         # references from autograd to the hook. So the collector could never free a reference cycle
         # through the hook.
-        owner, param_of = weakref.ref(handle), weakref.ref(original)
+        owner, index = weakref.ref(handle), original.index
 
         @untraced
         def hook(full: Tensor) -> None:
-            handle, param = owner(), param_of()
-            if handle is not None and param is not None:
-                handle.unit.backward.receive(handle, param, full)
+            handle = owner()
+            if handle is not None:
+                handle.unit.backward.receive(handle, index, full)
 
         hook.of_flatshard = True  # type: ignore[attr-defined]
         return hook
@@ -289,6 +307,8 @@ class Unit:
         ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
         unit.
         """
+        if self.stays_unsharded:
+            return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
         # After a backward with create_graph, later nodes of the graph may read the buffer.
@@ -495,11 +515,15 @@ class Unit:
                 handle.put_back()
         self.enter(Phase.IDLE)
 
+    def forget_calls(self) -> None:
+        """Forget the calls of this rank: no later backward will use their graphs."""
+        self.running.clear()
+        self._kept_version, self._num_calls = -1, 0
+        self.end_iteration()
+
     def reset(self) -> None:
         """Return to IDLE after a failed step, and drop the step's gradients."""
-        self.running.clear()
-        self._kept_version = -1  # no later backward uses the graph of a failed backward
-        self.end_iteration()
+        self.forget_calls()
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()

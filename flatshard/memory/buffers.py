@@ -108,23 +108,22 @@ class AllocatedBuffer(BufferMemory):
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(torch.empty(numel, dtype=dtype, device=device))
-        self._nbytes = self.buffer.nbytes
+        self._storage, self._nbytes = self.buffer.untyped_storage(), self.buffer.nbytes
 
     @property
     def held_bytes(self) -> int:
-        return self.buffer.untyped_storage().nbytes()
+        return self._storage.nbytes()
 
     def take(self) -> None:
-        storage = self.buffer.untyped_storage()
         # Check the size first, because torch would allocate new memory and copy even if the storage
         # has the requested size already.
-        if storage.nbytes() != self._nbytes:
-            storage.resize_(self._nbytes)
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         # Resize the storage instead of deleting it: views that autograd saved must refer to the
         # same storage after the next unshard.
-        self.buffer.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
 
 def own_pages(values: Tensor) -> None:

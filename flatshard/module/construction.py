@@ -36,14 +36,14 @@ from flatshard.comm import consistency
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
+from flatshard.comm.settings import Settings
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
-from flatshard.module.settings import Settings
-from flatshard.module.sharding import Sharding, sharding_of, shardings_in
+from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import extra
 from flatshard.options.offload import OffloadError
@@ -104,10 +104,10 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision_plan.install()
-    for sharding in shardings_in(root):
-        if sharding.wrapper.module in plan.divergent:  # includes modules that were wrapped earlier
-            sharding.unit.placement = sharding.unit.placement.diverging()
-    start_run(sharding_of(root))
+    for unit in units_in(root):  # includes modules that were wrapped earlier
+        if not plan.divergent.isdisjoint(unit.modules):
+            unit.placement = unit.placement.diverging()
+    start_run(root)
     optimizer_step.install()
     # Warn after the last collective. If the user turns warnings into errors, `warnings.warn` raises
     # on rank 0. If a collective followed, the other ranks would wait there for rank 0.
@@ -127,7 +127,7 @@ def _compare(plan: ModelPlan) -> None:
         ]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
-        units += [sharding.summary() for sharding in plan.shardings]
+        units += map(summary, plan.wrappers)
         tensors = plan.params | plan.buffers
         consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
     # `resolve` creates the process groups of a strategy, which is collective. So create the groups
@@ -136,6 +136,19 @@ def _compare(plan: ModelPlan) -> None:
         ranks.resolve(settings.placement)
     if any(hasattr(param, "tensor_parallel") for param in plan.params.values()):
         extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
+
+
+def summary(wrapper: ModuleProxy) -> str:
+    """Return a text with the strategy and the sizes of a wrapper's unit."""
+    unit = unit_of(wrapper)
+    strategy = unit.settings.strategy.name
+    if len(unit.modules) > 1:
+        return f"{strategy}: part of unit {unit.name}"
+    numel = sum(handle.layout.numel for handle in unit.handles)
+    padding = sum(handle.layout.padding_numel for handle in unit.handles)
+    ranks = unit.settings.topology.shard.size
+    over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
+    return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
 
 
 def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
@@ -153,7 +166,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
         for planned in plan.units:
             nbytes = [
                 flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
-                for flat in planned.flat_params
+                for flat in planned.flats
             ]
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
@@ -179,31 +192,28 @@ def _make_units(
     wrappers: dict[nn.Module, ModuleProxy] = {}
     units: list[Unit] = []
     for planned in plan.units:
-        settings, handles, casts = planned.settings, [], {}
-        for flat_plan, infos in planned.flat_params.items():
-            flat_plan.topology, flat_plan.targets = settings.topology, targets
-            params = [
-                OriginalParam(info, index, flat_plan) for index, info in enumerate(infos.values())
-            ]
-            shard = initial_values.shard(flat_plan, params)
-            handles.append(FlatParamHandle(flat_plan, params, shard))
-        for member in planned.members:
-            module = member.module
-            casts[module] = plan.precision_plan.of_unit(module, settings.mixed_precision)
-        unit = Unit(casts, planned.names, placement=settings.placement, topology=settings.topology)
+        settings, handles = planned.settings, []
+        for flat in planned.flats:
+            flat.topology, flat.targets = settings.topology, targets
+            params = flat.take_params()
+            handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
+        modules = [member.module for member in planned.members]
+        of_unit, precision = plan.precision_plan.of_unit, settings.mixed_precision
+        casts = {module: of_unit(module, precision) for module in modules}
+        unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
+        # Text for each module, empty for a module that was wrapped by hand.
+        unit.reasons = [member.reason for member in planned.members]
         unit.own(handles)
-        state_dict = UnitStateDict(unit)
-        for member in planned.members:
-            module, wrapper = member.module, root
+        unit.state_dict = UnitStateDict(unit)
+        for module in modules:
+            wrapper = root
             if module is not plan.module:
                 wrapper = kind.__new__(kind)
                 nn.Module.__init__(wrapper)
             wrappers[module] = wrapper
             register_forward_hooks(unit, module)
             put_in_place(wrapper, module)
-            wrapper.__dict__["_sharding"] = Sharding(
-                wrapper, unit, state_dict, settings, plan.ignored.within(module), member.reason
-            )
+            wrapper.__dict__["_sharded_unit"] = unit
         units.append(unit)
     replace_children(plan.module, wrappers)
     return [units[-1], *units[:-1]]
@@ -404,7 +414,7 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
             "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
             "Leave the module out of ignored_modules and ignored_states."
         )
-    modules = {*plan.settings_of, *(sharding.wrapper.module for sharding in plan.shardings)}
+    modules = {*plan.settings_of, *(wrapper.module for wrapper in plan.wrappers)}
     if plan.divergent and plan.divergent.isdisjoint(modules):
         found.append(
             "allow_divergence has no effect, because none of the given modules is a unit: outer "
@@ -430,6 +440,6 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     # `settings`. Then `settings.topology` would create these groups, which is collective. But this
     # function runs only on rank 0, so rank 0 would wait forever.
     num_shards = plan.units[-1].settings.topology.shard.size
-    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.shardings:
+    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
         found += one_unit_warning(plan.tree)
     return found

@@ -17,22 +17,21 @@ from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
-from flatshard.module.sharding import Sharding, check_not_summoned, shardings_in, units_in
+from flatshard.module.wrappers import check_has_all_modules, check_not_summoned, unit_of, units_in
 from flatshard.precision import convert_buffers
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 
 def convert(
-    root: Sharding, fn: Callable[..., Any], apply_to_module: Callable[[], Any], *, recurse: bool
+    root: ModuleProxy, fn: Callable[..., Any], apply_to_module: Callable[[], Any], *, recurse: bool
 ) -> None:
     """Convert a sharded model, by converting the shards instead of the parameters.
 
     ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
     ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
-    context = root.context
+    context = unit_of(root).context
     # If an outer wrapper is being converted, its `apply_to_module` has called this wrapper. The
     # outer wrapper converts all shards, including the shards of this wrapper, so convert no shard
     # here.
@@ -40,17 +39,17 @@ def convert(
         apply_to_module()
         return
     context.forward.recover()
-    check_not_summoned(units_in(root.wrapper), "converted")
-    units = units_in(root.wrapper) if recurse else [root.unit]
+    check_not_summoned(units_in(root), "converted")
+    units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
     # Several small modules may share a unit, and converting only one of these modules raises an
     # error. But allow a conversion without effect: teardown code calls `.cpu()` on parts of models
     # that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
-        root.check_has_all_modules("converted")
+        check_has_all_modules(root, "converted")
     with temporarily([context], is_converting=True), _hidden(handles):
         apply_to_module()
-        convert_buffers(root.wrapper.modules(), fn)
+        convert_buffers(root.modules(), fn)
     for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()
@@ -96,26 +95,23 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
     handle.replan_gradients()
 
 
-def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of the wrapper of ``root``, with all units inside. No communication."""
-    check_not_summoned(units_in(root.wrapper), "copied")
+def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a wrapper, with all units inside. No communication."""
+    check_not_summoned(units_in(root), "copied")
     # The outermost wrapper puts all units into `memo`. So an inner wrapper finds its unit there.
-    is_outermost = id(root.unit) not in memo
-    inside = shardings_in(root.wrapper) if is_outermost else []
+    is_outermost, units = id(unit_of(root)) not in memo, list[Unit]()
     if is_outermost:
-        root.check_has_all_modules("copied")
-    for sharding in inside:
-        sharding.context.forward.recover()
-    # Another model in the same `copy.deepcopy` may have copied a unit already, which both contain.
-    units = list(dict.fromkeys(one.unit for one in inside if id(one.unit) not in memo))
+        check_has_all_modules(root, "copied")
+        # Another model in the same `copy.deepcopy` may have copied a unit already.
+        units = [unit for unit in units_in(root) if id(unit) not in memo]
     for unit in units:
+        unit.context.forward.recover()
         # Hooks of copied modules refer to the copied unit, so `memo` needs the unit before the
         # modules are copied. `copy_into` fills the unit once the copied modules are complete.
         memo[id(unit)] = Unit.__new__(Unit)
-    wrapper = root.wrapper
-    twin: ModuleProxy = type(wrapper).__new__(type(wrapper))
-    memo[id(wrapper)] = twin
-    twin.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
+    twin: ModuleProxy = type(root).__new__(type(root))
+    memo[id(root)] = twin
+    twin.__dict__.update(copy.deepcopy(root.__dict__, memo))
     # If a module defines `__reduce__`, `deepcopy` copies the module's hooks before the module. So
     # the weak references in the copied hooks refer to a temporary copy, which is freed already.
     hook: Any
@@ -135,7 +131,7 @@ def copy_model(root: Sharding, memo: dict[int, Any]) -> nn.Module:
         # Ranks count their models, and a model has the same number on all ranks. Give the copy the
         # number of the original model: if only this rank copies the model, a new number would shift
         # the numbers of later models on this rank, but not on other ranks.
-        start_run(shardings_in(twin)[0], number=root.context.number)
+        start_run(twin, number=unit_of(root).context.number)
     return twin
 
 
@@ -149,11 +145,8 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
         shard = handle.flat_param.detach().to(handle.device, copy=True)
     plan = copy.copy(handle.plan)
     plan.dtype, plan.device = shard.dtype, handle.device
-    params = [
-        OriginalParam(info, index, plan)
-        for index, info in enumerate(param.copied(memo) for param in handle.params)
-    ]
-    twin = FlatParamHandle(plan, params, shard)
+    plan.infos = [param.copied(memo) for param in handle.params]
+    twin = FlatParamHandle(plan, plan.take_params(), shard)
     twin.page_out()
     return twin
 

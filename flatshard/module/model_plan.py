@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.module.settings import Settings
-from flatshard.module.sharding import (
-    Sharding,
+from flatshard.comm.settings import Settings
+from flatshard.engine.unit import Unit
+from flatshard.module.wrappers import (
+    handles_in,
     modules_apart,
-    named_shardings,
+    named_wrappers,
     other_roots,
-    sharded_ids,
-    shardings_in,
+    units_in,
+    wrappers_in,
 )
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
@@ -52,9 +53,7 @@ class PlannedUnit:
     settings: Settings
     number: int  # index of the unit in `ModelPlan.units`
 
-    # The parameters of each flat parameter, by name. `flatten` divides the parameters; `lay_out`
-    # puts them in the layout's order.
-    flat_params: dict[FlatParamPlan, dict[str, ParamInfo]] = field(default_factory=dict)
+    flats: list[FlatParamPlan] = field(default_factory=list)  # the flat parameters, by `flatten`
 
     @property
     def names(self) -> list[str]:
@@ -82,11 +81,11 @@ class PlannedUnit:
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
-            plan = plans.setdefault(
-                (*kind, is_apart and id(param)),
-                FlatParamPlan(self.name, self.settings.device, *kind),
-            )
-            self.flat_params.setdefault(plan, {})[info.name] = info
+            key = (*kind, is_apart and id(param))
+            if key not in plans:
+                plans[key] = FlatParamPlan(self.name, self.settings.device, *kind)
+            plans[key].infos.append(info)
+        self.flats = list(plans.values())
 
     def lay_out(self, num_shards: int) -> None:
         """Lay out the flat parameters over ``num_shards`` ranks.
@@ -96,15 +95,15 @@ class PlannedUnit:
         boundary, cuts = self.settings.boundary, None
         if boundary != "element":
             cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
-        for plan, infos in self.flat_params.items():
+        for plan in self.flats:
+            infos, itemsize = {info.name: info for info in plan.infos}, plan.dtype.itemsize
             params = {name: info.param for name, info in infos.items()}
-            itemsize = plan.dtype.itemsize
             plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
             if cuts is not None:
                 plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
-            self.flat_params[plan] = {span.name: infos[span.name] for span in plan.layout.spans}
+            plan.infos = [infos[span.name] for span in plan.layout.spans]
         if cuts is not None:
-            cuts.check_padding(self.name, [plan.layout for plan in self.flat_params], boundary)
+            cuts.check_padding(self.name, [plan.layout for plan in self.flats], boundary)
 
 
 class ModelPlan:
@@ -126,14 +125,14 @@ class ModelPlan:
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
-        # The shardings of the wrappers that the module contains already, outermost first.
-        self.shardings = shardings_in(module)
+        # The wrappers that the module contains already, outermost first.
+        self.wrappers = wrappers_in(module)
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
-        self.left_alone = sharded_ids(self.shardings) | ignored.ids()
+        self.left_alone = _sharded_ids(module) | ignored.ids()
         # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
         # these buffers differ between groups of ranks.
-        for inner in modules_apart(self.shardings, world_size):
+        for inner in modules_apart(units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
@@ -227,21 +226,25 @@ SHARED_REMEDY = (
 )
 
 
-def check_frozen(shared: Mapping[Sharding, Set[Sharding]]) -> None:
-    """Raise ValueError if a wrapper that several outermost wrappers contain is not frozen.
+def _sharded_ids(module: nn.Module) -> set[int]:
+    return {id(param) for handle in handles_in(module) for param in handle.sharded}
+
+
+def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
+    """Raise ValueError if a unit that several outermost wrappers contain is not frozen.
 
     ``shared``: result of ``other_roots``.
     """
-    for sharding, others in shared.items():
-        params = [param for handle in sharding.unit.handles for param in handle.sharded]
+    for unit, others in shared.items():
+        params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
             # A wrapper that the program has dropped may be freed on some ranks, and still await
             # garbage collection on other ranks. Collect, so that all ranks get the same result.
             gc.collect()
-            kinds = ", ".join(sorted(other.wrapper.__class__.__name__ for other in others))
+            kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:
                 raise ValueError(
-                    f"ShardedWrapper: {unit_text(sharding.unit.name)} is trained, and is also in "
+                    f"ShardedWrapper: {unit_text(unit.name)} is trained, and is also in "
                     f"another outermost ShardedWrapper (around a {kinds}), which would reduce the "
                     f"same gradients. Freeze the unit, or wrap each module once. {SHARED_REMEDY}"
                 )
@@ -265,8 +268,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
-    shardings = shardings_in(module)
-    _check_wrappers(module, given["auto_wrap_policy"], shardings)
+    _check_wrappers(module, given["auto_wrap_policy"])
+    units = units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
@@ -297,15 +300,15 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     ignored = Ignored(
         frozenset[nn.Module]().union(
             *(inner.modules() for inner in tops),
-            *(sharding.ignored.modules for sharding in shardings),
+            *(unit.ignored.modules for unit in units),
         ),
-        frozenset(places).union(*(sharding.ignored.places for sharding in shardings)),
+        frozenset(places).union(*(unit.ignored.places for unit in units)),
         tuple(names.values()),
         is_elsewhere,
     )
     # Raise if a wrapper inside the module has sharded an ignored tensor or a tensor of an ignored
     # module. A tensor that the inner wrapper ignores is not sharded, and may be ignored here, too.
-    sharded = sharded_ids(shardings) & ignored.ids()
+    sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:
             raise ValueError(
@@ -439,9 +442,7 @@ def _share_elements(param: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(places(param), places(other)).any())
 
 
-def _check_wrappers(
-    module: nn.Module, policy: Policy | None, shardings: Sequence[Sharding]
-) -> None:
+def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
     """Raise ValueError if ``module`` contains a wrapper that another wrapper cannot contain."""
     for name, inner in module.named_modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -449,21 +450,21 @@ def _check_wrappers(
                 f"ShardedWrapper: module {name or '(root)'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Wrap its .module instead."
             )
-    for sharding in shardings:
-        for extension in sharding.context.extensions:
+    for unit in units_in(module):
+        for extension in unit.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
-    check_frozen(other_roots(shardings))
-    if policy is not None and shardings:
-        name = named_shardings(module)[shardings[0]]
+    check_frozen(other_roots(module))
+    if policy is not None and (wrappers := named_wrappers(module)):
+        first, name = next(iter(wrappers.items()))
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
-            f"ShardedWrapper (around a {shardings[0].wrapper.__class__.__name__}; "
-            f"{len(shardings)} ShardedWrappers in all). "
+            f"ShardedWrapper (around a {first.__class__.__name__}; "
+            f"{len(wrappers)} ShardedWrappers in all). "
             "Leave out the policy: then the outer wrapper takes all parameters that are not in "
             "a unit. Or wrap the model once, with the policy."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from flatshard.comm.settings import as_flag
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
@@ -27,14 +28,13 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
 from flatshard.module.model_plan import check_frozen
-from flatshard.module.settings import as_flag
-from flatshard.module.sharding import (
-    Sharding,
+from flatshard.module.wrappers import (
     handles_in,
     modules_apart,
-    named_shardings,
+    named_wrappers,
     other_roots,
-    shardings_in,
+    unit_of,
+    units_in,
 )
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
@@ -42,6 +42,7 @@ from flatshard.options.extras import default_extra, extra
 from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 # `_watched`: the modules of all sharded models. `_num_registered`: how many modules and parameters
@@ -50,8 +51,8 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
 
-def start_run(root: Sharding, *, number: int | None = None) -> None:
-    """Make the run (``RunState``) of a model. ``root`` belongs to the outermost wrapper.
+def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
+    """Make the run (``RunState``) of a model. ``root`` is the outermost wrapper.
 
     All wrappers of the model share the run, which has the state of the model's steps. ``number``
     identifies the model, and is the same on all ranks; if None, the model gets a new number.
@@ -60,19 +61,18 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
         ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
-    shardings = named_shardings(root.wrapper)
-    for one, name in shardings.items():
-        names.setdefault(one.unit, []).append(name)
+    for wrapper, name in named_wrappers(root).items():
+        names.setdefault(unit_of(wrapper), []).append(name)
     for unit, own_names in names.items():
-        unit.rename(own_names, is_root=unit is root.unit)
+        unit.rename(own_names, is_root=unit is unit_of(root))
     # Put the units in registration order, the root last, as a guess of the execution order. The
     # first forward records the real order.
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
-    settings, world = root.settings, root.settings.ranks.world
+    settings, world = first.settings, first.settings.ranks.world
     number = world.new_model() if number is None else number
-    root_checks, context = RootChecks(root, shardings), RunState(units, world, number)
+    root_checks, context = RootChecks(root, units), RunState(units, world, number)
     # As in DistributedDataParallel, a model that has no buffers when it is wrapped never broadcasts
     # buffers.
     if settings.broadcast_buffers and root_checks.shared_buffers():
@@ -90,10 +90,10 @@ def start_run(root: Sharding, *, number: int | None = None) -> None:
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
         root_checks.writes = checks.install(context)
     root_checks.context = context
-    for one in shardings:
-        one.roots.add(root)
-        one.context, one.state_dict.writes = context, root_checks.writes
-        one.state_dict.is_apart = one.settings.ranks.world.size < world.size
+    for unit in units:
+        unit.roots.add(root)
+        unit.context, unit.state_dict.writes = context, root_checks.writes
+        unit.state_dict.is_apart = unit.settings.ranks.world.size < world.size
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
@@ -106,7 +106,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
     grids = []
     for unit in units:
         topology, world = unit.topology, unit.topology.world
-        if world is not expected and not set(world.ranks) <= set(expected.ranks):
+        if not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, but "
                 f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
@@ -136,17 +136,16 @@ class RootChecks:
 
     context: RunState
 
-    def __init__(self, root: Sharding, shardings: Collection[Sharding]) -> None:
-        """Prepare the checks of ``root``, which contains ``shardings``."""
+    def __init__(self, root: ModuleProxy, units: Sequence[Unit]) -> None:
         # Keep only a weak reference. The hooks of every unit inside keep this object, and the
         # program may drop the outermost wrapper, and use a unit inside in another model.
         self._root = weakref.ref(root)
-        self._ignored, self._shared = root.ignored, other_roots(shardings)
+        self._ignored, self._shared = units[-1].ignored, other_roots(root)
         self.writes = WriteThrough()
         # The modules that only some of the model's ranks train.
-        self._apart = modules_apart(shardings, root.settings.ranks.world.size)
+        self._apart = modules_apart(units, units[-1].topology.world.size)
         self._num_registered = -1  # the global `_num_registered` at the last check
-        self._modules = list(root.wrapper.module.modules())
+        self._modules = list(root.module.modules())
 
     def recover(self) -> None:
         """Undo a failed optimizer step, and copy to the shards what users wrote to state dicts."""
@@ -191,30 +190,30 @@ class RootChecks:
         if self._shared:
             check_frozen(self._shared)
 
-    def _check_modules(self, root: Sharding) -> None:
+    def _check_modules(self, root: ModuleProxy) -> None:
         """Raise if a parameter was added after wrapping: nothing would average its gradients.
 
         In the first forward, also raise if a tensor has no values.
         """
-        handles = handles_in(root.wrapper)
+        handles, world = handles_in(root), self.context.world
         if not self.context.has_run:
-            for sharding in shardings_in(root.wrapper):
-                if sharding.check_loaded is not None:
-                    sharding.check_loaded(root.wrapper, root.settings.ranks.world)
+            for unit in units_in(root):
+                if unit.check_loaded is not None:
+                    unit.check_loaded(root, world)
             if any(handle.flat_param.device.type == "cpu" for handle in handles):
                 prepare_allocator()
         # List the modules again, to watch also the modules that were added since the last check.
-        self._modules = list(root.wrapper.module.modules())
-        _watched.update((root.wrapper, *self._modules))
+        self._modules = list(root.module.modules())
+        _watched.update((root, *self._modules))
         _install()
         is_summoned = any(handle.summoned is not None for handle in handles)
-        if root.settings.ranks.world.size == 1 or is_summoned:
+        if world.size == 1 or is_summoned:
             return
         for handle in handles:
             handle.check_places()
-        known = root.ignored.ids()
+        known = self._ignored.ids()
         known.update(id(param) for handle in handles for param in handle.sharded)
-        for name, param in root.wrapper.named_parameters():
+        for name, param in root.named_parameters():
             if id(param) not in known and param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
@@ -260,10 +259,21 @@ def _check_not_captured(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(
-    sharding: Sharding, max_bytes: int | None, *, replicas_only: bool
+    context: RunState, max_bytes: int | None, *, replicas_only: bool, uneven: bool
 ) -> Iterator[None]:
     as_flag("replicas_only", replicas_only)
-    context = sharding.check_between_steps("no_sync()")
+    as_flag("uneven", uneven)
+    is_plain = max_bytes is None and not replicas_only
+    if uneven and not is_plain:
+        raise ValueError(
+            "no_sync: expected uneven=True without max_bytes and replicas_only, which reduce in "
+            "every backward, and so need the same number of backwards on all ranks."
+        )
+    context.check_between_steps("no_sync()" if is_plain and not uneven else "no_sync(...)")
+    if uneven:
+        with extra("uneven", "no_sync(uneven=True)").uneven(context):
+            yield
+        return
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
     syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
@@ -273,10 +283,10 @@ def accumulating(
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
     """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
-    for sharding in shardings_in(model, nested=False):
-        for unit in sharding.context.units:
+    for root in units_in(model, nested=False):
+        for unit in root.context.units:
             unit.sync = GradSync.FULL if reduces else GradSync.ACCUMULATE
-        sharding.context.accumulates = not reduces
+        root.context.accumulates = not reduces
 
 
 def _plan_accumulation(
@@ -319,11 +329,10 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
             "rank0_only=False and make the same edit on every rank."
         )
-    shardings = shardings_in(module, nested=recurse)
-    for one in shardings:
-        one.check_between_steps("summon_full_params()")
+    units = units_in(module, nested=recurse)
+    for unit in units:
+        unit.context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
-    units = dict.fromkeys(one.unit for one in shardings)
     handles = [handle for unit in units for handle in unit.handles]
     # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
     # already.

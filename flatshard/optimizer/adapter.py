@@ -220,13 +220,6 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     return shared
 
 
-def reports(params: Iterable[Tensor]) -> list[str]:
-    """Return a line of text for each optimizer that stepped any of ``params`` as full tensors."""
-    ids = {id(param) for param in params}
-    found = [(type(one).__name__, adapter.report(ids)) for one, adapter in _adapters.items()]
-    return [f"{name} {report}" for name, report in found if report is not None]
-
-
 class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``.
 
@@ -305,13 +298,6 @@ class OptimizerAdapter:
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
         return {}
-
-    def report(self, ids: Collection[int]) -> str | None:
-        """Return a text if a parameter with an id in ``ids`` was stepped as a full tensor, or None.
-
-        The text says how the parameters are stepped, and how much memory this needs.
-        """
-        return None
 
 
 class BucketAdapter(OptimizerAdapter):
@@ -548,7 +534,8 @@ class ParamBucket:
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        if not all(state.is_unchanged(states.get(one)) for one, state in self._states.items()):
+        present = map(states.get, self._states)
+        if not all(map(BucketState.is_unchanged, self._states.values(), present)):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states)]

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -31,12 +30,14 @@ from flatshard.optimizer.adapter import (
     is_elementwise,
     is_torchs_own,
     map_state,
+    named_values,
     numbers_in,
     part_per_element,
     shared_state,
     shown,
     with_inner,
 )
+from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
 from flatshard.units.module_tree import unit_text
@@ -156,7 +157,7 @@ def with_shards(
     return {**state_dict, "state": states}
 
 
-def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -> None:
+def to_full(states: StateDict, device: torch.device | None, only_rank: int | None) -> None:
     """Replace sharded tensors in ``states`` by full tensors.
 
     Collective: all ranks of the shard groups; for tensor-parallel parameters, all ranks of the
@@ -165,20 +166,32 @@ def _to_full(states: StateDict, device: torch.device | None, *, is_kept: bool) -
     Args:
         states: the state of each parameter, keyed by the parameter's name; changed in place.
         device: device of the full tensors. If None, each tensor stays on its device.
-        is_kept: whether this rank gets the full tensors. If False, the rank takes part in the
-            collectives, but gets empty tensors.
+        only_rank: the rank of the default group that gets the full tensors. All other ranks take
+            part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-
-    def full(_: str, value: Any) -> Any:
-        if not isinstance(value, StateShard):
-            return value
-        tensor = value.spec.unsplit(value.of_local_shape().full_tensor())
-        return tensor.to(device) if is_kept else tensor.new_empty(0)
-
-    for name in sorted(states, key=str):  # sorted, as ranks must start collectives in one order
-        if isinstance(states[name], dict):
-            ordered = {key: states[name][key] for key in sorted(states[name], key=str)}
-            states[name] = map_state(full, ordered)
+    # All ranks must start collectives in one order. Gather the values of one name in one unit
+    # together: of these, all ranks hold about equal parts.
+    found: dict[tuple[str, str, torch.dtype], list[StateShard]] = {}
+    own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
+    for name, value in chain.from_iterable(
+        sorted(named_values(one).items()) for one in own.values()
+    ):
+        if isinstance(value, StateShard):
+            found.setdefault((value.spec.unit, name, value.dtype), []).append(value)
+    full: dict[int, Tensor] = {}
+    for (_, name, _), shards in found.items():
+        parts: list[tuple[ShardSpec, Tensor, int | None]] = []
+        for spec, local in ((shard.spec, shard.local) for shard in shards):
+            ranks, is_split = spec.comm.ranks, spec.tensor_parallel is not None
+            owner = ranks.index(only_rank) if only_rank in ranks else 0
+            parts.append((spec, local, None if is_split or only_rank is None else owner))
+        gathered = whole.start_gather(parts, f"full optimizer state {name}")()
+        for shard, tensor in zip(shards, gathered, strict=True):
+            value = shard.local if tensor is None else shard.spec.unsplit(tensor)
+            is_kept = only_rank in (None, shard.spec.comm.global_rank)
+            full[id(shard)] = value.to(device) if is_kept else value.new_empty(0)
+    for key, state in own.items():
+        states[key] = map_state(lambda _, value: full.get(id(value), value), state)
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
@@ -298,8 +311,7 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             states = with_shards(optimizer, named, is_saving=True)["state"]
             device = torch.device("cpu") if asked.cpu_offload else None
             if asked.full_state_dict:
-                is_first = not dist.is_initialized() or dist.get_rank() == 0
-                _to_full(states, device, is_kept=is_first or not is_for_rank_0(asked))
+                to_full(states, device, 0 if is_for_rank_0(asked) else None)
             state_dict["state"] = copied(states, device, shares_memory=True)
             return
         state_dict["param_groups"][0][STAMP] = stamp

@@ -14,6 +14,8 @@ FOLDER = "flatshard.extras"
 # the purpose. If several extras act at one moment of a step, they act in the order of this table.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
+    "uneven": "lets ranks accumulate over different numbers of micro-batches",
+    "average_over": "averages gradients over counts (of tokens) instead of ranks",
     "boundary": "keeps rows, blocks or whole parameters on one rank",
     "divergence": "lets ranks skip units, or run them in another order",
     "step_in_backward": "steps each unit as soon as its gradients are reduced",

@@ -209,7 +209,7 @@ _REFUSALS = {
 # DisableTorchFunctionSubclass, they take a third of the time of an attribute access.
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
-get_grad, _put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
+get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 
 
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
@@ -218,7 +218,7 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
         # With `grad_dtype = None`, torch accepts a gradient of any dtype. A torch without
         # `grad_dtype` never gets here, because the constructor of MixedPrecision raises.
         param.grad_dtype = None
-    _put_grad(param, grad)
+    put_grad(param, grad)
 
 
 def check_dtype(

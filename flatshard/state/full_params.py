@@ -59,19 +59,6 @@ def gather_full(
         return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
 
-def shard_of_parts(
-    handle: FlatParamHandle, parts: Iterable[tuple[OriginalParam, Tensor]], dtype: torch.dtype
-) -> Tensor:
-    """Return a new shard with the given parts of original parameters; other elements are zero.
-
-    Each part is 1-D, and has this rank's elements of the parameter.
-    """
-    shard = torch.zeros_like(handle.flat_param, dtype=dtype)
-    for param, part in parts:
-        shard[param.local.start : param.local.end].copy_(part)
-    return shard
-
-
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     """Return the original parameter to which an entry of a state dict belongs, or None.
 
@@ -256,8 +243,10 @@ class Summoned:
         grads: list[Tensor | None] = [None] * len(values)
         present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
         if request.with_grads and present:
-            parts = ((param, local_grad(grad, param.spec)) for param, grad in present.items())
-            shard = shard_of_parts(handle, parts, handle.flat_param.dtype)
+            shard = torch.zeros_like(handle.flat_param)
+            for param, grad in present.items():
+                part = slice(param.local.start, param.local.end)
+                shard[part].copy_(local_grad(grad, param.spec))
             full = gather_full(handle, shard, device, is_kept=self.is_held)
             if self.is_held:
                 grads = [full[p.index] if p in present else None for p in handle.params]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed, check_same_state
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.adapter import (
@@ -29,10 +29,10 @@ from flatshard.optimizer.adapter import (
     shared_state,
 )
 from flatshard.optimizer.state_dicts import StateDict, copied
-from flatshard.state.full_params import gather_full, shard_of_parts, worlds_of
+from flatshard.state.full_params import worlds_of
 from flatshard.state.model_state import without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_tree import unit_text
 
 _REMEDY = "Every rank must step the same optimizer and load the same state."
@@ -68,14 +68,12 @@ def full_state(
         values = unsharded_state(named, params)
         gather = world.host.gather_unless_equal
         check_same_state(values, gather, world.ranks, type(optimizer).__name__)
-    is_saving = not rank0_only or not units or units[0].topology.world.rank == 0
+    world = units[0].topology.world if units else ALONE
     with torch.inference_mode(False), torch.no_grad():
-        # All-gather in the order of the units, which is the same on all ranks.
-        fqn_of = {param.original: param.fqn for param in params}
-        for handle in chain.from_iterable(unit.handles for unit in units):
-            states = {p: named["state"].get(fqn_of.get(p), {}) for p in handle.params}
-            _gather(handle, states, device, is_kept=is_saving)
-    return copied(named, device) if is_saving else {}
+        full = copied(named)  # copies only this rank's parts of sharded tensors
+        state_dicts.to_full(full["state"], device, world.ranks[0] if rank0_only else None)
+    is_kept = not rank0_only or world.rank == 0
+    return copied(full, device, shares_memory=True) if is_kept else {}
 
 
 def sharded_state(
@@ -125,35 +123,6 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
 
 def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:
     return shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
-
-
-def _gather(
-    handle: FlatParamHandle,
-    states: dict[OriginalParam, StateDict],
-    device: torch.device | None,
-    *,
-    is_kept: bool,
-) -> None:
-    """Replace sharded tensors by full tensors in ``states``, the state of each parameter.
-
-    One all-gather per state key and dtype covers all parameters of ``handle``. If ``is_kept`` is
-    False, this rank only takes part in the all-gathers, and ``states`` stays unchanged.
-
-    Collective: all ranks of the shard group.
-    """
-    parts: dict[tuple[str, torch.dtype], dict[OriginalParam, Tensor]] = {}
-    full: dict[OriginalParam, StateDict] = {}
-    for param, state in states.items():
-        for name, value in named_values(state).items():
-            if isinstance(value, StateShard):
-                parts.setdefault((name, value.dtype), {})[param] = value.local
-    for name, dtype in sorted(parts, key=str):  # all ranks must all-gather in the same order
-        shard = shard_of_parts(handle, parts[name, dtype].items(), dtype)
-        tensors = gather_full(handle, shard, device, is_kept=is_kept)
-        for param in parts[name, dtype] if is_kept else ():
-            full.setdefault(param, {})[name] = param.spec.unsplit(tensors[param.index])
-    for param, values in full.items():
-        states[param].update(map_state(values.get, states[param]))
 
 
 def _by_name(

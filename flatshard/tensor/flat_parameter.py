@@ -55,12 +55,19 @@ class FlatParamPlan:
     dtype: torch.dtype  # dtype of the shards
     requires_grad: bool
     precision: ParamPrecision
+    # The parameters before wrapping. `lay_out` puts them in the layout's order.
+    infos: list[ParamInfo] = field(default_factory=list)
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set, with the targets, when the unit is made
     targets: OffloadTargets = field(init=False)
     # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
     # model share this object.
     pending_sends: PendingSends = field(init=False, default_factory=PendingSends)
+
+    def take_params(self) -> list[OriginalParam]:
+        """Make the original parameters from ``infos``, which the plan then no longer refers to."""
+        infos, self.infos = self.infos, []
+        return [OriginalParam(info, index, self) for index, info in enumerate(infos)]
 
 
 class FlatParameter(nn.Parameter):
@@ -200,6 +207,7 @@ class OriginalParam:
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Where optimizer state with one value per element lies. None: where the shard lies.
             state_target=plan.targets.state,
+            holders=lambda: [(topology.holders[i], one) for i, one in layout.local_spans(index)],
         )
         self.held: Any = None
         self.kept_grad: Any = None

@@ -105,7 +105,8 @@ def norms(
         if not comms:
             found = list(torch._foreach_norm(some, order, dtype))
         else:
-            together = _sharded_norms(some, order, dtype, comms)
+            names = [tensor.described for tensor in some]
+            together = joined_norms([*map(own_part, some)], names, order, dtype, comms)
             # Give each norm the device and dtype that torch's result would have. One cast of all
             # norms for each pair (device, dtype) is faster than one cast for each norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
@@ -115,17 +116,30 @@ def norms(
     return [results[position] for position in range(len(tensors))]
 
 
-def _sharded_norms(
-    tensors: list[FlatShardTensor], order: float, dtype: torch.dtype | None, comms: Comms
+def joined_norms(
+    parts: Sequence[Tensor],
+    names: Sequence[str],
+    order: float,
+    dtype: torch.dtype | None,
+    comms: Comms,
 ) -> Tensor:
-    """Return the norms of sharded tensors, in float64, ``(len(tensors),)``.
+    """Return norms of tensors, in float64, ``(len(parts),)``.
 
-    Collective: all ranks of ``comms``, which must be the communicators of each of ``tensors``.
+    Collective: all ranks of ``comms``, the communicators of each of the tensors.
+
+    Args:
+        parts: this rank's elements of each tensor.
+        names: descriptions of the tensors, which ranks compare.
+        order: the p of the norms.
+        dtype: dtype in which to compute the norms of the parts. None: the dtype of each part, but
+            at least float32.
+        comms: the communicators whose ranks together hold all elements.
     """
     # Take the absolute values of complex numbers first, because torch warns when it counts nonzero
     # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
-    parts = [part.abs() if part.is_complex() else part for part in map(own_part, tensors)]
-    device = parts[0].device if parts[0].device.type != "cpu" else comms[0].control_device
+    parts = [part.abs() if part.is_complex() else part for part in parts]
+    on_host = comms[0].control_device if comms else torch.device("cpu")
+    device = parts[0].device if parts[0].device.type != "cpu" else on_host
     # If this rank holds no elements of a tensor, the rank's value must not change the result of the
     # reduction over the ranks. So use 0, and infinity for negative orders: a negative power of
     # infinity adds 0 to the sum, and infinity does not change the minimum of order -inf.
@@ -139,27 +153,14 @@ def _sharded_norms(
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
     # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
     local = torch.stack([*found.values()]).to(torch.float64)
-    return joined_norms(local, order, comms, _name_of_norms(tensors, order))
-
-
-def joined_norms(local: Tensor, order: float, comms: Comms, op_name: str) -> Tensor:
-    """Return norms of sharded tensors, from the norms of this rank's elements, ``local``.
-
-    If this rank holds no elements of a tensor, the tensor's value in ``local`` must be 0, or
-    infinity for a negative order. Collective: all ranks of ``comms``.
-    """
+    op_name = f"norm of order {order:g} of {names[0]}"
+    if len(parts) > 1:
+        op_name = f"norms of order {order:g} of {len(parts)} tensors from {names[0]} on, set "
+        op_name += f"{zlib.crc32(', '.join(names).encode()):08x}"
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
     power = order or 1.0  # the norm of order 0 is the number of nonzero elements
     return _reduced(local.pow(power), comms, "SUM", op_name).pow(1 / power)
-
-
-def _name_of_norms(tensors: list[FlatShardTensor], order: float) -> str:
-    first = tensors[0].described
-    if len(tensors) == 1:
-        return f"norm of order {order:g} of {first}"
-    which = zlib.crc32(", ".join(one.described for one in tensors).encode())
-    return f"norms of order {order:g} of {len(tensors)} tensors from {first} on, set {which:08x}"
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:

@@ -31,8 +31,9 @@ from torch.utils import hooks as torch_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.precision import tensors_in
+from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.units.layout import Box, as_bytes, boxes_of
+from flatshard.units.layout import Box, boxes_of
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 
 if TYPE_CHECKING:
@@ -386,13 +387,8 @@ class FlatShardTensor(torch.Tensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return ABOVE_AUTOGRAD[FlatShardTensor.full_tensor](self)  # type: ignore[no-any-return]
-        spec, local = self.spec, self.local.detach()
-        flat = local.new_zeros(self.numel())
-        flat[spec.offset : spec.offset + spec.numel] = local
-        # Each rank fills only its own range of the zeros, so the sum over the ranks is the full
-        # tensor. Add the tensors as bytes: the sum then rounds no value.
-        spec.comm.reduce_scalars(as_bytes(flat), "SUM", op_name=f"full tensor of {self.described}")
-        return flat.as_strided(spec.shape, spec.strides)
+        parts = [(self.spec, self.local.detach())]
+        return whole.gather(parts, f"full tensor of {self.described}")[0]
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -441,7 +437,7 @@ class FlatShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
-            original = self.spec.original
+            original = self.spec._original()
             is_kept = original is not None and before is original.kept_grad
             if is_kept and before is not None and before is not value:
                 # If nothing else refers to the gradient, free its memory, so that the object may be

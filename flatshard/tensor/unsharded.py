@@ -119,14 +119,14 @@ _forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
-def forbid(buffer: Tensor, unit: str, rank: int) -> None:
+def forbid(storage: int, unit: str, rank: int) -> None:
     """Make torch raise when the freed buffer, or a view of the buffer, is read.
 
-    Does nothing if the installed torch does not support this. ``unit`` and ``rank`` are named in
-    the error.
+    Does nothing if the installed torch does not support this. ``storage`` is the address of the
+    buffer's storage (``_cdata``). ``unit`` and ``rank`` are named in the error.
     """
     if _forbid is not None and _allow is not None:
-        _forbid(buffer.untyped_storage()._cdata, _message(unit, rank))
+        _forbid(storage, _message(unit, rank))
 
 
 @functools.cache  # because every unit calls this function in every step
@@ -138,10 +138,10 @@ def _message(unit: str, rank: int) -> str:
     )
 
 
-def allow(buffer: Tensor) -> None:
+def allow(storage: int) -> None:
     """Undo ``forbid``, before the buffer gets memory again."""
     if _allow is not None:
-        _allow(buffer.untyped_storage()._cdata)
+        _allow(storage)
 
 
 class GatheredView(Tensor):

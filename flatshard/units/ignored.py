@@ -6,7 +6,7 @@ parameter with another module (tied weights), the parameter is ignored in both m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -41,13 +41,13 @@ class Ignored:
     def ids(self) -> set[int]:
         return {id(tensor) for tensor in self.tensors()}
 
-    def within(self, module: nn.Module) -> Ignored:
-        """Return the ignored modules and tensors that lie inside of ``module``.
+    def within(self, modules: Iterable[nn.Module]) -> Ignored:
+        """Return the ignored modules and tensors that lie inside of ``modules``.
 
         The field ``names`` of the result is empty: only the selection for the whole model has
         names, which ranks compare when the model is wrapped.
         """
-        inside = set(module.modules())
+        inside = {inner for module in modules for inner in module.modules()}
         return Ignored(
             self.modules & inside,
             frozenset((inner, attribute) for inner, attribute in self.places if inner in inside),

@@ -204,6 +204,12 @@ class FlatLayout:
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
 
+    def local_spans(self, index: int) -> list[tuple[int, LocalSpan]]:
+        """Return the shards that contain elements of original parameter ``index``, and which."""
+        span, numel = self.spans[index], max(self.shard_numel, 1)
+        shards = range(span.start // numel, -(-span.end // numel)) if span.numel else ()
+        return [(shard, self.local_span(index, shard)) for shard in shards]
+
 
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``value``."""

@@ -162,7 +162,7 @@ def _prefetch_far(rank: int, world_size: int) -> None:
         for layer in model.module:
             layer.module.register_forward_hook(
                 lambda *_, seen=on_the_way, of=model: seen.append(
-                    sum(wrapper._sharding.unit.is_prefetched for wrapper in sharded_modules(of))
+                    sum(wrapper._sharded_unit.is_prefetched for wrapper in sharded_modules(of))
                 )
             )
         _step(model)
@@ -240,7 +240,7 @@ def _live_bytes(model: nn.Module) -> int:
     return sum(
         handle.buffer.untyped_storage().nbytes()
         for wrapper in sharded_modules(model)
-        for handle in wrapper._sharding.unit.handles
+        for handle in wrapper._sharded_unit.handles
         if handle.buffer_bytes
     )
 

@@ -182,7 +182,7 @@ def _other_order_in_one_group(rank: int, world_size: int) -> None:
     model = ShardedWrapper(net(), sharding_strategy="HYBRID_SHARD", collectives="native")
     model(torch.ones(2, 96)).sum().backward()
     if rank == 3:  # as if it had begun another all-gather than rank 2, on their node
-        history = model._sharding.unit.topology.intra_group.history
+        history = model._sharded_unit.topology.intra_group.history
         history.begin(history.described, "something else")
     with pytest.raises(RuntimeError, match=r"all-gathered different units.*FS-DEADLOCK"):
         model(torch.ones(2, 96)).sum().backward()

@@ -1,82 +1,16 @@
-"""Buffers are broadcast before the same forwards as by DistributedDataParallel, the ones of now."""
+"""Buffers of other lengths on each rank, which DistributedDataParallel cannot broadcast."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import always_wrap_policy
-from tests.harness import naming, run_ranks
+from tests.harness import run_ranks
 from tests.models import CASES
 
 MLP = CASES["mlp"]
-
-
-class _Statistics(nn.Module):
-    """Assigns a buffer anew in each forward, edits another one, and computes with both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("own", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        self.mean = self.mean * 0.9 + 0.1 * x.detach().mean(0)
-        self.steps += x.detach().abs().max()
-        self.own = self.own + self.steps
-        return (x - self.mean) * self.steps
-
-
-def _models() -> tuple[ShardedWrapper, DistributedDataParallel]:
-    torch.manual_seed(0)
-    model = nn.Sequential(_Statistics(), nn.Tanh(), _Statistics(), nn.BatchNorm1d(4).double())
-    plain = nn.Sequential(_Statistics(), nn.Tanh(), _Statistics(), nn.BatchNorm1d(4).double())
-    plain.load_state_dict(model.state_dict())
-    for one in (model, plain):
-        one[2]._ddp_params_and_buffers_to_ignore = ["own"]
-        one._ddp_params_and_buffers_to_ignore = ["2.own"]
-    return ShardedWrapper(model, auto_wrap_policy=always_wrap_policy), DistributedDataParallel(
-        plain
-    )
-
-
-def test_as_ddp() -> None:
-    run_ranks(_as_ddp, 2)
-
-
-def _as_ddp(rank: int, world_size: int) -> None:
-    models = _models()
-    torch.manual_seed(rank)
-    batches = [torch.randn(5, 4, dtype=torch.float64) for _ in range(20)]
-    events = "train train no_sync no_sync train train eval eval train replaced train new train"
-    for number, event in enumerate(events.split()):
-        outputs = []
-        for model in models:
-            model.train(event != "eval")
-            if event == "replaced":
-                model.module[0].mean = torch.full((4,), float(rank), dtype=torch.float64)
-            elif event == "new":
-                model.module[0].register_buffer("late", torch.full((2,), float(rank)))
-            elif event == "no_sync":
-                with model.no_sync():
-                    outputs.append(model(batches[number]))
-                    outputs[-1].square().sum().backward()
-            elif event == "eval":
-                with torch.no_grad():
-                    outputs.append(model(batches[number]))
-            else:
-                outputs.append(model(batches[number]))
-                outputs[-1].square().sum().backward()
-        with naming(f"{number} {event}"):
-            torch.testing.assert_close(*outputs) if outputs else None
-            mine, theirs = (dict(model.module.named_buffers()) for model in models)
-            torch.testing.assert_close(mine, theirs)
-            assert models[0].will_sync_module_buffers() == models[1].will_sync_module_buffers()
 
 
 class _Growing(nn.Module):

@@ -354,7 +354,7 @@ def _no_graph(rank: int, world_size: int) -> None:
 
 
 def _handles(run: Run) -> list[FlatParamHandle]:
-    return [handle for unit in run.model._sharding.context.units for handle in unit.handles]
+    return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
 
 
 def test_data_edited_between_two_forwards() -> None:

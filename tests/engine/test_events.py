@@ -54,7 +54,7 @@ def test_an_extension_leaves_in_an_event() -> None:
 def _leaves(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
-    state = model._sharding.context
+    state = model._sharded_unit.context
     listeners = [_Listener(name, state) for name in NAMES[:2]]
     for one in listeners:
         state.extend(one)
@@ -73,7 +73,7 @@ def _votes(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     acts: list[str] = []
-    context = model._sharding.context
+    context = model._sharded_unit.context
     second, first = _Voter(NAMES[1], rank, acts), _Voter(NAMES[0], 3 * (1 - rank), acts)
     context.extend(second)
     context.extend(first)

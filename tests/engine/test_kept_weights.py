@@ -100,7 +100,7 @@ def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> No
             assert kept.shape == (numel, 7)
             is_mapped = any(
                 h.memory.shows_shards
-                for unit in model._sharding.context.units
+                for unit in model._sharded_unit.context.units
                 for h in unit.handles
             )
             assert is_mapped is (numel > 7 and collectives == "auto")

@@ -227,7 +227,7 @@ def _no_sync(rank: int, world_size: int) -> None:
 
 
 def _held_bytes(model: ShardedWrapper) -> int:
-    units = [wrapper._sharding.unit for wrapper in sharded_modules(model)]
+    units = [wrapper._sharded_unit for wrapper in sharded_modules(model)]
     return sum(handle.gradient_bytes for unit in units for handle in unit.handles)
 
 

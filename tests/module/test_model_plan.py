@@ -16,7 +16,7 @@ def _wrapped(module: nn.Module) -> ShardedWrapper:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_names_and_order_are_those_of_torch(case: Case) -> None:
-    settings = _wrapped(nn.Linear(1, 1))._sharding.settings
+    settings = _wrapped(nn.Linear(1, 1))._sharded_unit.settings
     model = case.build()
     plan = ModelPlan(model, settings)
     for found, expected in (
@@ -31,8 +31,8 @@ def test_names_and_order_are_those_of_torch(case: Case) -> None:
 def test_tensors_of_units_that_exist_already_are_left_out() -> None:
     inner = _wrapped(nn.BatchNorm1d(3))
     model = nn.Sequential(nn.Linear(2, 3), inner, nn.Linear(3, 2))
-    plan = ModelPlan(model, inner._sharding.settings)
-    assert plan.shardings == [inner._sharding]
+    plan = ModelPlan(model, inner._sharded_unit.settings)
+    assert plan.wrappers == [inner]
     assert list(plan.params) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     # The inner unit's buffers are synchronised together with the rest, unless fewer ranks train it.
     assert list(plan.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]

@@ -139,7 +139,7 @@ def _seen(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     optimizer = _Watching(trainable(model))
     train_steps(model, optimizer, case, rank, world_size, steps=1)
-    handles = [h for one in sharded_modules(model) for h in one._sharding.unit.handles]
+    handles = [h for one in sharded_modules(model) for h in one._sharded_unit.handles]
     assert len(optimizer.lengths) == len(handles) < _num_params(optimizer)
     assert sum(optimizer.lengths) >= sum(param.local.numel() for param in trainable(model))
 

@@ -23,7 +23,7 @@ from train_transformer import Block, Transformer
 
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
-from flatshard.module.sharding import handles_in
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import run_ranks
 

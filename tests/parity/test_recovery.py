@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import ShardedWrapper, checkpoint
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
 from tests.harness import naming, run_ranks
-from tests.side import TOLERANCE, Side
+from tests.oracle import ROWS
+from tests.side import TOLERANCE
 from tests.ways import BASIC, select
 
 WAYS = {**BASIC, **select("keep", "hybrid-nodes-of-one")}
@@ -69,10 +71,14 @@ class _Sgd(torch.optim.SGD):
 class Program:
     """A training, and what it held before a pass failed."""
 
-    def __init__(self, side: Side, folder: str) -> None:
-        self.side, self.folder = side, folder
+    def __init__(self, rank: int, way: str | None, folder: str) -> None:
+        """The sharded model with this rank's rows; with all rows the unwrapped one, if no way."""
+        self.rank, self.way, self.folder = rank, way, folder
         torch.manual_seed(0)
-        self.model = side.wrap(_Model(), _Block)
+        self.model: Any = _Model().double()
+        if way is not None:
+            policy = ModuleWrapPolicy({_Block})
+            self.model = ShardedWrapper(self.model, **WAYS[way].keywords, auto_wrap_policy=policy)
         self.block: Any = getattr(self.model.second, "module", self.model.second)
         self.optimizer: Any = _Sgd(self.model.parameters(), lr=0.1, momentum=0.9)
         self.average = copy.deepcopy(self.model)
@@ -84,8 +90,13 @@ class Program:
         """The values that the program would print."""
         return [value.detach().clone() for value in self.model.state_dict().values()]
 
+    def draw(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randn(2 * ROWS, 7, generator=generator, dtype=torch.float64)
+        return rows if self.way is None else rows.chunk(2)[self.rank]
+
     def loss(self, step: int = 0) -> Tensor:
-        return self.model(self.side.draw(step, 7)).square().mean()
+        return self.model(self.draw(step)).square().mean()
 
     def train(self, steps: int) -> None:
         for step in range(steps):
@@ -116,7 +127,7 @@ def _in_forward(one: Program, error: BaseException) -> None:
 
 def _in_a_unit(one: Program, error: BaseException) -> None:
     one.block.then = _raising(error)
-    one.model.second(one.side.draw(0, 7))
+    one.model.second(one.draw(0))
 
 
 def _in_backward(one: Program, error: BaseException) -> None:
@@ -251,7 +262,7 @@ def _loads(one: Program) -> object:
 
 def _saves(one: Program) -> object:
     before = one.full()
-    if one.side.way is not None:
+    if one.way is not None:
         checkpoint.save(one.folder, one.model)
         nn.init.zeros_(one.model.scale)
         checkpoint.load(one.folder, one.model)
@@ -267,7 +278,7 @@ def _averages(one: Program) -> object:
 
 
 def _summons(one: Program) -> object:
-    if one.side.way is None:
+    if one.way is None:
         return [param.detach().clone() for param in one.params]
     with ShardedWrapper.summon_full_params(one.model):
         return [param.detach().clone() for param in one.model.parameters()]
@@ -304,9 +315,9 @@ ACTIONS: list[Callable[[Program], object]] = [
 ]
 
 
-def _run(side: Side, folder: str, cell: Any) -> list[Any]:
+def _run(rank: int, way: str | None, folder: str, cell: Any) -> list[Any]:
     fail, kind, act = cell
-    one = Program(side, folder)
+    one = Program(rank, way, folder)
     with _caught(one, kind) as kept:  # noqa: F841
         fail(one, kind())
     one.roll_back()
@@ -320,8 +331,8 @@ def _beside(rank: int, world_size: int, way: str, folder: str, cells: Any) -> No
     WAYS[way].set_nodes()
     for number, cell in enumerate(cells):
         with naming(str(cell)):
-            expected = _run(Side(rank, world_size, None), folder, cell)
-            found = _run(Side(rank, world_size, way), f"{folder}/{number}", cell)
+            expected = _run(rank, None, folder, cell)
+            found = _run(rank, way, f"{folder}/{number}", cell)
             torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 

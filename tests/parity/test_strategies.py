@@ -18,44 +18,14 @@ from tests.combinations import diagonal, every
 from tests.harness import naming, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
-from tests.side import TOLERANCE, Run, assert_same_model
-from tests.training_scripts import SCRIPTS
+from tests.side import Run, assert_same_model
 from tests.ways import TOPOLOGIES, WAYS, Keywords
-
-SAME_IN_ANY_ORDER = 1e-9
-
 
 # Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
 IN_SHORT = ["hybrid-zero2", "native-hybrid"]
 
 
 IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
-# What these add to the others shows in shorter tests, too; "keep" is SHARD_GRAD_OP.
-NOT_IN_FULL = ["hybrid-nodes-of-one", "keep"]
-
-
-@pytest.mark.parametrize("way", every(2, [way for way in IN_FULL if way not in NOT_IN_FULL]))
-def test_scripts(way: str) -> None:
-    number = list(TOPOLOGIES).index(way)
-    run_ranks(_scripts, WAYS[way].world_size, way, number, timeout=120)
-
-
-def _scripts(rank: int, world_size: int, way: str, number: int) -> None:
-    WAYS[way].set_nodes()
-    keywords = WAYS[way].keywords
-    for script, name in every(6, SCRIPTS, start=number):
-        with naming(f"{script.__name__}, {name}"):
-            case = CASES[name]
-            plain = Run(case.model(), case, rank, world_size)
-            expected = script(plain)
-            sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
-            torch.testing.assert_close(
-                script(sharded), expected, rtol=SAME_IN_ANY_ORDER, atol=TOLERANCE
-            )
-            assert_same_model(sharded, plain)
-            sharded.train(10, 12)
-            plain.train(10, 12)
-            assert_same_model(sharded, plain)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +108,7 @@ def _groups(rank: int, world_size: int, groups: str) -> None:
     run = _train_and_compare(
         rank, world_size, "mlp", lambda case: case.wrap(case.model(), **keywords)
     )
-    topology = run.model._sharding.unit.topology
+    topology = run.model._sharded_unit.topology
     assert (topology.shard.size, topology.replicate.size) == expected
     if groups == "pair":
         assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
@@ -155,7 +125,7 @@ def _pair_within_part(rank: int, world_size: int) -> None:
         return
     case = CASES["mlp"]
     model = case.wrap(case.model(), process_group=(both, alone[rank]))
-    assert model._sharding.unit.topology.world.ranks == (0, 2)
+    assert model._sharded_unit.topology.world.ranks == (0, 2)
     sharded = Run(model, case, rank // 2, 2)
     plain = Run(case.model(), case, rank // 2, 2)
     for run in (sharded, plain):
@@ -236,7 +206,7 @@ def _shard_op_gathers(rank: int, world_size: int) -> None:
 
 def _handles(model: nn.Module) -> Iterator[Any]:
     for wrapper in sharded_modules(model):
-        yield from wrapper._sharding.unit.handles
+        yield from wrapper._sharded_unit.handles
 
 
 def test_backward_gathers_within_the_secondary_group() -> None:

@@ -96,7 +96,7 @@ def loss_of_rows(output: Tensor, target: Tensor) -> Tensor:
 
 
 def handles_of(model: nn.Module) -> list[Any]:
-    units = (one._sharding.unit for one in ShardedWrapper.fsdp_modules(model))
+    units = (one._sharded_unit for one in ShardedWrapper.fsdp_modules(model))
     return list(dict.fromkeys(h for unit in units for h in unit.handles))  # modules share units
 
 

@@ -112,7 +112,7 @@ def _norms(rank: int, world_size: int) -> None:
         model = ROUTED.wrap(plain, **way.keywords, mixed_precision=POLICY)
         assert list(model.state_dict()) == list(by_hand.state_dict())
         # One flat parameter for what is in bfloat16, one for all that is not.
-        dtypes = {handle.buffer.dtype for handle in model.layers[0]._sharding.unit.handles}
+        dtypes = {handle.buffer.dtype for handle in model.layers[0]._sharded_unit.handles}
         assert dtypes == {FP32, BF16}
         twin = copy.deepcopy(model)
         with naming(name):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatshard import MixedPrecision
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
+from flatshard.comm.settings import find_device
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, gradients, reduce_queue
@@ -26,7 +27,6 @@ from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.engine.gradients import Gradients
 from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
-from flatshard.module.settings import find_device
 from flatshard.options.precision import ParamPrecision
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.ignored import NOTHING
@@ -186,7 +186,7 @@ def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
     """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
     case = CASES["transformer"]
     model = case.wrap(case.model(), collectives="native")
-    comm = model._sharding.settings.ranks.world
+    comm = model._sharded_unit.settings.ranks.world
     local_loss(model, case, 0, rank, 2).backward()
     before = comm.history.digest
     assert communicator(dist.group.WORLD).history.digest == 0, "those have tags"
@@ -392,7 +392,7 @@ def _without_host_memory(rank: int, world_size: int) -> None:
     assert operations.names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
-        mock.patch.object(model._sharding.context, "device", torch.device("cuda", 1)),
+        mock.patch.object(model._sharded_unit.context, "device", torch.device("cuda", 1)),
         mock.patch.object(torch.cuda, "current_device", return_value=1),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
@@ -413,7 +413,7 @@ def _one_rank_casts_as_it_copies() -> None:
 
 
 def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
-    context, sizes = model._sharding.context, []
+    context, sizes = model._sharded_unit.context, []
     for handle in _handles(model):
         handle.device = torch.device("cuda", 0)
         sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
@@ -426,4 +426,4 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
 
 
 def _handles(model: Any) -> Iterator[Any]:
-    return (handle for unit in model._sharding.context.units for handle in unit.handles)
+    return (handle for unit in model._sharded_unit.context.units for handle in unit.handles)

@@ -48,6 +48,8 @@ def _whole_tensors(model: ShardedWrapper) -> None:
 REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "reduction": lambda model: model.register_comm_hook(None, lambda *_: None),
     "join": lambda model: model.join(),
+    "uneven": lambda model: model.no_sync(uneven=True).__enter__(),
+    "average_over": lambda model: model.average_over(1),
     "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),

@@ -26,7 +26,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
-from tests.side import Net, Run, Side, pair, run_both, sgd, step_and_clear
+from tests.side import Run, pair
 from tests.ways import BASIC, each_way
 
 pytestmark = pytest.mark.by_turns
@@ -294,7 +294,7 @@ def _freed(rank: int, world_size: int) -> None:
             with naming(f"{keywords}, after {last}"):
                 model = case.wrap(case.model(), **keywords)
                 _use(model, last, case, rank, world_size)
-                kept = [weakref.ref(model), weakref.ref(model.fc1._sharding.unit.handles[0])]
+                kept = [weakref.ref(model), weakref.ref(model.fc1._sharded_unit.handles[0])]
                 del model
                 gc.collect()
                 assert [one() for one in kept] == [None, None]
@@ -360,29 +360,6 @@ def _attributes(rank: int, world_size: int, way: str) -> None:
             assert model[0].weight.between == step
         if step == 0:
             model.double().float()
-
-
-@each_way
-def test_edits_by_module(way: str) -> None:
-    """A loop over all modules of a class edits each gradient and weight once."""
-    run_ranks(run_both, 2, _edits_by_module, [way])
-
-
-def _edits_by_module(side: Side) -> list[Any]:
-    model = side.wrap(Net(7, 3))
-    optimizer = sgd(model)
-    for step in range(3):
-        side.loss(model, step).backward()
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                assert module.weight.grad is not None
-                module.weight.grad.mul_(0.5)
-        step_and_clear(optimizer)
-        with torch.no_grad():
-            for module in model.modules():
-                if isinstance(module, nn.Linear):
-                    module.weight.add_(module.weight, alpha=-0.1)
-    return [model]
 
 
 class _Persistent(nn.Linear):

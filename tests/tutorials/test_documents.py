@@ -193,6 +193,19 @@ def _check_accumulated(names: dict[str, Any], rank: int) -> None:
     assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+def _check_token_mean(names: dict[str, Any], rank: int) -> None:
+    """One step on the concatenated rows of all ranks."""
+    is_uneven = "number" not in names
+    batches = [*data(0)[: 1 if is_uneven else None], *data(1)[: 2 if is_uneven else None]]
+    inputs, labels = map(torch.cat, zip(*batches, strict=True))
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    nn.functional.cross_entropy(plain(inputs), labels).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0 if is_uneven else math.inf)
+    optimizer.step()
+    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 def _check_clipped(names: dict[str, Any], rank: int) -> None:
     expected, _ = _plain_steps(3, max_norm=1.0)
     assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
@@ -375,6 +388,8 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("reference.md", "Accumulating gradients"): _check_accumulated,
     ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
+    ("recipes.md", "Different numbers of micro-batches on each rank"): _check_token_mean,
+    ("recipes.md", "The mean over all tokens"): _check_token_mean,
     ("recipes.md", "Experts of one rank"): _check_experts,
     ("recipes.md", "Units that some ranks skip"): _check_skipped,
     ("recipes.md", "float16 with a scaler"): _check_scaled,
@@ -467,7 +482,7 @@ def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
 
 SHORTER = {
     "bash scripts/demo.sh": "--epochs 1 --data digits",
-    "python scripts/tables/conformance.py": "",
+    "python scripts/evidence.py": "",
     "python scripts/benchmark.py": "--preset tiny --world-size 1 --rounds 1 --impl compute",
     "python -m flatshard plan": "--seq 16 --ranks 8 --strategy FULL_SHARD --checkpoint none",
     "torchrun --standalone --nproc-per-node 2 scripts/rollouts.py": "--steps 3",
@@ -487,7 +502,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     """Each in a copy of the repository's files, with an environment that is there already."""
     short = [more for start, more in SHORTER.items() if command.startswith(start)]
     assert short, f"say in SHORTER how to run it in a second: {command}"
-    for name in ("scripts", "flatshard", "pyproject.toml", "README.md"):
+    for name in ("scripts", "tests", "flatshard", "pyproject.toml", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     binaries = tmp_path / "venv" / "bin"

@@ -178,7 +178,7 @@ def _collectives(rank: int, world_size: int) -> None:
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     assert sum(u.parameter_bytes for u in planned.units) == sum(
-        h.flat_param.nbytes for unit in model._sharding.context.units for h in unit.handles
+        h.flat_param.nbytes for unit in model._sharded_unit.context.units for h in unit.handles
     )
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
@@ -193,7 +193,7 @@ def _large_parameters(rank: int, world_size: int) -> None:
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
         model = case.wrap(case.model())
         planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
-    root = model._sharding.context.root
+    root = model._sharded_unit.context.root
     assert len(root.handles) == 3  # the two large parameters, and the rest
     assert planned.units[-1].parameter_bytes == sum(h.flat_param.nbytes for h in root.handles)
     inputs, target = case.batch(0, ROWS)
@@ -242,7 +242,7 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             sharding_strategy=strategy,
             auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
         )
-    handles = model._sharding.context.root.handles
+    handles = model._sharded_unit.context.root.handles
     embedding = next(h for h in handles if h.params[0].name == "embed.weight")
     optimizers = [optimizer_of(one) for one in (plain, model)]
     stays = strategy == "SHARD_GRAD_OP"

@@ -304,9 +304,9 @@ def _owner(rank: int, world_size: int, way: str) -> None:
         with naming(tie.name):
             sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
             spans = {
-                span.name: (wrapper._sharding.unit.name, span.numel)
+                span.name: (wrapper._sharded_unit.name, span.numel)
                 for wrapper in sharded_modules(sharded)
-                for handle in wrapper._sharding.unit.handles
+                for handle in wrapper._sharded_unit.handles
                 for span in handle.layout.spans
             }
             sizes = {name: param.numel() for name, param in plain.named_parameters()}

@@ -57,7 +57,7 @@ def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) 
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    return [wrapper._sharding.unit.name for wrapper in sharded_modules(model)]
+    return [wrapper._sharded_unit.name for wrapper in sharded_modules(model)]
 
 
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
@@ -252,7 +252,7 @@ def _enable_wrap(rank: int, world_size: int, source: str) -> None:
     with enable(wrapper_cls=ShardedWrapper, sharding_strategy="SHARD_GRAD_OP"):
         inner = build()
     model = ShardedWrapper(inner)
-    assert [(w._sharding.unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
+    assert [(w._sharded_unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
         ("", "FULL_SHARD"),
         ("fc1", "SHARD_GRAD_OP"),
         ("fc2", "NO_SHARD"),

@@ -31,7 +31,8 @@ from flatshard.engine.events import StepExtension
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
-from flatshard.module.sharding import Sharding, sharding_of, shardings_in
+from flatshard.engine.unit import Unit
+from flatshard.module.wrappers import unit_of, wrappers_in
 from flatshard.optimizer import adapter
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.module_tree import unit_text
@@ -51,11 +52,12 @@ class Doing(NamedTuple):
 
 @contextlib.contextmanager
 def joining(
-    root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
+    root: Any, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
 ) -> Iterator[None]:
     """Implement ``ShardedWrapper.join``. Collective: all ranks, at entry and at exit."""
-    context = root.check_between_steps("join()")
-    _check(root)
+    unit = unit_of(root)
+    context = unit.context.check_between_steps("join()")
+    _check(unit)
     join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
     hooks = (
         register_optimizer_step_pre_hook(join.before_step),
@@ -77,10 +79,10 @@ def joining(
         join.end()
 
 
-def _check(root: Sharding) -> None:
+def _check(root: Unit) -> None:
     """Raise if ``join`` does not support a setting of the model. All ranks raise the same error."""
-    if not root.wrapper.check_is_root():
-        name = unit_text(root.unit.name)
+    if not root.is_root:
+        name = unit_text(root.name)
         raise RuntimeError(f"join(): {name} is inside a wrapper. Call join() on the root wrapper.")
     for extension in root.context.extensions:
         extension.needs_gradients("join()")
@@ -104,9 +106,9 @@ class Join(StepExtension):
     name = "join"
 
     def __init__(
-        self, root: Sharding, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
+        self, root: Any, optimizers: Iterable[Optimizer], by_initial_size: bool, throws: bool
     ) -> None:
-        self._root, self._state, self._throws = root, root.context, throws
+        self._root, self._state, self._throws = root, unit_of(root).context, throws
         self._by_initial_size = by_initial_size
         self._comm = self._state.world.side_group
         self._buffers = self._state.buffers
@@ -224,7 +226,7 @@ class Join(StepExtension):
     @contextlib.contextmanager
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
         if self._leads:
-            number = shardings_in(self._root.wrapper).index(sharding_of(module))
+            number = wrappers_in(self._root).index(module)
             self._exchange(Doing("clipping", (self._look(), number, arguments)))
         yield
         self._note_grads()
@@ -338,19 +340,12 @@ class Join(StepExtension):
 
     def follow_backward(self, grads: tuple[str, ...]) -> None:
         self._treat(grads)
-        for handle in self._handles:
-            handle.count_trainable()
-        owner = self._handles[0].params[0].spec.owner
-        with torch.enable_grad():
-            # This rank has no gradients to compute. Run a backward of a dummy tensor, so that this
-            # rank takes part in the work of all ranks at the end of a backward.
-            nothing = torch.zeros((), requires_grad=True) * 1
-            nothing.register_hook(lambda _: owner.start_backward())
-            nothing.backward()
+        self._state.backward.run_empty()
 
     def follow_clipping(self, grads: tuple[str, ...], number: int, arguments: Any) -> None:
         self._treat(grads)
-        shardings_in(self._root.wrapper)[number].wrapper.clip_grad_norm_(*arguments)
+        wrapper: Any = wrappers_in(self._root)[number]
+        wrapper.clip_grad_norm_(*arguments)
 
     def follow_step(self, grads: tuple[str, ...], key: Any, options: list[Any]) -> None:
         self._treat(grads)

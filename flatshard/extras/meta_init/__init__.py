@@ -34,7 +34,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.sharding import handles_in, sharding_of, shardings_in
+from flatshard.module.wrappers import handles_in, unit_of, units_in
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.ignored import places_in
 from flatshard.units.layout import as_bytes
@@ -60,31 +60,57 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
     overwrite parameters that already have values.
     """
     resets: Resets = {}
-
-    def visit(module: nn.Module, owner: Callable[[nn.Module], Any] | None) -> None:
-        if module in resets or module in plan.ignored.modules:
-            return
-        owner = _init_weights_of(module) or owner
+    owners: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
+    init_fn, ignored = plan.settings.param_init_fn, plan.ignored
+    unknown, mixed = list[str](), list[str]()
+    for name, module in plan.module.named_modules():
+        if module in ignored.modules:
+            continue
+        owner = _init_weights_of(module) or owners.get(module)
+        owners.update(dict.fromkeys(module.children(), owner))
+        own = {**module._parameters, **module._buffers}
+        missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         found = resets[module] = {}
-        reset = _reset_of(module)
-        if reset is not None and any(id(one) in start.missing for one in _own(module)):
-            found["reset_parameters()"] = reset
+        # Most modules of torch have `reset_parameters`; nn.MultiheadAttention `_reset_parameters`.
+        for reset in ("_reset_parameters", "reset_parameters"):
+            if missing and callable(call := getattr(module, reset, None)):
+                found["reset_parameters()"] = call
         # `_init_weights` of a module may also set tensors of submodules. Call `_init_weights` only
         # if all these tensors are on the meta device, so that no existing value is overwritten.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
-        for child in module.children():
-            visit(child, owner)
-
-    visit(plan.module, None)
-    problem = _uninitialisable(plan, start, resets) if _initialises(start) else None
-    raise_everywhere(ValueError(problem) if problem else None, start.world)
+        # Whether initialisation would overwrite present values. `reset_parameters` overwrites all
+        # parameters. A `param_init_fn` may keep values of parameters, but if the function calls
+        # `to_empty`, the values of ignored parameters are lost.
+        overwrites = any(
+            not (param is None or param.is_meta)
+            and (init_fn is None or (module, attribute) in ignored.places)
+            for attribute, param in module._parameters.items()
+        )
+        if init_fn is None and not found:
+            prefix = f"{name}." if name else ""
+            unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
+        elif missing and overwrites:
+            mixed.append(name or "the model itself")
+    problem = None
+    if unknown:
+        problem = (
+            "ShardedWrapper: these tensors are on the meta device, and their modules have no "
+            f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn that gives a module's "
+            "own tensors memory (module.to_empty(device=..., recurse=False)) and values, or "
+            "param_init_fn=flatshard.leave_empty if load_state_dict() follows, or "
+            "sync_module_states=True if rank 0 has the weights."
+        )
+    elif mixed:
+        problem = (
+            f"ShardedWrapper: module {mixed[0]!r} has some parameters on the meta device and "
+            f"others with values, which {'param_init_fn' if init_fn else 'reset_parameters()'} "
+            "would overwrite. Put all of the module's own parameters on the meta device, or none."
+        )
+    fails = problem is not None and _initialises(start)
+    raise_everywhere(ValueError(problem) if fails else None, start.world)
     return resets
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -93,55 +119,6 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
     return found if takes_module else None
-
-
-def _uninitialisable(plan: ModelPlan, start: InitialValues, resets: Resets) -> str | None:
-    unknown, mixed = [], []
-    init_fn, ignored = plan.settings.param_init_fn, plan.ignored
-    for name, module in plan.module.named_modules():
-        own = {**module._parameters, **module._buffers}
-        missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
-        if module in ignored.modules or not missing:
-            continue
-        # Find the module's parameters whose present values initialisation would overwrite.
-        # `reset_parameters` overwrites all parameters. A `param_init_fn` may keep values of
-        # parameters, but if the function calls `to_empty`, the values of ignored parameters are
-        # lost.
-        kept = [
-            attribute
-            for attribute, param in module._parameters.items()
-            if not (param is None or param.is_meta)
-            and (init_fn is None or (module, attribute) in ignored.places)
-        ]
-        if init_fn is None and not resets[module]:
-            prefix = f"{name}." if name else ""
-            unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
-        elif kept:
-            mixed.append(name or "the model itself")
-    if unknown:
-        return (
-            "ShardedWrapper: these tensors are on the meta device, and their modules have no "
-            f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn that gives a module's "
-            "own tensors memory (module.to_empty(device=..., recurse=False)) and values, or "
-            "param_init_fn=flatshard.leave_empty if load_state_dict() follows, or "
-            "sync_module_states=True if rank 0 has the weights."
-        )
-    if mixed:
-        return (
-            f"ShardedWrapper: module {mixed[0]!r} has some parameters on the meta device and "
-            f"others with values, which {'param_init_fn' if init_fn else 'reset_parameters()'} "
-            "would overwrite. Put all of the module's own parameters on the meta device, or none."
-        )
-    return None
-
-
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # Most modules of torch have `reset_parameters`; nn.MultiheadAttention has `_reset_parameters`.
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, name, None)
-        if callable(reset):
-            return reset  # type: ignore[no-any-return]
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,54 +134,29 @@ class _Slot:
     meta: Tensor
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
-    # Whether this is the first attribute with the parameter. A tied parameter is an attribute of
-    # several modules. Each attribute is initialised, because the constructor of the model also
-    # draws random numbers for each attribute, and the random numbers for later tensors must be the
-    # same as in the constructor. But only the values of the first attribute are kept.
+
+    # Whether this is the first attribute with the parameter, whose values are kept. A tied
+    # parameter is an attribute of several modules. Each attribute is initialised, because the
+    # constructor of the model also draws random numbers for each attribute, and the random numbers
+    # for later tensors must be the same as in the constructor.
     is_first: bool = True
 
     @property
-    def _holder(self) -> dict[str, Any]:
-        return self.module._buffers if self.handle is None else self.module._parameters
-
-    @property
     def tensor(self) -> Tensor | None:
-        return self._holder.get(self.attribute)
+        holder = self.module._buffers if self.handle is None else self.module._parameters
+        return holder.get(self.attribute)
 
     def allocate(self, device: torch.device | str) -> None:
         """Give the module a full plain tensor without values."""
         tensor = torch.empty_like(self.meta, device=device)
         if not tensor.is_meta:
             _write_pattern(tensor)
-        if self.param is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                sharded = self.param.sharded
-                tensor = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
-                tensor.__dict__ = sharded.__dict__  # attributes that users set
-        self._holder[self.attribute] = tensor
-
-
-def _param_slots(handles: Iterable[FlatParamHandle], missing: set[int]) -> list[_Slot]:
-    slots = []
-    for handle in handles:
-        # `missing` has ids from before sharding. The ids are still valid, because sharding changes
-        # the parameters but keeps the objects.
-        for param in (param for param in handle.params if id(param.sharded) in missing):
-            meta = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
-            places = param.locations
-            slots += [
-                _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])
-                for at in places
-            ]
-    return slots
-
-
-def _buffer_slots(root: nn.Module, missing: set[int]) -> list[_Slot]:
-    return [
-        _Slot(module, attribute, name, buffer)
-        for name, module, attribute, buffer in places_in(root)
-        if attribute in module._buffers and id(buffer) in missing
-    ]
+        if self.param is None:
+            self.module._buffers[self.attribute] = tensor
+            return
+        param = nn.Parameter(tensor, requires_grad=self.param.requires_grad)
+        param.__dict__ = self.param.sharded.__dict__  # attributes that users set
+        self.module._parameters[self.attribute] = param
 
 
 def _write_pattern(tensor: Tensor) -> None:
@@ -220,13 +172,6 @@ def _is_patterned(tensor: Tensor) -> bool:
     # initialised tensor, this is usually the first piece of all.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
-
-
-def _tie(slots: Iterable[_Slot]) -> None:
-    """Let modules share a buffer again if the buffer was shared on the meta device."""
-    first: dict[int, _Slot] = {}
-    for slot in slots:
-        slot.module._buffers[slot.attribute] = first.setdefault(id(slot.meta), slot).tensor
 
 
 class MetaInit:
@@ -246,40 +191,54 @@ class MetaInit:
     def run(self, root: ModuleProxy, handles: Iterable[FlatParamHandle]) -> None:
         """Initialise all tensors of ``root`` that need values, after the units were sharded.
 
-        If the ranks' values differ, all ranks take the values of rank 0, except with
-        ``sync_module_states=False``. If ``leave_empty`` left tensors empty, the first forward will
-        check for values from ``load_state_dict``. Collective: all ranks.
+        If ``leave_empty`` left tensors empty, the first forward will check for values from
+        ``load_state_dict``. Collective: all ranks.
 
         Raises:
             RuntimeError: an initialiser fails or misses a tensor. All ranks raise.
+            ValueError: ranks initialised tensors with different values, and the user has not
+                passed ``sync_module_states``. All ranks raise.
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        buffers = _buffer_slots(root, start.missing)
-        for slot in (*_param_slots(handles, start.missing), *buffers):
+        # `missing` has ids from before sharding. The ids are still valid, because sharding changes
+        # the parameters but keeps the objects.
+        slots = []
+        for handle in handles:
+            like = handle.flat_param.new_empty(0, device="meta")
+            for param in (one for one in handle.params if id(one.sharded) in start.missing):
+                meta, places = param.spec.empty(like), param.locations
+                slots += [
+                    _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])
+                    for at in places
+                ]
+        buffers = [
+            _Slot(module, attribute, name, buffer)
+            for name, module, attribute, buffer in places_in(root)
+            if attribute in module._buffers and id(buffer) in start.missing
+        ]
+        for slot in (*slots, *buffers):
             self._slots.setdefault(slot.module, []).append(slot)
-        groups = self._find_groups(root)
-        random_state = torch.get_rng_state()
-        on_cuda = self._device.type == "cuda"
-        cuda_state = torch.cuda.get_rng_state(self._device) if on_cuda else None
         # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
-        with temporarily(shardings_in(root), is_initialising=True):
-            sums = self._make_all(groups)
-            if not start.sends and world.size > 1:
-                start.different = names_of_different(sums, sums.values(), world)
-                start.sends = bool(start.different) and start.settings.sync_module_states is None
-                if start.sends:
-                    # Rank 0 has kept only shards. Restore the random state, so rank 0 creates the
-                    # same full tensors again, to send the tensors.
-                    torch.set_rng_state(random_state)
-                    if cuda_state is not None:
-                        torch.cuda.set_rng_state(cuda_state, self._device)
-                    self._make_all(groups)
-        _tie(buffers)
-        raise_everywhere(self._forgotten(), world)
+        with temporarily(units_in(root), is_initialising=True):
+            sums = self._make_all(self._find_groups(root))
+        if not start.sends and world.size > 1:
+            start.different = names_of_different(sums, sums.values(), world)
+            if start.different and start.settings.sync_module_states is None:
+                first, *others = start.different
+                more = f" and {len(others)} more" if others else ""
+                raise ValueError(
+                    f"ShardedWrapper: the ranks initialised {first!r}{more}, which were on the "
+                    "meta device, with different values. Call torch.manual_seed() with one seed on "
+                    "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
+                )
+        # Let modules share a buffer again if they shared the buffer on the meta device.
+        tied: dict[int, _Slot] = {}
+        for slot in buffers:
+            slot.module._buffers[slot.attribute] = tied.setdefault(id(slot.meta), slot).tensor
         left_empty = any(module.__dict__.pop(LEFT_EMPTY, False) for module in self._names)
         if any(world.maxima(bytes([left_empty]), op_name="comparing weights")):
-            sharding_of(root).check_loaded = check_loaded
+            unit_of(root).check_loaded = check_loaded
 
     def _find_groups(self, root: nn.Module) -> list[list[nn.Module]]:
         """Divide the modules into groups, in the order of initialisation.
@@ -368,7 +327,10 @@ class MetaInit:
                 for slot in slots:
                     slot.allocate(memory)
                 for module in modules:
-                    self._initialise(module)
+                    init_fn, calls = self._init_fn, self._resets[module]
+                    if init_fn is not None:
+                        calls = {"param_init_fn": partial(init_fn, module)}
+                    self._call(module, calls)
                     if LEFT_EMPTY in module.__dict__:
                         self._fill_unsaved(module)
                 for slot in slots:
@@ -392,12 +354,6 @@ class MetaInit:
             for slot in slots:
                 slot.allocate(self._device)
             self._call(module, self._resets[module])
-
-    def _initialise(self, module: nn.Module) -> None:
-        calls = self._resets[module]
-        if self._init_fn is not None:
-            calls = {"param_init_fn": partial(self._init_fn, module)}
-        self._call(module, calls)
 
     def _call(self, module: nn.Module, calls: dict[str, Callable[[], Any]]) -> None:
         for what, call in calls.items():
@@ -457,18 +413,6 @@ class MetaInit:
             # all groups would be in memory at the end.
             for handle in _handles_of(slots):
                 handle.page_out()
-
-    def _forgotten(self) -> RuntimeError | None:
-        """Return an error if a module has a meta tensor that is no parameter or buffer, or None."""
-        for module in self._names:
-            for attribute, value in vars(module).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    return RuntimeError(
-                        f"{self._where(module)}: attribute {attribute!r} is a tensor on the meta "
-                        "device, but neither a parameter nor a buffer, so nothing gives it values. "
-                        "Register the tensor as a buffer, or set it in reset_parameters()."
-                    )
-        return None
 
 
 def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:

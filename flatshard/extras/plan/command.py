@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from flatshard.extras.plan import report
-from flatshard.extras.plan.hardware import DEVICES, amount, calibrate
-from flatshard.extras.plan.report import Target, counts, plan, stages
+from flatshard.extras.plan.hardware import DEVICES, calibrate
+from flatshard.extras.plan.report import Target, plan
 
 _CHOICES = {
     "device": DEVICES,
@@ -25,8 +25,7 @@ _CHOICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
-    text = "a preset (llama3-8b), a config.json, package.module:function, or 70B: ZeRO's formulas"
-    add("spec", nargs="?", help=text)
+    add("spec", nargs="?", help="a preset (llama3-8b), a config.json, or package.module:function")
     # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
@@ -38,15 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         more |= {"nargs": "+"} if name == "strategy" else {}
         more = {"action": "store_true"} if kind is bool else more
         add(f"--{name.replace('_', '-')}", default=one.default, help=texts.get(name), **more)
-    add("--plot", metavar="FILE", help="plot memory over a step, and speed against memory")
     add("--json", action="store_true", help="print JSON")
     add("--calibrate", action="store_true", help="measure this machine's speed, and print --flops")
 
 
 def run(options: dict[str, Any]) -> None:
     """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
-    plot, as_json, measures = (options.pop(name) for name in ("plot", "json", "calibrate"))
-    spec = options.pop("spec")
+    as_json, measures, spec = (options.pop(name) for name in ("json", "calibrate", "spec"))
     if measures:
         if spec is not None:
             raise ValueError("--calibrate measures this machine and takes no SPEC. Leave out SPEC.")
@@ -57,10 +54,6 @@ def run(options: dict[str, Any]) -> None:
         print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
     elif spec is None:
         raise ValueError("expected a SPEC or --calibrate. Option --help lists the kinds of SPEC.")
-    elif re.fullmatch(r"[0-9.]+[MBT]", spec):
-        print(stages(amount(spec.replace("B", "G")), counts(options["ranks"])))
     else:
         made = plan(spec, **options)
-        if plot:
-            made.plot(plot)
         print(json.dumps(made.to_dict(), indent=1) if as_json else made)

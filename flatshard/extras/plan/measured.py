@@ -18,7 +18,7 @@ from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.trace import emptied
 from flatshard.memory.buffers import storage_bytes
-from flatshard.module.sharding import Sharding, units_in
+from flatshard.module.wrappers import handles_in, unit_of, units_in
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import CustomPolicy
 
@@ -56,18 +56,18 @@ class RankPlan:
         return "\n".join(lines)
 
 
-def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) -> RankPlan:
+def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankPlan:
     """Predict the memory of a wrapped model in a step, and measure the model's memory now."""
-    settings, units = sharding.settings, units_in(sharding.wrapper)
+    settings, units = unit_of(wrapper).settings, units_in(wrapper)
     ranks, placement, kind = settings.ranks, settings.placement, settings.device.type
     chosen = {module for unit in units if not unit.is_root for module in unit.modules}
-    measured = _measure(sharding, optimizer)
+    measured = _measure(wrapper, optimizer)
     held = measured.get("optimizer")
-    handles = [handle for unit in units for handle in unit.handles]
+    handles = handles_in(wrapper)
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
-    with _unwrapped(sharding.wrapper):
+    with _unwrapped(wrapper):
         traced = TracedModel.of(
-            lambda: sharding.wrapper.module,
+            lambda: wrapper.module,
             step,
             on_gpu=kind == "cuda",
             device=str(settings.device),
@@ -83,7 +83,7 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
             ranks_per_node=ranks.ranks_per_node,
             reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
         )
-    in_background = sharding.unit.topology.intra_group.transport_for().gathers_in_background
+    in_background = unit_of(wrapper).topology.intra_group.transport_for().gathers_in_background
     on_cpu = "sockets" if in_background else "native"
     machine = Machine(device_of(kind), transport="nccl" if kind == "cuda" else on_cpu)
     outcome = Replay(traced.trace, flats, machine).run()
@@ -95,8 +95,8 @@ def plan_wrapped(sharding: Sharding, step: Step, optimizer: Optimizer | None) ->
     return RankPlan(predicted, measured, outcome)
 
 
-def _measure(sharding: Sharding, optimizer: Optimizer | None) -> dict[str, int]:
-    handles = [handle for unit in units_in(sharding.wrapper) for handle in unit.handles]
+def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:
+    handles = handles_in(wrapper)
     found = {"parameters": storage_bytes(handle.flat_param for handle in handles)}
     grads = [p.grad for handle in handles for p in handle.sharded if p.grad is not None]
     if grads:
@@ -105,7 +105,7 @@ def _measure(sharding: Sharding, optimizer: Optimizer | None) -> dict[str, int]:
         states = (value for one in optimizer.state.values() for value in one.values())
         found["optimizer"] = _local_bytes(states)
     with contextlib.suppress(RuntimeError):  # `step_report` raises if no step was recorded
-        report = sharding.wrapper.step_report()
+        report = wrapper.step_report()
         found["unsharded"] = report.peak_gathered_bytes
         if report.peak_allocated_bytes is not None:
             found["peak"] = report.peak_allocated_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
 from flatshard.options.precision import MixedPrecision
-from flatshard.units.module_tree import unit_text
 from flatshard.units.policies import Policy
 
 STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
@@ -142,7 +140,7 @@ class Target:
     def choices(self) -> list[Choice]:
         """Trace one step, and replay the trace under each strategy on each number of ranks.
 
-        Raises ValueError if no strategy can be used, or if one unit alone needs too much memory.
+        Raises ValueError if no strategy can be used.
         """
         strategies = (self.strategy,) if isinstance(self.strategy, str) else self.strategy
         traced = TracedModel.of(
@@ -155,7 +153,6 @@ class Target:
         )
         if self.compile:
             traced.trace = compiled(traced.trace)
-        self._check_memory(traced)
         node = self.per_node
         found = [
             self._choice(traced, strategy, ranks)
@@ -184,24 +181,6 @@ class Target:
         fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
         speed = self.accumulate * self.batch / outcome.seconds
         return Choice(strategy, ranks, self.checkpoint, self.batch, outcome, fits, speed)
-
-    def _check_memory(self, traced: TracedModel) -> None:
-        """Raise ValueError if the device cannot hold the largest unit, which no strategy divides.
-
-        A rank holds all unsharded parameters of a unit, and the gradients of one flat parameter.
-        """
-        sums, most, memory = Counter[str](), Counter[str](), self.machine.device.memory_bytes
-        for flat in traced.flats(max(counts(self.ranks))):
-            sums[flat.name] += max(flat.gathered_bytes, flat.parameter_bytes) * (not flat.is_lookup)
-            most[flat.name] = max(most[flat.name], flat.whole_gradient_bytes)
-        unit, needs = (sums + most).most_common(1)[0]
-        if memory and needs + CONTEXT_BYTES > memory:
-            raise ValueError(
-                f"memory {show(memory)} is too small under every strategy: the unsharded "
-                f"parameters and gradients of {unit_text(unit)} need {needs:,} bytes "
-                f"({show(needs)}), and CUDA and NCCL need {show(CONTEXT_BYTES)}. Give more "
-                "memory, or an auto_wrap_policy that makes smaller units."
-            )
 
     def changes(self) -> dict[str, Choice]:
         """Predict training with one setting changed: checkpointing, ranks, batch or dtype.
@@ -286,36 +265,6 @@ class TrainingPlan:
             lines.append(f"checkpoint_blocks(model, {best.checkpoint!r})")
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
-    def plot(self, path: str) -> None:
-        """Plot memory over a step of the best choice, and speed against memory of all choices.
-
-        Raises ImportError if matplotlib is not installed.
-        """
-        from flatshard.extras.recording.memory_timeline import matplotlib
-
-        figure = matplotlib().Figure(figsize=(11, 4), layout="constrained")
-        over, frontier = figure.subplots(1, 2)
-        outcome = self._shown.outcome
-        times = [1000 * seconds for seconds, _ in outcome.timeline]
-        held = [totals for _, totals in outcome.timeline]
-        kinds = [kind for kind, most in outcome.peak.items() if most]
-        # Categories that hardly change are at the bottom.
-        kinds.sort(key=lambda kind: -min(totals.get(kind, 0) for totals in held))
-        rows = [[totals.get(kind, 0) / 1e9 for totals in held] for kind in kinds]
-        over.stackplot(times, rows, labels=kinds, step="post")
-        over.set(title=str(self._shown), xlabel="ms", ylabel="GB")
-        over.legend(fontsize=7, loc="upper left")
-        for strategy in dict.fromkeys(one.strategy for one in self.choices):
-            same = [one for one in self.choices if one.strategy == strategy]
-            points = [(one.outcome.peak_bytes / 1e9, one.samples_per_second) for one in same]
-            frontier.plot(*zip(*points, strict=True), "o-", label=strategy)
-            for one, point in zip(same, points, strict=True):
-                text = f"{one.ranks}{'' if one.fits else ', too large'}"
-                frontier.annotate(text, point, (4, 4), textcoords="offset points", fontsize=7)
-        frontier.set(title="ranks", xlabel="peak, GB", ylabel="samples per second and rank")
-        frontier.legend(fontsize=7)
-        figure.savefig(path, dpi=150)
-
     def __str__(self) -> str:
         shown, rows = self._shown, [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
@@ -334,26 +283,6 @@ class TrainingPlan:
             fits = "fits" if one.fits else "does not fit"
             lines.append(f"- {change}: {show(one.outcome.peak_bytes)} with {one}, {fits}")
         return "\n".join(lines)
-
-
-def stages(numel: float, ranks: Sequence[int]) -> str:
-    """Return a table of the persistent memory by ZeRO's formulas (arXiv 1910.02054), in GB.
-
-    For each element, mixed precision keeps 2 bytes of the parameter, 2 bytes of the gradient, and
-    12 bytes of the float32 weight and AdamW's two averages. The last row is training in float32,
-    without gradients: 4 bytes of the parameter and 8 bytes of the averages.
-    """
-    rows = [("stage", "sharded", *(f"{n} ranks" for n in ranks))]
-    for stage, what, whole, split in (
-        ("0", "nothing", 16, 0),
-        ("1", "optimizer", 4, 12),
-        ("2", "optimizer, gradients", 2, 14),
-        ("3", "optimizer, gradients, parameters", 0, 16),
-        ("3", "float32 parameters, optimizer", 0, 12),
-    ):
-        sizes = (numel * (whole + split / n) / 1e9 for n in ranks)
-        rows.append((stage, what, *(f"{size:,.1f} GB" for size in sizes)))
-    return tabulate(rows, numbers=range(2, 2 + len(ranks)))
 
 
 def counts(ranks: int | str | Sequence[int]) -> tuple[int, ...]:
@@ -424,8 +353,7 @@ def plan(
 
     Raises:
         CannotTraceError: the model's forward needs real values, which fake tensors lack.
-        ValueError: the name of the model or device is unknown, a number is too small, or a single
-            unit needs more than ``memory`` under every strategy.
+        ValueError: the name of the model or device is unknown, or a number is too small.
         TypeError: ``step`` is None, and the model does not return logits; or ``step`` does not
             return a loss.
     """

@@ -9,10 +9,10 @@ from torch import nn
 
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
+from flatshard.comm.settings import Settings, read_strategy, read_values
 from flatshard.engine.handle import LOOKUPS
 from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
-from flatshard.module.settings import Settings, read_strategy, read_values
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import ShardingStrategy
 from flatshard.options.transport_options import TransportOptions
@@ -73,11 +73,11 @@ class FlatMemory:
         self.gather_size = per_node if placement.over_all else num_shards
         self.compute_dtype = plan.precision.unsharded_dtype(plan.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
-        self.params = tuple(info.param for info in unit.flat_params[plan].values())
+        self.params = tuple(info.param for info in plan.infos)
         self.numel, self.is_single = layout.numel, layout.padded_numel == layout.spans[0].numel
         self.is_trained = plan.requires_grad
         self.is_cast = self.compute_dtype != plan.dtype
-        places = [place for info in unit.flat_params[plan].values() for place in info.locations]
+        places = [place for info in plan.infos for place in info.locations]
         self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
         self.regather_size = placement.regather_size or self.gather_size
@@ -147,7 +147,7 @@ def plan_flats(
     return plan, [
         FlatMemory(unit, flat, world_size, optimizer_bytes)
         for unit in plan.units
-        for flat in unit.flat_params
+        for flat in unit.flats
     ]
 
 

@@ -7,40 +7,28 @@ The recorder only observes steps (``StepExtension``), and changes nothing. Witho
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatshard.collectives import Event, record
-from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import agreed, raise_everywhere
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.extras.recording.memory_timeline import (
-    MemorySample,
-    MemoryTimeline,
-    matplotlib,
-    plot_memory,
-)
+from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.extras.recording.step_report import Range, StepReport, sum_up
-from flatshard.module.sharding import Sharding
+from flatshard.module.wrappers import unit_of
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.module_proxy import ModuleProxy
 
 __all__ = ["last_report", "record_steps"]
-
-PathLike = str | os.PathLike[str] | None
-
-_OWN = "{rank}"  # if a file name contains this text, every rank writes a separate file
-_PANELS = 8  # maximum number of ranks in one plot, because more panels would be too small to read
 
 # Report of the last recorded step of each model. The key is the context of the model's root.
 _last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
@@ -266,16 +254,18 @@ def peak_resident_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepReport]]:
+def record_steps(wrapper: ModuleProxy) -> Iterator[list[StepReport]]:
     """Record the steps that run inside the context; see ``ShardedWrapper.record_steps``."""
-    context = sharding.check_between_steps("record_steps()")
-    world, device = sharding.settings.ranks.world, sharding.settings.device
-    file = None if memory is None else os.fspath(memory)
-    # Check now that the file can be written. Otherwise a long run would first train, and fail only
-    # in the end.
-    raise_everywhere(_problem(context, world, file), world)
-    remedy = "Pass the same path on every rank. To write a file per rank, put '{rank}' in its name."
-    agreed(lambda: (True, {"memory": str(file)}), [world], "record_steps", remedy)
+    unit = unit_of(wrapper)
+    context = unit.context.check_between_steps("record_steps()")
+    world, device = unit.settings.ranks.world, unit.settings.device
+    problem = None
+    if context.extension(StepRecorder.name) is not None:
+        problem = RuntimeError(
+            "record_steps: the model's steps are being recorded already. Leave the other "
+            "`with model.record_steps():` block first."
+        )
+    raise_everywhere(problem, world)
     with record() as events:
         recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
         context.extend(recorder)
@@ -286,8 +276,6 @@ def record_steps(sharding: Sharding, memory: PathLike) -> Iterator[list[StepRepo
             recorder.end_step()
             if recorder.reports:
                 _last_reports[context] = recorder.reports[-1]
-    if file is not None:
-        _write(file, recorder.reports[-1:], world)
 
 
 def last_report(context: RunState) -> StepReport:
@@ -301,53 +289,3 @@ def last_report(context: RunState) -> StepReport:
             "`with model.record_steps():` before step_report()."
         )
     return report
-
-
-def _written(path: str, world: Communicator) -> str | None:
-    """Return the path of this rank's file, or None if this rank writes no file.
-
-    If ``path`` contains ``{rank}``, each rank writes a file, otherwise only rank 0.
-    """
-    if _OWN in path:
-        return path.replace(_OWN, str(world.rank))
-    return path if world.rank == 0 else None
-
-
-def _problem(context: RunState, world: Communicator, file: str | None) -> Exception | None:
-    """Return the error if this rank cannot record steps, or None if it can."""
-    if context.extension(StepRecorder.name) is not None:
-        return RuntimeError(
-            "record_steps: the model's steps are being recorded already. Leave the other "
-            "`with model.record_steps():` block first."
-        )
-    path = None if file is None else _written(file, world)
-    if path is None:
-        return None
-    try:
-        is_new = not Path(path).exists()
-        Path(path).open("a").close()
-        if is_new:  # remove the empty file, which would stay if the run failed
-            Path(path).unlink()
-        matplotlib()
-    except OSError as error:
-        return ValueError(
-            f"record_steps: memory: cannot write {path!r}: {error.strerror}. Pass a file in an "
-            "existing folder in which this user may write."
-        )
-    except ImportError as error:
-        return error
-    return None
-
-
-def _write(file: str, reports: Sequence[StepReport], world: Communicator) -> None:
-    """Plot the memory of the reported steps into the file.
-
-    Collective, unless each rank writes its own file: rank 0 gathers the reports of all ranks.
-    """
-    if _OWN not in file:
-        everyone = world.host.gather(reports, "recorded steps")
-        reports = [report for of_rank in everyone for report in of_rank]
-    path = _written(file, world)
-    if path is not None and reports:
-        panels = [(f"rank {one.rank}, step {one.number}", one.memory) for one in reports]
-        plot_memory(panels[:_PANELS], path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +44,7 @@ class MemoryTimeline:
         return found
 
 
-def matplotlib(name: str = "figure") -> Any:
+def _matplotlib(name: str) -> Any:
     # Import matplotlib only when a plot is made: matplotlib is optional, and slow to import.
     try:
         return importlib.import_module(f"matplotlib.{name}")
@@ -55,25 +54,10 @@ def matplotlib(name: str = "figure") -> Any:
         ) from error
 
 
-def plot_memory(timelines: Sequence[tuple[str, MemoryTimeline]], path: str) -> None:
-    """Plot each timeline into a panel with a title, and write the figure to ``path``.
-
-    A panel stacks the units: unsharded parameters at the bottom, gradients (hatched) above. All
-    timelines must have the same units, because the panels share a legend.
-    """
-    figure = matplotlib().Figure(figsize=(10, 1 + 3 * len(timelines)), layout="constrained")
-    panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    for axes, (title, timeline) in zip(panels, timelines, strict=True):
-        _draw(axes, timeline)
-        axes.set_title(title, loc="left", fontsize="medium")
-    panels[-1].set_xlabel("ms since the step began")
-    handles, labels = panels[0].get_legend_handles_labels()
-    columns = 1 + len(labels) // 40
-    figure.legend(handles, labels, loc="outside right upper", fontsize=7, ncols=columns)
-    figure.savefig(path, dpi=150)
-
-
-def _draw(axes: Any, timeline: MemoryTimeline) -> None:
+def plot_memory(timeline: MemoryTimeline, title: str, path: str) -> None:
+    """Plot a timeline: unsharded parameters at the bottom, gradients (hatched) above."""
+    figure = _matplotlib("figure").Figure(figsize=(10, 4), layout="constrained")
+    axes, turbo = figure.subplots(), _matplotlib("cm").turbo
     names = [name or "(root)" for name in timeline.units]
     # Present memory in MiB: the unsharded parameters of each unit, then the gradients of each unit.
     held = [0.0] * (2 * len(names))
@@ -82,14 +66,16 @@ def _draw(axes: Any, timeline: MemoryTimeline) -> None:
         held[sample.unit] = sample.gathered_bytes / _MIB
         held[len(names) + sample.unit] = sample.gradient_bytes / _MIB
         columns.append(list(held))
-    times = [1000 * sample.seconds for sample in timeline.samples] + [1000 * timeline.seconds]
     bands = axes.stackplot(
-        times,
+        [1000 * sample.seconds for sample in timeline.samples] + [1000 * timeline.seconds],
         list(zip(*columns, held, strict=True)),
-        colors=2 * [matplotlib("cm").turbo((i + 0.5) / len(names)) for i in range(len(names))],
+        colors=2 * [turbo((i + 0.5) / len(names)) for i in range(len(names))],
         labels=[*names, *(f"{name}: gradients" for name in names)],
         step="post",
     )
     for band in bands[len(names) :]:
         band.set(hatch="////", alpha=0.5)
-    axes.set(ylabel="MiB", xmargin=0)
+    axes.set(xlabel="ms since the step began", ylabel="MiB", xmargin=0)
+    axes.set_title(title, loc="left", fontsize="medium")
+    figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(names) // 20)
+    figure.savefig(path, dpi=150)

@@ -150,7 +150,7 @@ class StepReport:
             ImportError: matplotlib is not installed.
             OSError: ``path`` cannot be written.
         """
-        plot_memory([(f"rank {self.rank}, step {self.number}", self.memory)], path)
+        plot_memory(self.memory, f"rank {self.rank}, step {self.number}", path)
 
     def __str__(self) -> str:
         header = (

@@ -33,8 +33,9 @@ from flatshard.comm.work import watched
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
-from flatshard.module.sharding import Sharding, shardings_in
-from flatshard.options.precision import MixedPrecision, ReduceMode
+from flatshard.module.wrappers import check_has_all_modules, unit_of, units_in
+from flatshard.options.precision import ReduceMode
+from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 __all__ = ["Float8Shard", "register"]
@@ -55,7 +56,7 @@ _COMPRESS = (
 )
 
 
-def register(root: Sharding, state: Any, hook: Any) -> None:
+def register(root: ModuleProxy, state: Any, hook: Any) -> None:
     """Use ``hook`` to reduce the gradients of all units; see ``register_comm_hook``.
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
@@ -66,10 +67,10 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
         state: the first argument of each call of the hook.
         hook: the user's function.
     """
-    context, outermost = root.check_between_steps("register_comm_hook()"), root.unit
-    root.check_has_all_modules("given a hook")
-    precisions = {one.unit: one.settings.mixed_precision for one in shardings_in(root.wrapper)}
-    world = outermost.topology.world
+    outermost = unit_of(root)
+    context, world = outermost.context, outermost.topology.world
+    context.check_between_steps("register_comm_hook()")
+    check_has_all_modules(root, "given a hook")
 
     def prepare() -> tuple[dict[Unit, CommHook], Facts]:
         if context.has_run and context.root is not outermost:
@@ -78,8 +79,7 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
                 "forward. Register the hook of an inner wrapper before the first forward, or "
                 "register one hook for all units on the outermost wrapper."
             )
-        with_params = [pair for pair in precisions.items() if pair[0].handles]
-        planned = _plan(with_params, state, hook, world)
+        planned = _plan([unit for unit in units_in(root) if unit.handles], state, hook, world)
         return planned, {
             f"the hook of {unit_text(unit.name)}": (
                 f"an average, reduce_dtype={its.reduce_dtype}" if its.reduce is None else "called"
@@ -101,55 +101,35 @@ def register(root: Sharding, state: Any, hook: Any) -> None:
 
 
 def _plan(
-    units: Sequence[tuple[Unit, MixedPrecision]], state: Any, hook: Any, world: Communicator
+    units: Sequence[Unit], state: Any, hook: Any, world: Communicator
 ) -> dict[Unit, CommHook]:
-    for unit, _ in units:
-        _check_can_register(unit)
+    """Return what each unit does instead of its reduction. Raises if a unit cannot use the hook."""
     if not callable(hook):
         raise TypeError(
             f"expected a callable as hook, got {hook!r}. Pass the state first "
             "and then the hook: register_comm_hook(state, hook)."
         )
     is_average, dtype = _read_average(hook)
-    if is_average:
-        _check_averages_over(world, state, hook)
+    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+    if is_average and isinstance(group, dist.ProcessGroup):
+        ranks = sorted(dist.get_process_group_ranks(group))
+        if ranks != sorted(world.ranks):
+            raise ValueError(
+                f"the state of {_name(hook)} has a process group of ranks {ranks_text(ranks)}, but "
+                f"the model trains on ranks {world.ranks_text}. Pass the model's process group."
+            )
     planned = {}
-    for unit, precision in units:
-        wrapped_with = f"{unit_text(unit.name)} was wrapped with MixedPrecision"
-        if not is_average and precision.reduce_mode is ReduceMode.FIXED_ORDER:
-            raise ValueError(
-                f"{_name(hook)} may add gradients in any order, but {wrapped_with}("
-                'reduce_mode="fixed_order"). Leave out the hook or reduce_mode.'
-            )
-        if dtype is not None and precision.reduce_dtype not in (None, dtype):
-            raise ValueError(
-                f"{_name(hook)} reduces in {dtype}, but {wrapped_with}(reduce_dtype="
-                f"{precision.reduce_dtype}). Leave out the hook or reduce_dtype."
-            )
-        if is_average:
-            # The hook only averages, as flatshard's reduction does. So the hook is never called:
-            # flatshard reduces in the dtype that the hook would use.
-            planned[unit] = CommHook(dtype)
-        else:
-            # ``ReduceQueue`` calls the hook instead of a reduction.
-            _check_callable_for(unit, hook)
-            planned[unit] = CommHook(reduce=_user_hook(state, hook, world, unit.placement.sharded))
+    for unit in units:
+        if problem := _problem(unit, hook, dtype, is_average):
+            raise problem
+        # A hook that only averages is never called: flatshard reduces in the dtype that the hook
+        # would use. ``ReduceQueue`` calls any other hook instead of a reduction.
+        planned[unit] = (
+            CommHook(dtype)
+            if is_average
+            else CommHook(reduce=_user_hook(state, hook, world, unit.placement.sharded))
+        )
     return planned
-
-
-def _check_can_register(unit: Unit) -> None:
-    for handle in unit.handles:
-        if handle.comm_hook is not None:
-            raise RuntimeError(
-                f"{unit_text(unit.name)} already has a hook, which cannot be replaced. "
-                "register_comm_hook() of a wrapper also sets the hook of all wrappers inside, so "
-                "call register_comm_hook() only once for each wrapper."
-            )
-        if handle.grads.waits_for(GradSync.FULL):
-            raise RuntimeError(
-                f"{unit_text(unit.name)} holds gradients accumulated under no_sync. Register the "
-                "hook before no_sync, or after the backward that reduces the gradients."
-            )
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
@@ -167,49 +147,59 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     return False, None
 
 
-def _check_averages_over(world: Communicator, state: Any, hook: Any) -> None:
-    """Raise ValueError if the hook's state has a process group of other ranks than ``world``."""
-    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
-    if isinstance(group, dist.ProcessGroup):
-        ranks = sorted(dist.get_process_group_ranks(group))
-        if ranks != sorted(world.ranks):
-            raise ValueError(
-                f"the state of {_name(hook)} has a process group of ranks {ranks_text(ranks)}, but "
-                f"the model trains on ranks {world.ranks_text}. Pass the model's process group."
-            )
-
-
-def _check_callable_for(unit: Unit, hook: Any) -> None:
-    """Raise if flatshard cannot call the hook for the unit.
-
-    Raises:
-        NotImplementedError: the hook expects buckets, or the unit has a HYBRID strategy.
-        TypeError: the hook takes other arguments than flatshard would pass.
-    """
+def _problem(
+    unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool
+) -> Exception | None:
+    """Return the error if the unit cannot use the hook, otherwise None."""
+    where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
+    if any(handle.comm_hook is not None for handle in unit.handles):
+        return RuntimeError(
+            f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
+            "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "
+            "once for each wrapper."
+        )
+    if any(handle.grads.waits_for(GradSync.FULL) for handle in unit.handles):
+        return RuntimeError(
+            f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync, "
+            "or after the backward that reduces the gradients."
+        )
+    if dtype is not None and precision.reduce_dtype not in (None, dtype):
+        return ValueError(
+            f"{name} reduces in {dtype}, but {where} was wrapped with MixedPrecision(reduce_dtype="
+            f"{precision.reduce_dtype}). Leave out the hook or reduce_dtype."
+        )
+    if is_average:
+        return None
+    if precision.reduce_mode is ReduceMode.FIXED_ORDER:
+        return ValueError(
+            f"{name} may add gradients in any order, but {where} was wrapped with MixedPrecision("
+            'reduce_mode="fixed_order"). Leave out the hook or reduce_mode.'
+        )
     arguments, kind = "state, grad", "not sharded: the hook averages grad over ranks, in place"
     if unit.placement.sharded:
         arguments, kind = "state, full, out", "sharded: the hook fills out, this rank's part, with "
         kind += "the average of full over the ranks"
-    expected = f"hook({arguments}) for {unit_text(unit.name)}, which is {kind}"
+    expected = f"hook({arguments}) for {where}, which is {kind}"
     try:
         signature = inspect.signature(hook)
     except ValueError:  # some built-in functions have no signature: assume that they take anything
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
-        raise NotImplementedError(
-            f"{_name(hook)} takes a bucket of DistributedDataParallel, and flatshard has no "
+        return NotImplementedError(
+            f"{name} takes a bucket of DistributedDataParallel, and flatshard has no "
             f"buckets. {_COMPRESS}. Any other hook must have the form {expected}."
         )
     if unit.placement.hybrid:
-        raise NotImplementedError(
-            f"{unit_text(unit.name)} has a HYBRID strategy, which reduces gradients in two stages. "
+        return NotImplementedError(
+            f"{where} has a HYBRID strategy, which reduces gradients in two stages. "
             f"One hook cannot replace both stages. {_COMPRESS}. To keep this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
-    except TypeError as error:
-        raise TypeError(f"expected {expected}, got {_name(hook)}{signature}") from error
+    except TypeError:
+        return TypeError(f"expected {expected}, got {name}{signature}")
+    return None
 
 
 def _user_hook(

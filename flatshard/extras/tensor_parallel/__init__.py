@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
+from flatshard.comm.settings import Settings
 from flatshard.module.model_plan import PlannedUnit
-from flatshard.module.settings import Settings
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import ParamInfo, find_params, unit_text
@@ -195,10 +195,9 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     """Raise NotImplementedError if a setting of a unit is not supported for the unit's DTensors."""
     for unit in units:
         settings = unit.settings
-        for flat, infos in unit.flat_params.items():
-            first = next(
-                (one for one in infos.values() if hasattr(one.param, "tensor_parallel")), None
-            )
+        for flat in unit.flats:
+            split = (one for one in flat.infos if hasattr(one.param, "tensor_parallel"))
+            first = next(split, None)
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flatshard.engine.gradients import GradSync
-from flatshard.module.sharding import Sharding
+from flatshard.engine.unit import Unit
 from flatshard.state.model_state import StateDictOptions
 
 
@@ -120,7 +120,7 @@ _MISSING = {
 MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
 # Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
-ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
+ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
     # Whether a backward of the next forward reduces all gradients over all ranks.
     "require_backward_grad_sync": lambda one: {*one.context.syncs} == {GradSync.FULL},
     "device": lambda one: one.settings.device,
@@ -144,20 +144,20 @@ ATTRIBUTES: dict[str, Callable[[Sharding], Any]] = {
 }
 
 
-def attribute(name: str, sharding: Sharding | None, error: AttributeError) -> Any:
+def attribute(name: str, unit: Unit | None, error: AttributeError) -> Any:
     """Return the value of attribute ``name``, not found by Python on a ``ShardedWrapper``.
 
     Args:
         name: the name of the attribute.
-        sharding: the wrapper's state; None while the wrapper is being built or copied.
+        unit: the wrapper's unit; None while the wrapper is being built or copied.
         error: Python's error about the missing attribute.
 
     Raises:
         AttributeError: ``name`` is a method of torch's wrappers only, and the error names the
             replacement. If torch's wrappers do not have the name either, raises ``error``.
     """
-    if name in ATTRIBUTES and sharding is not None:
-        return ATTRIBUTES[name](sharding)
+    if name in ATTRIBUTES and unit is not None:
+        return ATTRIBUTES[name](unit)
     reason = why_missing(name)
     raise (error if reason is None else AttributeError(reason)) from None
 

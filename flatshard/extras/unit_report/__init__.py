@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
 from flatshard.extras import show_bytes, tabulate
-from flatshard.module.sharding import Sharding, shardings_in, units_in
-from flatshard.optimizer import adapter
+from flatshard.module.wrappers import units_in, wrappers_in
+from flatshard.units.module_proxy import ModuleProxy
 
 __all__ = ["report"]
 
@@ -20,41 +21,37 @@ _HEADER = (
 )
 
 
-def report(root: Sharding) -> str:
+def report(root: ModuleProxy) -> str:
     """Return a table of the units in a wrapper, with totals.
 
-    Lines below the table give the reason for each transport, and say how optimizers step.
+    Lines below the table give the reason for each transport.
     """
-    inside = shardings_in(root.wrapper)
-    # One row per unit: if several wrappers share a unit, the row describes the first wrapper.
-    first = {sharding.unit: sharding for sharding in reversed(inside)}
-    units = units_in(root.wrapper)
-    rest = "what is left" if len(inside) > 1 else "the whole model"
+    units = units_in(root)
+    rest = "what is left" if len(wrappers_in(root)) > 1 else "the whole model"
     count = f"{len(units)} unit{'s' if len(units) != 1 else ''}"
     sizes = _sizes("", [handle for unit in units for handle in unit.handles])
-    table = [_HEADER, *(_row(first[unit], rest) for unit in units)]
+    table = [_HEADER, *(_row(unit, rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
-    topologies = [first[unit].settings.topology for unit in units]
+    topologies = [unit.settings.topology for unit in units]
     # `transport_reason` is empty if only one transport was possible. Then add no line.
     reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
-    adapters = adapter.reports(root.wrapper.parameters())
-    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons), *adapters])
+    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons)])
 
 
-def _row(sharding: Sharding, rest: str) -> tuple[str, ...]:
-    unit, topology = sharding.unit, sharding.settings.topology
+def _row(unit: Unit, rest: str) -> tuple[str, ...]:
+    topology = unit.settings.topology
     kinds = [
         str(handle.flat_param.dtype).removeprefix("torch.")
         + ("" if handle.params[0].requires_grad else " frozen")
         + (f" {handle.layout.numel:,}" if len(unit.handles) > 1 else "")
         for handle in unit.handles
     ]
-    reason = sharding.reason or ("by hand" if unit.name else f"root: {rest}")
+    reason = unit.reasons[0] or ("by hand" if unit.name else f"root: {rest}")
     return (
         unit.name or "(root)",
         ", ".join(dict.fromkeys(type(module).__name__ for module in unit.modules)),
         *_sizes(" + ".join(kinds) or "none", unit.handles),
-        sharding.settings.strategy.name,
+        unit.settings.strategy.name,
         str(topology.shard.size),
         topology.transport,
         reason + (f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""),

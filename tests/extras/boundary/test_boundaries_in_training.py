@@ -19,7 +19,7 @@ from flatshard.checkpoint import (
 )
 from flatshard.extras.boundary import Boundary, block_numel
 from flatshard.memory_plan import predict
-from flatshard.module.sharding import handles_in
+from flatshard.module.wrappers import handles_in
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy

@@ -84,7 +84,7 @@ def _train_both(rank: int, size: int, folder: str) -> None:
                     optimizer = OPTIMIZERS[kind](trainable(model))
                     figures.append(_train(model, name, optimizer, rank))
                 _assert_equal(figures[1], figures[0])
-                handles = [h for unit in model._sharding.context.units for h in unit.handles]
+                handles = [h for unit in model._sharded_unit.context.units for h in unit.handles]
                 assert all(map(disk.is_on_disk, _tensors(optimizer)))
                 assert all(disk.is_on_disk(h.flat_param) is mode.takes_params for h in handles)
     del model, optimizer, handles, figures
@@ -160,7 +160,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     offload = CPUOffload(offload_params=True, path=folder)
     model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
     assert all(
-        h.memory.shows_shards for unit in model._sharding.context.units for h in unit.handles
+        h.memory.shows_shards for unit in model._sharded_unit.context.units for h in unit.handles
     )
     kind = torch.optim.Adam
     optimizers = [kind(one.parameters(), lr=1e-3) for one in (model, plain)]
@@ -184,7 +184,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     _step(twin, twin_optimizer, rank)
     _assert_equal(snapshot(model), before_step)
     assert all(
-        disk.is_on_disk(h.flat_param) for u in twin._sharding.context.units for h in u.handles
+        disk.is_on_disk(h.flat_param) for u in twin._sharded_unit.context.units for h in u.handles
     )
 
     # What is loaded and converted lives on the disk as well.
@@ -200,7 +200,7 @@ def _use_large(rank: int, size: int, folder: str) -> None:
         twin.module[0].weight.mul_(2)
     twin.double()
     assert all(
-        disk.is_on_disk(h.flat_param) for u in twin._sharding.context.units for h in u.handles
+        disk.is_on_disk(h.flat_param) for u in twin._sharded_unit.context.units for h in u.handles
     )
     doubled = snapshot(plain)["0.weight"].double() * 2
     _assert_equal(snapshot(twin)["0.weight"], doubled)

@@ -54,7 +54,7 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
     for name, way in BASIC.items():
         model = ROUTED.wrap(ROUTED.model(FP32), **way.keywords, mixed_precision=POLICY)
         # One flat parameter for what is in bfloat16, one for all that is not.
-        assert [h.buffer.dtype for h in model.layers[0]._sharding.unit.handles] == [FP32, BF16]
+        assert [h.buffer.dtype for h in model.layers[0]._sharded_unit.handles] == [FP32, BF16]
         with naming(name):
             assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
     compiled = ROUTED.model(FP32)

@@ -60,12 +60,9 @@ SPEC = f"{__name__}:Small"
 SMALL = (SPEC, "--batch", "4", "--seq", "32", "--ranks", "2..8", "--per-node", "4")
 
 
-def test_table_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    assert main(["plan", *SMALL, "--json", "--plot", str(picture)]) == 0
+def test_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert picture.stat().st_size > 10_000
     ways = {(one["strategy"], one["ranks"]): one for one in found["choices"]}
     assert {ranks for _, ranks in ways} == {2, 4, 8}
     # A hybrid strategy needs more than one node.
@@ -84,7 +81,7 @@ def test_table_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def test_options_have_the_names_of_the_keywords() -> None:
     parser = ArgumentParser()
     command.add_arguments(parser)
-    options = set(vars(parser.parse_args([]))) - {"plot", "json", "calibrate"}
+    options = set(vars(parser.parse_args([]))) - {"json", "calibrate"}
     keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
     # Only these keywords have no option: their values cannot be written on a command line.
@@ -144,8 +141,6 @@ def test_what_to_change_and_the_code_to_paste() -> None:
         (["plan", *SMALL, "--batch", "0"], "batch must be at least 1, got 0"),
         (["plan", *SMALL, "--ranks", "8..2"], "ranks must be at least 1, got 0"),
         (["plan", *SMALL, "--memory", "much"], "expected an amount such as 80GB or 990T, got 'm"),
-        # Unit blocks.0 in bf16, and its gradients in float32: 6 bytes per element.
-        (["plan", *SMALL, "--memory", "1.003GB"], "unit 'blocks.0' need 3,156,480 bytes (3.2 MB)"),
         (["plan", SPEC, "--strategy", "HYBRID_SHARD"], "needs several nodes"),
         (["plan", f"{__name__}:Branching", "--seq", "8"], "test_plan_command.py:"),
     ],
@@ -183,15 +178,3 @@ def test_a_model_of_another_kind() -> None:
     assert made.best is not None
     with pytest.raises(CannotTraceError, match=r"needs real values.*: aten\._local"):
         plan(Branching, seq=8)
-
-
-def test_formulas(capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures of the ZeRO paper, and 70 billion parameters."""
-    assert main(["plan", "7.5B", "--ranks", "64"]) == 0
-    text = capsys.readouterr().out
-    for size in ("120.0", "31.4", "16.6", "1.9"):
-        assert f"{size} GB" in text
-    assert main(["plan", "70B", "--ranks", "1,8,16"]) == 0
-    text = capsys.readouterr().out
-    for size in ("840.0", "105.0", "52.5"):
-        assert f"{size} GB" in text

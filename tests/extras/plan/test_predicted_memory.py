@@ -70,9 +70,7 @@ def _measure(rank: int, world_size: int) -> None:
                 optimizer.zero_grad()
                 model(torch.randn(4, 7)).sum().backward()
                 optimizer.step()
-        handles = [
-            handle for one in sharded_modules(model) for handle in one._sharding.unit.handles
-        ]
+        handles = [handle for one in sharded_modules(model) for handle in one._sharded_unit.handles]
         report = model.step_report()
         with naming(way):
             assert plan.numel == sum(p.numel() for p in build().parameters())

@@ -47,7 +47,7 @@ def _train(
             stack.enter_context(torch.profiler.profile(acc_events=True))
             model.warn_non_finite()
             for one in watchers:
-                model._sharding.context.extend(one)
+                model._sharded_unit.context.extend(one)
         for step in range(4):
             with model.no_sync() if step == 1 else contextlib.nullcontext():
                 inputs, target = CASES[case].batch(2 * step + rank, 4)

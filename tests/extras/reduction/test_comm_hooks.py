@@ -76,7 +76,7 @@ def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
     return [
         (handle.unit_name, handle.layout.padded_numel, handle.layout.shard_numel)
         for wrapper in ShardedWrapper.fsdp_modules(model)
-        for handle in wrapper._sharding.unit.handles
+        for handle in wrapper._sharded_unit.handles
     ]
 
 

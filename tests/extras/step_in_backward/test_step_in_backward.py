@@ -83,7 +83,7 @@ def _all_alike(rank: int, world_size: int) -> int:
                 if in_backward:
                     model.step_in_backward(optim)
                 for _ in _train(model, optim, case, rank, world_size):
-                    stepped = model._sharding.context.extension("step_in_backward")
+                    stepped = model._sharded_unit.context.extension("step_in_backward")
                     early += 0 if stepped is None else len(stepped._stepped)
                 ends.append((snapshot(model), ShardedWrapper.optim_state_dict(model, optim)))
             assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
@@ -130,7 +130,7 @@ def _several(rank: int, world_size: int) -> None:
                 steppers = [model.step_in_backward(one) for one in optimizers[:2] if in_backward]
                 early = 0
                 for step, _ in enumerate(_train_divided(model, optimizers, rank, world_size)):
-                    stepped = model._sharding.context.extension("step_in_backward")
+                    stepped = model._sharded_unit.context.extension("step_in_backward")
                     early += 0 if stepped is None else len(stepped._stepped)
                     if step == STEPS // 2 and steppers:
                         steppers[0].remove()  # the other goes on

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
+from tests.models import Mlp
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -140,8 +141,7 @@ def optimizer_sparseadam(side: Side) -> Any:
         loss = model(side.tokens(step, ROWS, 3)).square().mean()
         loss.backward()
         for optimizer in (sparse, dense):
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(optimizer)
         losses.append(loss.detach())
     return [*losses, model]
 
@@ -183,8 +183,7 @@ def schedulers(side: Side) -> Any:
         scheduler = make(optimizer)
         for step in range(4):
             side.loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(optimizer)
             plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
             scheduler.step(*([1.0] if plateau else []))
         results += [optimizer.param_groups[0]["lr"], side.loss(model, 9).detach()]
@@ -385,8 +384,7 @@ def edited_gradients(side: Side) -> Any:
             norms.append(param.grad.norm())
             param.grad.mul_(0.5)
             param.grad = param.grad + 0.01 * param.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [*norms, side.loss(model, 9)]
 
 
@@ -433,8 +431,7 @@ def optimizer_in_backward(side: Side) -> Any:
 
     def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(optimizer)
 
         return hook
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from .side import ROWS, Mlp, Side, idiom
+from tests.idioms.side import ROWS, Side, idiom
+from tests.models import Mlp
 
 # ---------------------------------------------------------------- kinds
 

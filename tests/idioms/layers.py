@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .side import ROWS, Side, idiom
+from tests.idioms.side import ROWS, Side, idiom
 
 
 class Recurrent(nn.Module):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .side import ORACLES, ROWS, Mlp, Side, idiom
+from tests.idioms.side import ORACLES, ROWS, Side, fail, failing, idiom, planned
+from tests.models import Mlp
 
 
 @idiom("accumulation under `no_sync`")
@@ -19,8 +20,7 @@ def accumulation(side: Side) -> Any:
             with side.no_sync(model):
                 side.loss(model, step + part).backward()
         side.loss(model, step + 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [side.loss(model, 9), model]
 
 
@@ -31,8 +31,7 @@ def accumulation_with_sync(side: Side) -> Any:
     for step in range(6):
         side.loss(model, step).backward()
         if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(optimizer)
     return [side.loss(model, 9), model]
 
 
@@ -81,8 +80,7 @@ def evaluation_between(side: Side) -> Any:
         loss.backward()
         with torch.no_grad():
             results.append(model(side.draw(31, 2, 7)))
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return results
 
 
@@ -264,29 +262,13 @@ def layer_drop_by_rank_declared(side: Side) -> Any:
 # ---------------------------------------------------------------- errors, and going on
 
 
-class Planned(Exception):
-    """An error that an idiom raises."""
-
-
-def _fail(*_: Any) -> None:
-    raise Planned
-
-
 def _going_on(side: Side, in_backward: bool) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
     losses = side.fit(model, optimizer, steps=2)[:-1]
-
-    def fail_later(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(_fail)
-
-    hook = side.inner(model).fc2.register_forward_hook(fail_later if in_backward else _fail)
-    try:
+    with failing(side.inner(model).fc2, in_backward):
         side.loss(model, 7).backward()
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     return losses + side.fit(model, optimizer, steps=3, first=2)
 
 
@@ -295,22 +277,20 @@ def exception_in_forward(side: Side) -> Any:
     return _going_on(side, in_backward=False)
 
 
-@idiom("an exception in backward on all ranks, caught")
+@idiom("an exception in backward on all ranks, caught", by_hand=True)
 def exception_in_backward(side: Side) -> Any:
     return _going_on(side, in_backward=True)
 
 
-@idiom("an exception in a parameter's hook, caught")
+@idiom("an exception in a parameter's hook, caught", by_hand=True)
 def exception_in_hook(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
-    hook = side.inner(model).fc2.weight.register_hook(_fail)
-    try:
+    hook = side.inner(model).fc2.weight.register_hook(fail)
+    with planned():
         side.loss(model, 7).backward()
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
-        optimizer.zero_grad()
+    hook.remove()
+    optimizer.zero_grad()
     return side.fit(model, optimizer)
 
 
@@ -319,13 +299,8 @@ def exception_in_evaluation(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = side.sgd(model)
     loss = side.loss(model, 0)
-    hook = side.inner(model).fc2.register_forward_hook(_fail)
-    try:
-        with torch.no_grad():
-            model(side.draw(30, 2, 7))
-        raise AssertionError("nothing was raised")
-    except Planned:
-        hook.remove()
+    with failing(side.inner(model).fc2), torch.no_grad():
+        model(side.draw(30, 2, 7))
     loss.backward()
     optimizer.step()
     return side.fit(model, optimizer, first=1)
@@ -341,7 +316,6 @@ def dropped_loss(side: Side) -> Any:
         if step % 2:
             continue
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
         losses.append(loss.detach())
     return [*losses, side.loss(model, 9)]

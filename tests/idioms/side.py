@@ -1,21 +1,28 @@
-"""`Side`: one rank of one implementation, and `IDIOMS`: what runs there.
+"""`Side`: one rank of one implementation, and `IDIOMS`: the scripts that run there.
 
-An idiom is written once, as a user of DistributedDataParallel would write it. What wrappers spell
-differently (wrapping, the module inside, `no_sync`, full state dicts) is a method of `Side`.
+An idiom is written once, as a user of DistributedDataParallel would write it. A method of `Side`
+stands for each thing that wrappers spell differently (wrapping, the module inside, `no_sync`, full
+state dicts).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flatshard import ShardedWrapper
+from flatshard.options import transport_options
+from flatshard.wrap import ModuleWrapPolicy
+from tests.ways import WAYS
 
 ROWS = 4
 STEPS = 4
@@ -27,72 +34,49 @@ STRATEGIES = (
 AUTO = "flatshard auto"
 """flatshard with `auto_wrap_policy="auto"` and every other default."""
 
-IMPLEMENTATIONS = (*ORACLES, *(f"flatshard {name}" for name in STRATEGIES), AUTO, "fsdp1", "fsdp2")
-
 Script = Callable[["Side"], Any]
 
 
 @dataclass(frozen=True)
 class Idiom:
-    """A script, and what the table says of it.
+    """A script, and what its table and its test say of it.
 
     Attributes:
-        section: the module that it is in.
-        title: what users call it.
-        is_by_hand: DistributedDataParallel is not right; gradients averaged by hand are.
+        section: the module that defines it.
+        title: its name for users.
+        by_hand: DistributedDataParallel raises or is wrong. The oracle averages gradients by hand.
         unused: DistributedDataParallel needs ``find_unused_parameters=True``.
-        slow: it takes more than a second, and is left out of the test suite.
+        slow: it takes more than a second, and the tests leave it out.
+        ways: keys of `WAYS` under which the tests always run it; empty: one way by turns.
     """
 
     name: str
     section: str
     title: str
     script: Script
-    is_by_hand: bool
-    unused: bool
-    slow: bool
+    by_hand: bool = False
+    unused: bool = False
+    slow: bool = False
+    ways: tuple[str, ...] = ()
 
 
 IDIOMS: dict[str, Idiom] = {}
 
 
-def idiom(
-    title: str, *, by_hand: bool = False, unused: bool = False, slow: bool = False
-) -> Callable[[Script], Script]:
+def idiom(title: str, **settings: Any) -> Callable[[Script], Script]:
     """Enter a script into `IDIOMS` under its own name."""
 
     def enter(script: Script) -> Script:
-        section = script.__module__.rpartition(".")[2]
-        add(script.__name__, section, title, script, by_hand=by_hand, unused=unused, slow=slow)
+        add(script.__name__, script.__module__.rpartition(".")[2], title, script, **settings)
         return script
 
     return enter
 
 
-def add(
-    name: str,
-    section: str,
-    title: str,
-    script: Script,
-    *,
-    by_hand: bool = False,
-    unused: bool = False,
-    slow: bool = False,
-) -> None:
-    """The same under another name."""
+def add(name: str, section: str, title: str, script: Script, **settings: Any) -> None:
+    """Enter a script under another name."""
     assert name not in IDIOMS, name
-    IDIOMS[name] = Idiom(name, section, title, script, by_hand, unused, slow)
-
-
-class Mlp(nn.Module):
-    """7-5-4-3: no size divides by the number of ranks, or by another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(7, 5), nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc3(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
+    IDIOMS[name] = Idiom(name, section, title, script, **settings)
 
 
 class Side:
@@ -101,6 +85,7 @@ class Side:
     def __init__(self, implementation: str, unused: bool = False) -> None:
         self.implementation = implementation
         self.unused = unused
+        self.is_flatshard = implementation.startswith("flatshard")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     # -------------------------------------------------- what wrappers spell differently
@@ -110,19 +95,19 @@ class Side:
 
         ``divergent`` declares to flatshard that some ranks skip units.
         """
-        kind, _, strategy = self.implementation.partition(" ")
+        kind = self.implementation.partition(" ")[0]
         classes = units or (nn.Linear,)
         if kind == "ddp":
             return nn.parallel.DistributedDataParallel(module, find_unused_parameters=self.unused)
         if kind == "flatshard":
-            return self._flatshard(module, strategy, classes, divergent)
+            policy = "auto" if self.implementation == AUTO else ModuleWrapPolicy(classes)
+            return self.shard(module, auto_wrap_policy=policy, allow_divergence=divergent)
         if kind == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel
-            from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+            from torch.distributed.fsdp import FullyShardedDataParallel, wrap
 
-            policy = ModuleWrapPolicy(set(classes))
+            cpu, policy = torch.device("cpu"), wrap.ModuleWrapPolicy(set(classes))
             return FullyShardedDataParallel(
-                module, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+                module, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu
             )
         if kind == "fsdp2":
             from torch.distributed.device_mesh import init_device_mesh
@@ -135,32 +120,28 @@ class Side:
             return fully_shard(module, mesh=mesh)
         return ByHand(module)
 
-    def _flatshard(
-        self, module: nn.Module, strategy: str, units: Any, divergent: bool
-    ) -> nn.Module:
-        from flatshard import ShardedWrapper
-        from flatshard.wrap import ModuleWrapPolicy
-
-        if strategy == "auto":
-            return ShardedWrapper(module, auto_wrap_policy="auto", allow_divergence=divergent)
-        if strategy.startswith("HYBRID"):  # two nodes
+    def shard(self, module: nn.Module, **keywords: Any) -> ShardedWrapper:
+        """The module in flatshard's wrapper; ``keywords`` go before those of the way."""
+        way = self.implementation.partition(" ")[2]
+        settings = WAYS[way].keywords if way in WAYS else {"sharding_strategy": way}
+        settings = {} if way == "auto" else settings
+        if str(settings.get("sharding_strategy")).startswith("HYBRID"):  # two nodes
             os.environ["LOCAL_WORLD_SIZE"] = str(max(1, self.world // 2))
-        return ShardedWrapper(
-            module,
-            auto_wrap_policy=ModuleWrapPolicy(units),
-            sharding_strategy=strategy,
-            coalesce_bytes=0,  # toy units would be one
-            allow_divergence=divergent,
-        )
+        return ShardedWrapper(module, **{**settings, **keywords})
+
+    def wrap_whole(self, module: nn.Module) -> Any:
+        """The module, wrapped; all of it is one unit."""
+        return self.shard(module) if self.is_flatshard else self.wrap(module)
 
     def inner(self, model: nn.Module) -> Any:
         """The user's module: ``model.module``, where a wrapper is around it."""
         return model if self.implementation == "fsdp2" else model.module
 
     @contextlib.contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
+    def no_sync(self, model: Any, **keywords: Any) -> Iterator[None]:
+        """``no_sync()`` of the wrapper; ``keywords`` are flatshard's own."""
         if self.implementation != "fsdp2":
-            with model.no_sync():
+            with model.no_sync(**keywords if self.is_flatshard else {}):
                 yield
             return
         model.set_requires_gradient_sync(False)
@@ -207,7 +188,7 @@ class Side:
         self, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
         """Load the ``state_dict()`` of an optimizer of the unwrapped model."""
-        if self.implementation.startswith("flatshard"):
+        if self.is_flatshard:
             state = model.optim_state_dict_to_load(model, optimizer, state)
         elif self.implementation == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel
@@ -225,6 +206,11 @@ class Side:
         optimizer.load_state_dict(state)
 
     # -------------------------------------------------- data and training
+
+    def step(self, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def draw(self, step: int, *shape: int, of: int | None = None) -> Tensor:
         """Random numbers of a step: this rank's, or rank ``of``'s."""
@@ -276,6 +262,37 @@ class Side:
         return value
 
 
+class Planned(Exception):
+    """An error that an idiom raises."""
+
+
+def fail(*_: Any) -> None:
+    raise Planned
+
+
+@contextlib.contextmanager
+def planned() -> Iterator[None]:
+    """The block raises `Planned`, which goes no further."""
+    try:
+        yield
+    except Planned:
+        return
+    raise AssertionError("nothing was raised")
+
+
+@contextlib.contextmanager
+def failing(module: nn.Module, in_backward: bool = False) -> Iterator[None]:
+    """In this block, a forward of the module or its backward raises `Planned`, once."""
+
+    def fail_later(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = module.register_forward_hook(fail_later if in_backward else fail)
+    with planned():
+        yield
+    handle.remove()
+
+
 class ByHand(nn.Module):
     """The oracle where DDP raises: the gradients of each backward are averaged after it."""
 
@@ -283,10 +300,8 @@ class ByHand(nn.Module):
         super().__init__()
         self.module = module
         self.is_synchronised = True
-        self._is_queued = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_queued = False  # also after a backward that raised
         if self.training and self.is_synchronised:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, 0)
@@ -304,12 +319,10 @@ class ByHand(nn.Module):
         self.is_synchronised = True
 
     def _queue(self, _: Tensor) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        # Once for each output: to average averages changes nothing.
+        torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
-    def _average(self) -> None:
-        self._is_queued = False
+    def average(self) -> None:
         for param in self.module.parameters():
             uses = torch.tensor(float(param.grad is not None))
             dist.all_reduce(uses)
@@ -334,14 +347,53 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in(vars(value))
 
 
-def run_cell(name: str, implementation: str) -> Any:
-    """What this rank of the implementation makes of the idiom."""
+def run(name: str, implementation: str, coalesces: bool = False) -> Any:
+    """The results of the idiom on this rank.
+
+    ``coalesces``: small units become one, as users' do. Then the toy models are one unit.
+    """
     found = IDIOMS[name]
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
+    bytes_ = transport_options.COALESCE_BYTES if coalesces else 0
     try:
-        side = Side(implementation, found.unused)
-        return side.results(found.script(side))
+        with mock.patch.object(transport_options, "COALESCE_BYTES", bytes_):
+            side = Side(implementation, found.unused)
+            return side.results(found.script(side))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def difference(ours: Any, oracle: Any, tolerance: float = 1e-12, where: str = "") -> str:
+    """The first difference in words; an empty text if the results are equal.
+
+    ``tolerance``: relative and absolute, for float64; the ranks' sums round in another order.
+    """
+    if isinstance(oracle, dict):
+        if list(ours) != list(oracle):
+            return f"{where}names {list(ours)} instead of {list(oracle)}"
+        return _first(difference(ours[key], oracle[key], tolerance, f"{key}: ") for key in oracle)
+    if isinstance(oracle, list):
+        if len(ours) != len(oracle):
+            return f"{where}{len(ours)} results instead of {len(oracle)}"
+        return _first(
+            difference(one, other, tolerance, where or f"result {index}: ")
+            for index, (one, other) in enumerate(zip(ours, oracle, strict=True))
+        )
+    if isinstance(oracle, (Tensor, float)):
+        ours, oracle = torch.as_tensor(ours), torch.as_tensor(oracle)
+        if ours.shape != oracle.shape or ours.dtype != oracle.dtype:
+            return f"{where}{ours.dtype} of {tuple(ours.shape)}, not of {tuple(oracle.shape)}"
+        some = tolerance if oracle.dtype in (torch.float64, torch.complex128) else 1e-5
+        if not torch.allclose(ours, oracle, rtol=some, atol=some, equal_nan=True):
+            return f"{where}differs by {(ours - oracle).abs().max().item():.1g}"
+        return ""
+    return "" if ours == oracle else f"{where}{ours!r} instead of {oracle!r}"
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
+from tests.models import Mlp
 
 # ---------------------------------------------------------------- hooks
 
@@ -201,8 +202,7 @@ def grad_of_inputs(side: Side) -> Any:
         (slope,) = torch.autograd.grad(model(x).square().mean(), x)
         results.append(slope)
         F.mse_loss(model(x.detach() + 0.1 * slope.sign()), side.draw(50, ROWS, 3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [*results, model]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .side import ORACLES, ROWS, Mlp, Side, idiom
+from tests.idioms.side import ORACLES, ROWS, Side, idiom
+from tests.models import Mlp
 
 
 @idiom("`load_state_dict` of an unwrapped model's state")
@@ -68,8 +69,7 @@ def load_plain_optimizer(side: Side) -> Any:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for step in range(2):
         plain(side.draw(step, ROWS, 7, of=0)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     state = optimizer.state_dict()
     net = Mlp()
     net.load_state_dict(plain.state_dict())

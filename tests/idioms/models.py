@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .side import ROWS, Mlp, Side, add, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
+from tests.models import Mlp
 
 # ---------------------------------------------------------------- inputs and outputs
 
@@ -166,8 +167,7 @@ def input_gradient(side: Side) -> Any:
         x = side.draw(step, ROWS, 7).requires_grad_()
         model(x).square().mean().backward()
         grads.append(x.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [*grads, model]
 
 
@@ -294,12 +294,8 @@ def wrapped_one_by_one(side: Side) -> Any:
     net = Mlp()
     if side.implementation not in ("ddp", "by hand"):
         net.fc1 = side.wrap(net.fc1, nn.Conv2d)
-        if side.implementation.startswith("flatshard"):
-            from flatshard import ShardedWrapper
-
-            strategy = side.implementation.partition(" ")[2]
-            strategy = None if strategy == "auto" else strategy
-            return side.fit(ShardedWrapper(net, sharding_strategy=strategy))
+        if side.is_flatshard:
+            return side.fit(side.shard(net))
         if side.implementation == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -314,8 +310,7 @@ def chained(side: Side) -> Any:
     optimizer = side.sgd(first, second)
     for step in range(3):
         F.mse_loss(second(first(side.draw(step, ROWS, 7))), side.draw(50, ROWS, 3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return [first, second]
 
 
@@ -401,8 +396,7 @@ def buffer_no_sync(side: Side) -> Any:
             loss.backward()
         losses.append(loss.detach())
         side.loss(model, 20 + step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        side.step(optimizer)
     return losses
 
 

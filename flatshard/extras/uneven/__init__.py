@@ -1,0 +1,127 @@
+"""Extra: ranks accumulate gradients over different numbers of micro-batches.
+
+Without this folder, ``ShardedWrapper.no_sync(uneven=True)`` raises ``MissingExtraError``.
+
+Inside the context, all ranks keep the unsharded parameters of all units
+(``Unit.stays_unsharded``). So a forward or backward needs no all-gather, and no other rank. At the
+end of the context, all ranks run the end of a backward together, which reduces the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from flatshard.comm.work import CollectiveError
+from flatshard.engine.gradients import GradSync
+from flatshard.engine.prefetch import ExecutionOrder
+from flatshard.engine.run_state import RunState, temporarily
+from flatshard.options.extras import extra
+
+_NAME = "no_sync(uneven=True)"
+_logger = logging.getLogger("flatshard")
+
+
+@contextlib.contextmanager
+def uneven(state: RunState) -> Iterator[None]:
+    """Implement ``ShardedWrapper.no_sync(uneven=True)``. Collective at entry and at exit."""
+    if state.extension("join") is not None:
+        raise RuntimeError(f"{_NAME} was called inside of join(). Use one of the two.")
+    for extension in state.extensions:
+        extension.needs_gradients(_NAME)
+    _log_cost(state)
+    problem: Exception | None = None
+    accumulate = [GradSync.ACCUMULATE] * len(state.units)
+    try:
+        with (
+            temporarily(state.units, stays_unsharded=True),
+            temporarily([state], syncs=accumulate, under_no_sync=True),
+            # Ranks run different forwards, but must predict the same order of units afterwards.
+            temporarily([state.prefetch], order=ExecutionOrder()),
+            _no_steps(state),
+        ):
+            with torch.no_grad(), state.outside_use.unsharded(state.units):
+                if state.buffers is not None:  # as before the first forward under `no_sync`
+                    state.buffers.before_forward(False, under_no_sync=True)
+            try:
+                yield
+            except Exception as error:
+                problem = error
+            if not isinstance(problem, CollectiveError):  # which all ranks raise
+                _leave_together(state, problem)
+        if problem is not None:
+            raise problem
+        _reduce(state)
+    except BaseException:
+        state.forward.recover()
+        for unit in state.units:
+            unit.forget_calls()
+            unit.reshard()
+        raise
+
+
+def _log_cost(state: RunState) -> None:
+    if state.world.rank == 0 and not any(unit.stays_unsharded for unit in state.units):
+        buffers = sum(unit.buffer_bytes for unit in state.units) / 2**20
+        grads = sum(handle.reduce_plan.full_bytes for handle in state.handles) / 2**20
+        _logger.info(
+            f"{_NAME}: inside of the context, each rank holds the unsharded parameters "
+            f"({buffers:.0f} MiB) and gradients (about {grads:.0f} MiB) of the whole model."
+        )
+
+
+@contextlib.contextmanager
+def _no_steps(state: RunState) -> Iterator[None]:
+    """Raise if an optimizer steps parameters of the model inside the context."""
+    own = {id(param) for handle in state.handles for param in handle.sharded}
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"{_NAME}: {type(optimizer).__name__}.step() was called inside of the context, "
+                "where gradients are not reduced. Step after the context, on all ranks."
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _leave_together(state: RunState, problem: Exception | None) -> None:
+    """Wait until all ranks leave the context. Collective.
+
+    Raises RuntimeError if another rank leaves with an exception, which the message contains.
+    """
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    counts = state.extension("average_over") is not None
+    everyone = state.world.host.gather_unless_equal((text, counts), f"leaving {_NAME}")
+    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
+        if theirs is not None and problem is None:
+            raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
+    # A rank without micro-batches has not called `average_over`, and counts zero.
+    if not counts and any(theirs for _, theirs in everyone):
+        state.extend(extra("average_over", "ShardedWrapper.average_over()").AverageOver(state))
+
+
+def _reduce(state: RunState) -> None:
+    """Reduce the gradients of all ranks, and publish the averages in ``.grad``. Collective."""
+    state.forward.recover()  # a backward may have failed, and the program caught the exception
+    for unit in state.units:
+        unit.sync = GradSync.FULL
+        unit.forget_calls()
+        unit.wait_unshard()  # a rank without a forward has not seen yet which parameters train
+        unit.put_back()
+    state.accumulates = False
+    if state.buffers is not None:
+        state.buffers.is_due = True
+    # No rank adopts an order of reductions from this backward, in which no gradient arrives.
+    with temporarily([state.backward.queue], is_order_agreed=True):
+        state.backward.run_empty()

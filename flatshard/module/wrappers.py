@@ -1,0 +1,145 @@
+"""Finds the wrappers, the units and the flat parameters in a model.
+
+A wrapper has one attribute of its own, its ``Unit``. Wrappers of small neighbouring modules may
+share a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from torch import nn
+
+from flatshard.comm.consistency import raise_everywhere
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.unit import Unit
+from flatshard.state.model_shards import ModelShards
+from flatshard.state.model_state import UnitStateDict
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import paths, unit_text
+
+
+def unit_of(wrapper: ModuleProxy) -> Unit:
+    unit: Unit = wrapper.__dict__["_sharded_unit"]
+    return unit
+
+
+def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
+    """Return the wrappers in a model, outermost first; an empty list for an unwrapped model.
+
+    ``nested=False``: without the wrappers that are inside of another wrapper.
+    """
+    # `module.modules()` takes three times as long, because it builds the name of every module.
+    found, waiting = dict[ModuleProxy, None](), [module]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, ModuleProxy):
+            found[inner] = None
+        if nested or not isinstance(inner, ModuleProxy):
+            waiting += [one for one in reversed(inner._modules.values()) if one is not None]
+    return list(found)
+
+
+def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
+    """Return the wrappers in a model, outermost first, with the names of the wrapped modules."""
+    found: dict[ModuleProxy, str] = {}
+    for name, path in paths(module):
+        if isinstance(path[-1], ModuleProxy):
+            found.setdefault(path[-1], name)
+    return found
+
+
+def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
+    """Return the units of a module that also belong to another model.
+
+    The values are the outermost wrappers of the other models, as long as these wrappers exist.
+    """
+    inside = wrappers_in(module)
+    # The units are in the same order on all ranks, so that all ranks name the same unit first.
+    return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}
+
+
+def units_in(module: nn.Module, *, nested: bool = True) -> list[Unit]:
+    return list(dict.fromkeys(map(unit_of, wrappers_in(module, nested=nested))))
+
+
+def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:
+    return [unit.state_dict for unit in units_in(module)]
+
+
+def handles_in(module: nn.Module) -> list[FlatParamHandle]:
+    return [handle for unit in units_in(module) for handle in unit.handles]
+
+
+def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
+    """Return the modules of the ``units`` that fewer than ``world_size`` ranks train.
+
+    Each group of ranks that trains such a unit has different values in the unit's buffers.
+    """
+    return {
+        inner
+        for unit in units
+        if unit.topology.world.size < world_size
+        for module in unit.modules
+        for inner in module.modules()
+    }
+
+
+def check_not_summoned(units: Iterable[Unit], action: str) -> None:
+    """Raise RuntimeError inside of ``summon_full_params``.
+
+    ``action`` completes the message "the model was ...": "copied", for example.
+    """
+    for unit in units:
+        if any(handle.summoned is not None for handle in unit.handles):
+            raise RuntimeError(
+                f"{unit_text(unit.name)}: the model was {action} under "
+                "summon_full_params(). Leave the context first."
+            )
+
+
+def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
+    """Raise RuntimeError if modules outside of a wrapper share a unit with its modules."""
+    inside, own = set(wrapper.modules()), unit_of(wrapper)
+    for unit in units_in(wrapper):
+        if not inside.issuperset(unit.modules):
+            name = own.names[list(own.modules).index(wrapper.module)]
+            raise RuntimeError(
+                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: the "
+                "module is small and shares a unit with its neighbours. Use the outermost "
+                "wrapper, or wrap with coalesce_bytes=0."
+            )
+
+
+def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
+    """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: the model must be an nn.Module, got {type(module).__name__}.")
+    units = units_in(module)
+    for context in dict.fromkeys(unit.context for unit in reversed(units)):
+        context.check_between_steps(caller)
+    check_not_summoned(units, f"asked for {caller}")
+    return units
+
+
+def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
+    """Return this rank's shards of a model, for checkpoints; None for an unwrapped model.
+
+    Collective: all ranks that train the model. If one rank is inside of a step or of
+    ``summon_full_params``, all ranks raise that rank's error.
+    """
+    problem = None
+    try:
+        units_between_steps(model, caller)
+    except RuntimeError as error:
+        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
+        # would wait for this rank in the next collective.
+        problem = error
+    parts = state_dicts_in(model)
+    if not parts:
+        return None
+    shards = ModelShards(model, parts)
+    # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
+    # ranks never make the call (for example under `if rank == 0:`).
+    raise_everywhere(problem, shards.world, caller)
+    return shards

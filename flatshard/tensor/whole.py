@@ -1,0 +1,157 @@
+"""Gathers full tensors from the ranks' parts, and divides full tensors into parts again.
+
+One exchange (an all-to-all of bytes) moves any number of tensors: each rank sends its elements to
+the ranks that need them. From the layout, every rank knows which elements the other ranks hold.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.comm.communicator import Communicator
+from flatshard.tensor.shard_spec import ShardSpec
+from flatshard.units.layout import as_bytes
+
+
+class Moved(NamedTuple):
+    """A tensor with the shape of a parameter, which an exchange makes whole or divides."""
+
+    spec: ShardSpec
+    part: Tensor  # this rank's elements, 1-D
+    full: Tensor | None  # None on a rank that does not have, or does not get, the full tensor
+    owner: int | None  # the rank of `spec.comm` with the full tensor; None: every rank
+
+
+def gather(parts: Iterable[tuple[ShardSpec, Tensor]], op_name: str) -> list[Tensor]:
+    """Return the full tensors, on every rank. The arguments are those of ``start_gather``."""
+    found = start_gather([(spec, part, None) for spec, part in parts], op_name)()
+    return [full for full in found if full is not None]
+
+
+def start_gather(
+    parts: Iterable[tuple[ShardSpec, Tensor, int | None]], op_name: str
+) -> Callable[[], list[Tensor | None]]:
+    """Start to gather full tensors.
+
+    Collective: all ranks of the parameters' shard groups. If ranks gather different tensors, all
+    ranks raise CollectiveError before any value is sent.
+
+    Args:
+        parts: for each tensor, the parameter's spec, this rank's elements, and the owner: the rank
+            of ``spec.comm`` that gets the full tensor. None: every rank gets the full tensor.
+        op_name: name of the operation, which ranks compare.
+
+    Returns:
+        A function that waits, and returns the full tensors in the order of ``parts``, with None for
+        tensors that this rank does not get. The full tensors share no memory with the parts.
+    """
+    moved = [
+        Moved(spec, part, spec.empty(part) if owner in (None, spec.comm.rank) else None, owner)
+        for spec, part, owner in parts
+    ]
+    waits = [_exchange(comm, some, op_name, divides=False) for comm, some in _by_comm(moved)]
+
+    def finish() -> list[Tensor | None]:
+        for wait in waits:
+            wait()
+        return [one.full for one in moved]
+
+    return finish
+
+
+def scatter(moved: Sequence[Moved], op_name: str) -> None:
+    """Overwrite this rank's part of each tensor with values of the owner's full tensor. Collective.
+
+    If every rank has the full tensor, nothing is sent.
+    """
+    for spec, part, full, owner in moved:
+        if owner is None and full is not None:
+            part.copy_(spec.slice(full))
+    for comm, some in _by_comm(one for one in moved if one.owner is not None):
+        _exchange(comm, some, op_name, divides=True)()
+
+
+def _by_comm(moved: Iterable[Moved]) -> Iterator[tuple[Communicator, list[Moved]]]:
+    found: dict[tuple[Communicator, torch.device], list[Moved]] = {}
+    for one in moved:
+        found.setdefault((one.spec.comm, one.part.device), []).append(one)
+    return ((comm, some) for (comm, _), some in found.items())
+
+
+def _exchange(
+    comm: Communicator, moved: Sequence[Moved], op_name: str, *, divides: bool
+) -> Callable[[], None]:
+    """Start to fill full tensors from parts or, if it ``divides``, parts from full tensors.
+
+    Returns a function that waits. Collective: all ranks of the group.
+    """
+    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each owner
+    ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each holder
+    held = Counter[int]()  # number of bytes that each rank sends to every rank
+    for spec, part, full, owner in moved:
+        for rank in (range(comm.size) if owner is None else [owner]) if part.numel() else ():
+            parts[rank].append(part)
+        flat = None if full is None else _flat(spec, full)
+        for rank, span in spec.holders():
+            held[rank] += span.numel * part.itemsize if owner is None else 0
+            if flat is not None:
+                ranges[rank].append(flat[span.offset : span.offset + span.numel])
+    sends, receives = (ranges, parts) if divides else (parts, ranges)
+    for source, target in zip(sends[comm.rank], receives[comm.rank], strict=True):
+        target.copy_(source)
+    sends[comm.rank], receives[comm.rank] = [], []
+    if comm.size == 1:
+        return lambda: None
+    # Compare names before any value is sent, also if a stream waits for the values: backends match
+    # collectives only by order, and would mix values of different tensors.
+    kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
+    op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
+    comm.host.meet(op_name)
+    # All ranks must decide in the same way how to communicate. So decide by the layout, and not by
+    # this rank's parts.
+    if all(rank == owner for spec, _, _, owner in moved for rank, _ in spec.holders()):
+        return lambda: None
+    if max(held.values(), default=0) * comm.size > 2 * held.total():
+        # A few ranks would send almost everything to all others. A sum sends less per rank.
+        return _sum(comm, moved, op_name)
+    lengths, expected = (
+        [sum(t.nbytes for t in some) for some in side] for side in (sends, receives)
+    )
+    nothing = moved[0].part.new_empty(0, dtype=torch.uint8)
+    sent = torch.cat([nothing, *map(as_bytes, chain(*sends))])
+    work, received = comm.exchange(sent, lengths, expected, op_name=op_name)
+
+    def wait() -> None:
+        work.finish()
+        targets = [*chain(*receives)]
+        values = received.split([target.nbytes for target in targets])
+        for target, data in zip(targets, values, strict=True):
+            as_bytes(target).copy_(data)
+
+    return wait
+
+
+def _sum(comm: Communicator, moved: Sequence[Moved], op_name: str) -> Callable[[], None]:
+    """Fill full tensors on every rank by a sum over the ranks. Collective."""
+    fulls = [as_bytes(_flat(one.spec, one.full)) for one in moved if one.full is not None]
+    for one, full in zip(moved, fulls, strict=True):
+        full.zero_()
+        start = one.spec.offset * one.part.itemsize
+        full[start : start + one.part.nbytes] = as_bytes(one.part)
+    # Each element is zero on all ranks but one. Add bytes, so that the sum rounds no value.
+    total = comm.reduce_scalars(torch.cat(fulls), "SUM", op_name=op_name)
+    for full, values in zip(fulls, total.split([full.numel() for full in fulls]), strict=True):
+        full.copy_(values)
+    return lambda: None
+
+
+def _flat(spec: ShardSpec, full: Tensor) -> Tensor:
+    """Return the elements of a full tensor in the parameter's memory order, 1-D."""
+    return full.permute(spec.order).reshape(-1)

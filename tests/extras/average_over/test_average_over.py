@@ -1,0 +1,188 @@
+"""``average_over``: the mean over all ranks' tokens, against one process with all tokens."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flatshard import MixedPrecision
+from flatshard.comm.work import CollectiveError
+from tests.comm_hooks import Averaging
+from tests.harness import naming, run_ranks
+from tests.models import CASES, Case
+from tests.oracle import assert_same
+from tests.ways import WAYS
+
+_STEPS, _MICRO_BATCHES = 3, 2
+
+
+def _count(rank: int, step: int, number: int) -> int:
+    """Rows of a micro-batch: uneven, and none on some rank in some steps."""
+    return (3 * rank + 2 * step + number) % 4
+
+
+def _loss(model: Any, case: Case, rank: int, step: int, number: int) -> Any:
+    """The sum over the rows of one micro-batch."""
+    rows = _count(rank, step, number)
+    inputs, target = case.batch(100 * step + 10 * rank + number, 4)
+    return F.mse_loss(model(inputs)[:rows], target[:rows], reduction="sum")
+
+
+def _train_plain(case: Case, world_size: int, clip: float) -> nn.Module:
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(_STEPS):
+        places = [(rank, n) for rank in range(world_size) for n in range(_MICRO_BATCHES)]
+        losses = [_loss(model, case, rank, step, number) for rank, number in places]
+        (sum(losses) / sum(_count(rank, step, number) for rank, number in places)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def _train(
+    model: Any, case: Case, rank: int, how: str = "no_sync", clip: float = 0.5, scale: float = 1.0
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(_STEPS):
+        last = _MICRO_BATCHES - 1
+        outer = model.no_sync(uneven=True) if how == "uneven" else contextlib.nullcontext()
+        with outer:
+            for number in range(_MICRO_BATCHES):
+                rows = _count(rank, step, number)
+                if how == "uneven" and not rows:
+                    continue
+                accumulating = model.no_sync(replicas_only=how == "replicas_only")
+                inner = accumulating if number < last else contextlib.nullcontext()
+                with inner:
+                    model.average_over(torch.tensor(rows) if number else rows)
+                    (_loss(model, case, rank, step, number) * scale).backward()
+        for param in model.parameters():
+            param.grad = None if param.grad is None else param.grad / scale
+        model.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+
+
+@pytest.mark.by_turns
+@pytest.mark.parametrize("way", WAYS)
+def test_every_strategy(way: str) -> None:
+    run_ranks(_strategy, WAYS[way].world_size, way)
+
+
+def _strategy(rank: int, world_size: int, way: str) -> None:
+    WAYS[way].set_nodes()
+    case = CASES["mlp"]
+    expected = _train_plain(case, world_size, 0.5)
+    for how in ("no_sync", "uneven", "replicas_only"):
+        if how == "replicas_only" and way not in ("native-hybrid", "hybrid-zero2"):
+            continue
+        with naming(how):
+            model = case.wrap(case.model(), **WAYS[way].keywords)
+            _train(model, case, rank, how)
+            assert_same(model, expected)
+
+
+def test_one_rank_and_reduce_dtype() -> None:
+    run_ranks(_alone, 1)
+    run_ranks(_rounded, 2)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    _train(model, case, rank)
+    assert_same(model, _train_plain(case, 1, 0.5))
+
+
+def _rounded(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model = case.wrap(case.model(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+    _train(model, case, rank, scale=8.0)
+    assert_same(model, _train_plain(case, world_size, 0.5), rtol=0.1, atol=0.02)
+
+
+def test_counts_follow_the_gradients() -> None:
+    run_ranks(_dropped, 2)
+
+
+def _dropped(rank: int, world_size: int) -> None:
+    """Gradients that the program or a failure drops take their counts along."""
+    case = CASES["mlp"]
+    model: Any = case.wrap(case.model())
+
+    def backward(number: int) -> None:
+        model.average_over(_count(rank, 0, number))
+        _loss(model, case, rank, 0, number).backward()
+
+    backward(1)
+    expected = [param.grad.full_tensor() for param in model.parameters()]
+    for set_to_none in (True, False):
+        model.zero_grad()
+        with model.no_sync():
+            backward(0)
+        model.zero_grad(set_to_none=set_to_none)
+        backward(1)
+        grads = [param.grad.full_tensor() for param in model.parameters()]
+        assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+    model.zero_grad()
+    for tensor in ("loss", "input"):  # the backward fails before or after the model's
+        with pytest.raises(RuntimeError, match="planted"):
+            _fail_in_backward(model, case, tensor)
+        backward(1)
+        model.zero_grad()
+    backward(1)
+    grads = [param.grad.full_tensor() for param in model.parameters()]
+    assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+    model.zero_grad()
+    _loss(model, case, rank, 0, 1).backward()  # ranks that pass no count average over ranks
+
+
+def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:
+    def fail(grad: Any) -> None:
+        raise RuntimeError("planted")
+
+    inputs, target = case.batch(1, 4)
+    inputs.requires_grad_()
+    model.average_over(7)
+    loss = F.mse_loss(model(inputs), target)
+    (loss if tensor == "loss" else inputs).register_hook(fail)
+    loss.backward()
+
+
+def test_wrong_counts_are_named_on_all_ranks() -> None:
+    run_ranks(_wrong, 2)
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    model: Any = case.wrap(case.model())
+
+    def backward(*counts: Any) -> None:
+        if counts[rank] is not None:
+            model.average_over(counts[rank])
+        _loss(model, case, rank, 0, 1).backward()
+
+    def raises(message: str, act: Callable[[], object], kind: Any = RuntimeError) -> None:
+        with naming(message), pytest.raises(kind, match=message):
+            act()
+        assert all(param.grad is None for param in model.parameters())
+
+    raises("counts of average_over, backward", lambda: backward(None, 2), CollectiveError)
+    raises("rank 1: this rank ran a backward without", lambda: backward(2, None))
+    raises("rank 1: this rank passed the count -2", lambda: backward(2, -2))
+    raises("rank 0: this rank passed the count nan", lambda: backward(float("nan"), 2))
+    raises("add up to 0", lambda: backward(0, 0.0))
+    raises("expected an int", lambda: model.average_over(torch.ones(2)), TypeError)
+    with model.no_sync(max_bytes=100):
+        raises("of only some units", lambda: backward(1, 1))
+    model.register_comm_hook("state", Averaging())
+    raises("a communication hook reduces", lambda: backward(1, 1))
+    model = case.wrap(case.model())
+    model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))

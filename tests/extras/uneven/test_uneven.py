@@ -1,0 +1,222 @@
+"""``no_sync(uneven=True)``: ranks with different numbers of micro-batches, against plain models."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from tests.comm_hooks import Averaging
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.models import CASES, Case, loss_of
+from tests.oracle import ROWS, assert_same
+from tests.ways import WAYS
+
+# Micro-batches of each rank in each step.
+_COUNTS = {2: ((3, 1), (0, 2), (1, 1)), 3: ((0, 2, 3), (1, 0, 1)), 4: ((2, 0, 1, 3), (1, 1, 0, 2))}
+
+
+def _batch(case: Case, rank: int, step: int, number: int) -> Any:
+    return case.batch(1000 * step + 10 * rank + number, ROWS)
+
+
+def _train_plain(case: Case, rank: int, world_size: int) -> nn.Module:
+    """The unwrapped model: rank 0's buffers at the start of a step, averages at its end."""
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, counts in enumerate(_COUNTS[world_size]):
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+        optimizer.zero_grad()
+        for number in range(counts[rank]):
+            inputs, target = _batch(case, rank, step, number)
+            loss_of(model(inputs), target).backward()
+        for param in (param for param in model.parameters() if param.requires_grad):
+            used = torch.tensor([param.grad is not None], dtype=torch.int64)
+            dist.all_reduce(used)
+            if used.item():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad)
+                param.grad /= world_size
+        optimizer.step()
+    return model
+
+
+def _train(model: Any, case: Case, rank: int, world_size: int, act: Callable[[], object]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, counts in enumerate(_COUNTS[world_size]):
+        optimizer.zero_grad()
+        with model.no_sync(uneven=True):
+            for number in range(counts[rank]):
+                inputs, target = _batch(case, rank, step, number)
+                loss_of(model(inputs), target).backward()
+                if number:
+                    act()
+        optimizer.step()
+
+
+def _units(model: Any) -> Any:
+    return model._sharded_unit.context.units
+
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "batch-norm": {},
+    "frozen": {"collectives": "native"},
+    "unused": {"collectives": "sockets"},
+    "tied-across-units": {},
+    "checkpointed": {"collectives": "native"},
+    "checkpointed-reentrant": {},
+    "twice": {"coalesce_bytes": 0},
+    "mixed-types": {"cpu_offload": CPUOffload()},
+    "lstm": {"sharding_strategy": "SHARD_OP"},
+    "mlp": {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
+}
+
+
+@pytest.mark.by_turns
+@pytest.mark.parametrize("way", WAYS)
+def test_every_strategy(way: str) -> None:
+    run_ranks(_strategy, WAYS[way].world_size, way)
+
+
+def _strategy(rank: int, world_size: int, way: str) -> None:
+    case = CASES["mlp"]
+    WAYS[way].set_nodes()
+    model = case.wrap(case.model(), **WAYS[way].keywords)
+    _train(model, case, rank, world_size, lambda: None)
+    assert_same(model, _train_plain(case, rank, world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_kind_of_model(world_size: int) -> None:
+    run_ranks(_models, world_size)
+
+
+def _models(rank: int, world_size: int) -> None:
+    for number, (name, keywords) in enumerate(_FORMS.items()):
+        if number % (world_size - 1):
+            continue
+        case = CASES[name]
+        with naming(name):
+            model = case.wrap(case.model(), **keywords)
+            _train(model, case, rank, world_size, lambda: None)
+            assert_same(model, _train_plain(case, rank, world_size))
+
+
+def test_what_ranks_may_do_alone() -> None:
+    run_ranks(_alone, 2)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    expected = _train_plain(case, rank, world_size)
+    inputs = case.batch(9, ROWS)[0]
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(inputs)
+
+    def differentiate() -> None:
+        x = inputs.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+
+    def penalize() -> None:
+        x = inputs.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+    def fail_in_forward() -> None:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(inputs[:, 1:])
+
+    def nested() -> None:
+        with model.no_sync():
+            evaluate()
+
+    for act in (evaluate, differentiate, penalize, fail_in_forward, nested):
+        model = case.wrap(case.model())
+        with naming(act.__name__):
+            _train(model, case, rank, world_size, act)
+            assert_same(model, expected)
+            for _ in range(2):  # the ranks take the same steps together again
+                loss_of(model(inputs), case.batch(9, ROWS)[1]).backward()
+    model = case.wrap(case.model())
+    hook = Averaging()
+    model.register_comm_hook("state", hook)
+    _train(model, case, rank, world_size, lambda: None)
+    assert_same(model, expected)
+    assert len(hook.calls) == len(_COUNTS[2]) * sum(len(unit.handles) for unit in _units(model))
+
+
+def test_bad_use_is_named_on_all_ranks() -> None:
+    run_ranks(_bad_use, 2)
+
+
+def _bad_use(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    inputs, target = case.batch(0, ROWS)
+    model: Any = case.wrap(case.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def leave(act: Callable[[], object], message: str) -> None:
+        def run() -> None:
+            with model.no_sync(uneven=True):
+                loss_of(model(inputs), target).backward()
+                if rank == 1:
+                    act()
+
+        expected = message if rank == 1 else f"rank 1 left the context by an exception.*{message}"
+        with naming(message), pytest.raises(RuntimeError, match=expected):
+            run()
+        optimizer.zero_grad()
+        loss_of(model(inputs), target).backward()  # the model can be used again
+        optimizer.zero_grad()
+
+    leave(optimizer.step, re.escape("SGD.step() was called inside of the context"))
+    leave(lambda: model(inputs[:, 1:]), "shapes")
+    leave(lambda: ShardedWrapper.summon_full_params(model).__enter__(), "summon_full_params")
+    leave(
+        lambda: model.no_sync(max_bytes=1).__enter__(), re.escape("no_sync(...) was called inside")
+    )
+    with pytest.raises(ValueError, match="uneven=True without max_bytes"):
+        model.no_sync(uneven=True, max_bytes=1).__enter__()
+    with pytest.raises(RuntimeError, match="inside of join"), model.join():
+        model.no_sync(uneven=True).__enter__()
+    stepped = case.wrap(case.model())
+    stepped.step_in_backward(torch.optim.SGD(stepped.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"no_sync\(uneven=True\) needs all gradients"):
+        stepped.no_sync(uneven=True).__enter__()
+    with allow_warnings(message="a backward failed"):
+        _failed_backward(model, rank)
+
+
+def _failed_backward(model: Any, rank: int) -> None:
+    """A backward that fails on one rank, whose program then asks all ranks to skip the step."""
+    inputs, target = CASES["mlp"].batch(0, ROWS)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failed = torch.zeros(1)
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            raise torch.OutOfMemoryError("planted")
+
+    with model.no_sync(uneven=True):
+        try:
+            x = inputs.clone().requires_grad_()
+            loss_of(model(Fail.apply(x) if rank else x), target).backward()
+        except torch.OutOfMemoryError:
+            failed += 1
+    dist.all_reduce(failed)
+    assert failed.item() == 1
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same(model, before)

@@ -1,0 +1,445 @@
+"""Forwards, backwards and steps that raise, after which training goes on; not in the table."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatshard import declare_elementwise
+from flatshard.wrap import ModuleWrapPolicy
+from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
+from tests.idioms.together import Net
+from tests.models import Mlp
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Planned
+
+
+@idiom("the backward of an earlier forward, after another one that failed", by_hand=True)
+def backward_after_failure(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    if side.implementation == "by hand":  # gradients of a part of the failed backward
+        return side.fit(model, optimizer, steps=1)[1:]
+    good = side.loss(model, 0)
+    hook = side.inner(model).fc2.register_forward_hook(lambda _, inputs, out: _Failing.apply(out))
+    bad = side.loss(model, 1)
+    hook.remove()
+    with planned():
+        bad.backward()
+    good.backward()
+    side.step(optimizer)
+    return [model]
+
+
+@idiom("an exception in the first forward and backward, then an evaluation", by_hand=True)
+def exceptions_at_first(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for in_backward in (False, True):
+        with failing(side.inner(model).fc2, in_backward):
+            side.loss(model, 30).backward()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        output = side.loss(model, 70)
+    return [output, *side.fit(model, optimizer)]
+
+
+@idiom("exceptions before, within and after the step, by hooks and a closure")
+def exception_in_step(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+
+    def closure() -> Tensor:
+        side.loss(model, 40).backward()
+        raise Planned
+
+    hooks = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    for step, register in enumerate(hooks):
+        side.loss(model, step).backward()
+        handle = register(fail)
+        with planned():
+            optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+        side.loss(model, 10 + step).backward()
+        side.step(optimizer)
+    with planned():
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    side.loss(model, 20).backward()
+    side.step(optimizer)
+    return model
+
+
+@idiom("an exception in an evaluation under `inference_mode`, before backward")
+def exception_in_inference(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    loss = side.loss(model, 0)
+    with failing(side.inner(model).fc2), torch.inference_mode():
+        model(side.draw(70, ROWS, 7))
+    loss.backward()
+    side.step(optimizer)
+    return model
+
+
+@idiom("of two chained models, one fails in forward or backward", by_hand=True)
+def exception_between_models(side: Side) -> Any:
+    first, second = side.wrap(Net()), side.wrap(Net(7, 3))
+    optimizer = side.sgd(first, second)
+
+    def backward(step: int) -> None:
+        F.mse_loss(second(first(side.draw(step, ROWS, 7))), side.draw(50, ROWS, 3)).backward()
+
+    for step, model in enumerate((second, first, first, second)):
+        with failing(side.inner(model).up, in_backward=step < 2):
+            backward(step)
+        optimizer.zero_grad()
+        for good in (10 * step, 10 * step + 1):
+            backward(good)
+            side.step(optimizer)
+    return [first, second]
+
+
+@idiom("an exception in a post-accumulate hook of a parameter", by_hand=True)
+def exception_in_post_accumulate_hook(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    handle = side.inner(model).fc2.weight.register_post_accumulate_grad_hook(fail)
+    with planned():
+        side.loss(model, 30).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    return side.fit(model, optimizer)
+
+
+@idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
+def lost_gradients(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+    with failing(side.inner(model).fc2, in_backward=True):
+        side.loss(model, 1).backward()
+    if side.is_flatshard:
+        with pytest.warns(UserWarning, match="accumulated before this backward are lost"):
+            side.loss(model, 2)
+    optimizer.zero_grad()
+    return side.fit(model, optimizer)
+
+
+class _FailingSgd(torch.optim.SGD):
+    error: BaseException | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.error is not None:
+            raise self.error
+
+
+@idiom("an optimizer shows its parameters after a step that failed")
+def parameters_after_failed_step(side: Side) -> Any:
+    # The first step of a class fails, and a later step, and one that the user interrupts.
+    class FirstSeenHere(_FailingSgd):
+        pass
+
+    model = side.wrap(Mlp())
+    params = list(model.parameters())
+    # Torch hooks the step of each class at its first object. From here on, `super().step()` runs
+    # the hooks inside of a step, too.
+    torch.optim.SGD(params, lr=0.1)
+    optimizer = FirstSeenHere(params, lr=0.1, momentum=0.9)
+    for step, error in enumerate((Planned(), Planned(), KeyboardInterrupt())):
+        side.loss(model, step).backward()
+        optimizer.error = error
+        with contextlib.suppress(type(error)):
+            optimizer.step()
+            raise AssertionError("nothing was raised")
+        optimizer.error = None
+        assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, params)]
+        assert {*map(id, optimizer.state)} == {*map(id, params)}
+        optimizer.zero_grad()
+        other = torch.optim.SGD([{"params": optimizer.param_groups[0]["params"]}], lr=0.2)
+        side.loss(model, 10 + step).backward()
+        side.step(other)
+    return model
+
+
+@idiom("an exception in a backward inside a forward, which catches it", by_hand=True)
+def exception_in_inner_backward(side: Side) -> Any:
+    class Forces(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.up(x))
+            hidden.register_hook(fail)
+            with contextlib.suppress(Planned):
+                self.down(hidden).sum().backward()
+            return self.down(torch.tanh(self.up(x))) * self.scale
+
+    model = side.wrap(Forces())
+    params = list(model.parameters())
+    optimizer = side.sgd(model)
+    for step in range(2):
+        output = model(side.draw(step, ROWS, 7))
+        assert [*map(id, model.parameters())] == [*map(id, params)]
+        optimizer.zero_grad()
+        F.mse_loss(output, side.draw(50, ROWS, 7)).backward()
+        side.step(optimizer)
+    return model
+
+
+# ---------------------------------------------------------------- gradients that are half reduced
+
+
+class Branches(nn.Module):
+    """Of its three branches, each rank uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(7, 5)
+        self.branches = nn.ModuleList([nn.Linear(5, 3) for _ in range(3)])
+
+    def forward(self, x: Tensor, which: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        x = torch.tanh(self.fc1(x))
+        return sum((self.branches[index](x) for index in which), 0.1 * x[:, :3])
+
+
+def _branched(side: Side, model: nn.Module, step: int, *which: int) -> Tensor:
+    return side.loss(lambda x: model(x, which), step)
+
+
+@idiom(
+    "other branches on each rank: `.grad` is an average where some rank used one, or None",
+    by_hand=True,
+    ways=("full", "grad_op", "no_shard", "op", "hybrid", "hybrid-op"),
+)
+def branches_by_rank(side: Side) -> Any:
+    net = Branches()
+    net.spare = nn.Linear(5, 3)
+    model = side.wrap_whole(net)
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(3):
+        _branched(side, model, step, (step + side.rank) % 3).backward()
+        results.append([p.grad is None for p in model.parameters()])
+        side.step(optimizer)
+    return [*results, model]
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+@idiom(
+    "`model.float().double()` between steps",
+    by_hand=True,
+    ways=("full", "hybrid-op", "regather"),
+)
+def converted_between_steps(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    side.fit(model, steps=2)
+    model.float().double()
+    return side.fit(model, steps=2, first=2)
+
+
+class _DataSgd(torch.optim.Optimizer):
+    """Writes through ``p.data``, as optimizers from before ``no_grad`` do."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad.data, alpha=-0.1)
+
+
+@idiom("an optimizer that writes through `p.data`", ways=("op", "hybrid-op"))
+def optimizer_writes_through_data(side: Side) -> Any:
+    if side.is_flatshard:
+        declare_elementwise(_DataSgd)
+    model = side.wrap(Mlp())
+    return side.fit(model, _DataSgd(model.parameters(), {}))
+
+
+@idiom("gradients dropped where ranks differ", by_hand=True, ways=("hybrid", "hybrid-op"))
+def dropped_where_ranks_differ(side: Side) -> Any:
+    model = side.wrap_whole(Branches())
+    optimizer = side.sgd(model)
+    for step in range(3):
+        with side.no_sync(model, replicas_only=True):
+            _branched(side, model, 2 * step, (side.rank + step) % 3).backward()
+        side.inner(model).branches[step].weight.grad = None
+        _branched(side, model, 2 * step + 1, (side.rank + step + 1) % 3).backward()
+        side.step(optimizer)
+    return model
+
+
+@idiom("gradients dropped where a backward used none", by_hand=True, ways=("no_shard", "hybrid"))
+def dropped_where_unused(side: Side) -> Any:
+    model = side.wrap_whole(Branches())
+    optimizer = side.sgd(model)
+    side.loss(model, 0).backward()
+    with side.no_sync(model):
+        _branched(side, model, 1, 0).backward()
+    optimizer.zero_grad()
+    return side.fit(model, optimizer, steps=1, first=2)
+
+
+@idiom(
+    "parameters frozen while gradients accumulate",
+    by_hand=True,
+    ways=("full", "no_shard", "hybrid", "hybrid-op"),
+)
+def frozen_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for step in range(3):
+        with side.no_sync(model, replicas_only=step == 2):
+            side.loss(model, 3 * step).backward()
+        side.inner(model).fc1.requires_grad_(False)
+        side.loss(model, 3 * step + 1).backward()
+        side.step(optimizer)
+        side.inner(model).fc1.requires_grad_(True)
+        side.loss(model, 3 * step + 2).backward()
+        side.step(optimizer)
+    return model
+
+
+@idiom("penalties while gradients accumulate", ways=("full", "no_shard", "hybrid"))
+def penalty_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for first in (0, 10):
+        with side.no_sync(model, replicas_only=first == 10):
+            (side.loss(model, first) + _penalty(model)).backward()
+            side.loss(model, first + 1).backward()
+        (side.loss(model, first + 2) + _penalty(model)).backward()
+        side.step(optimizer)
+    return model
+
+
+@idiom("a backward that fails after another one", by_hand=True, ways=("no_shard", "hybrid"))
+def failed_backward_after_another(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    side.loss(model, 0).backward()
+    with failing(side.inner(model).fc2, in_backward=True):
+        side.loss(model, 1).backward()
+    optimizer.zero_grad()
+    return side.fit(model, optimizer, steps=2, first=2)
+
+
+@idiom(
+    "a step on gradients of which some or all are not reduced: refused",
+    ways=("full", "grad_op", "no_shard", "hybrid-op"),
+)
+def step_on_half_of_it(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+
+    def step_is_refused() -> None:
+        with side.no_sync(model):
+            side.loss(model, 1).backward()
+        if side.is_flatshard:
+            with pytest.raises(RuntimeError, match="no_sync"):
+                optimizer.step()
+
+    step_is_refused()
+    optimizer.zero_grad()
+    side.loss(model, 0).backward()
+    step_is_refused()
+    side.loss(model, 2).backward()
+    side.step(optimizer)
+    side.loss(model, 3).backward()
+    with side.no_sync(model):
+        side.loss(model, 4).backward()
+    optimizer.zero_grad(set_to_none=False)
+    # The gradient, dropped in place, is the same object, and nothing is missing in it now.
+    side.loss(model, 5).backward()
+    side.step(optimizer)
+    return model
+
+
+@idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
+def zeroed_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for first, set_to_none in ((0, True), (10, False)):
+        with side.no_sync(model):
+            side.loss(model, first).backward()
+            side.loss(model, first + 1).backward()
+        optimizer.zero_grad(set_to_none)
+        with side.no_sync(model):
+            side.loss(model, first + 2).backward()
+        side.loss(model, first + 3).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        side.loss(model, first + 4).backward()
+        with side.no_sync(model):
+            side.loss(model, first + 5).backward()
+        optimizer.zero_grad(set_to_none)
+        side.loss(model, first + 6).backward()
+        side.step(optimizer)
+    return model
+
+
+@idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
+def replaced_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+    if side.is_flatshard:
+        for param in model.parameters():
+            param.grad = param.grad * 0.5
+        with pytest.raises(RuntimeError, match="were edited"):
+            side.loss(model, 1).backward()
+    optimizer.zero_grad()
+    return side.fit(model, optimizer, steps=2, first=2)
+
+
+@idiom("two models of different strategies in one backward", ways=("hybrid", "hybrid-op"))
+def two_strategies(side: Side) -> Any:
+    model, other = side.wrap(Mlp()), Mlp()
+    if side.is_flatshard:
+        policy = ModuleWrapPolicy({nn.Linear})
+        other = side.shard(other, sharding_strategy="HYBRID_SHARD_OP", auto_wrap_policy=policy)
+    else:
+        other = side.wrap(other)
+    optimizer = side.sgd(model, other)
+    for step in range(4):
+        x = side.draw(step, ROWS, 7)
+        outputs = model(x), other(x)
+        (outputs[0].pow(2).mean() + F.mse_loss(*outputs)).backward()
+        side.step(optimizer)
+    return [model, other]
+
+
+@idiom(
+    "`float()` while gradients accumulate: no step until `double()`",
+    by_hand=True,
+    ways=("full", "no_shard", "hybrid"),
+)
+def converted_while_accumulating(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    side.loss(model, 0).backward()
+    with side.no_sync(model, replicas_only=side.implementation.endswith("hybrid")):
+        side.loss(model, 1).backward()
+    model.float()
+    if side.is_flatshard:
+        with pytest.raises(RuntimeError, match="accumulated under no_sync"):
+            optimizer.step()
+    model.double()
+    side.loss(model, 2).backward()
+    side.step(optimizer)
+    # The conversions round: not to more digits than float32 has.
+    return {name: value.float() for name, value in side.state(model).items()}

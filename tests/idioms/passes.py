@@ -1,0 +1,488 @@
+"""Several forwards and backwards of one step, and losses of parameters; not in the table."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.idioms.side import ROWS, Side, failing, idiom
+from tests.idioms.together import Net
+from tests.models import Mlp
+
+
+def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3) -> Any:
+    """Train a small model by a function that runs the backwards of a step."""
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    results = []
+    for step in range(steps):
+        results.append(backward(model, step))
+        side.step(optimizer)
+    return [*results, model]
+
+
+@idiom("a gradient penalty with a backward of its own, after another one", by_hand=True)
+def penalty_after_a_backward(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> None:
+        x = side.draw(step, ROWS, 7)
+        leaf = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+        model(x).mean().backward()
+        (slope.norm(dim=1) - 1).pow(2).mean().backward()
+        if side.implementation == "by hand":  # it sees only backwards from the model's output
+            model.average()
+
+    return _train(side, backward)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs from one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(7, 5)
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return [head(x) for head in self.heads]
+
+
+@idiom("one forward, a backward for each output", by_hand=True)
+def backward_per_head(side: Side) -> Any:
+    model = side.wrap(TwoHeads())
+    optimizer = side.sgd(model)
+    for step in range(3):
+        first, second = model(side.draw(step, ROWS, 7))
+        first.pow(2).mean().backward(retain_graph=True)
+        second.pow(2).mean().backward()
+        side.step(optimizer)
+    return model
+
+
+@idiom("a backward from one output: the other head's gradient stays None", by_hand=True)
+def one_head_at_a_time(side: Side) -> Any:
+    model = side.wrap(TwoHeads())
+    optimizer = side.sgd(model)
+    for step in range(4):
+        model(side.draw(step, ROWS, 7))[step % 2].pow(2).mean().backward()
+        assert all(p.grad is None for p in side.inner(model).heads[1 - step % 2].parameters())
+        side.step(optimizer)
+    return model
+
+
+@idiom("three backwards of one graph, with forwards between", by_hand=True)
+def retained_graph(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> None:
+        loss = side.loss(model, step)
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            side.loss(model, 70)
+        other = side.loss(model, 50 + step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        other.backward()
+
+    return _train(side, backward)
+
+
+@idiom("two forwards, then their backwards in the other order", by_hand=True)
+def backwards_in_the_other_order(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> None:
+        first, second = side.loss(model, step), side.loss(model, 10 + step)
+        second.backward()
+        first.backward()
+
+    return _train(side, backward)
+
+
+@idiom("inference before, between forward and backward, and before the step")
+def inference_between(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> list[Tensor]:
+        def evaluate() -> Tensor:
+            with torch.inference_mode():
+                return model(torch.ones(2, 7)).clone()
+
+        first, loss, second = evaluate(), side.loss(model, step), evaluate()
+        loss.backward()
+        return [first, second, evaluate()]
+
+    return _train(side, backward)
+
+
+@idiom("gathers and reductions draw no random numbers")
+def random_numbers(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> Tensor:
+        loss = side.loss(model, step)
+        torch.manual_seed(1)
+        loss.backward()
+        with torch.no_grad():
+            side.loss(model, 70)
+        return torch.rand(3)
+
+    return _train(side, backward)
+
+
+class Energy(nn.Module):
+    """Returns an energy and, from a backward inside its forward, the forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Net(7, 5), nn.Linear(5, 1)
+        self.shift = nn.Parameter(torch.zeros(7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.head(torch.tanh(self.body(x + self.shift)))
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy * self.shift.sum().exp(), -slope + self.shift
+
+
+@idiom("a force field learns from energies and forces, and is evaluated")
+def forces(side: Side) -> Any:
+    model = side.wrap(Energy(), Net, nn.Linear)
+    optimizer = side.sgd(model)
+    outputs: list[Tensor] = []
+    for step in range(3):
+        model.train()
+        energy, force = model(side.draw(step, ROWS, 7))
+        wanted = side.draw(50 + step, ROWS, 1), side.draw(60 + step, ROWS, 7)
+        (F.mse_loss(energy, wanted[0]) + F.mse_loss(force, wanted[1])).backward()
+        side.step(optimizer)
+        model.eval()
+        with torch.no_grad():
+            outputs += model(torch.ones(2, 7))
+    return [model, *outputs]
+
+
+def _penalised(side: Side, weights: list[float], *kinds: Callable[[Tensor], Tensor]) -> Any:
+    weight = weights[side.rank % 2]
+
+    def backward(model: nn.Module, step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # norms: the parameters are all-gathered for them
+            penalty = sum(kinds[step](p) for p in model.parameters())
+        (side.loss(model, step) + weight * penalty).backward()
+
+    return _train(side, backward, len(kinds))
+
+
+@idiom("penalties of several kinds, in the same loss as the data")
+def penalties(side: Side) -> Any:
+    return _penalised(
+        side,
+        [0.1, 0.1],
+        lambda p: p.abs().sum(),
+        lambda p: (p - 1).square().sum() / 2,
+        lambda p: p.exp().sum(),
+    )
+
+
+@idiom("norms as penalties, weighted differently by each rank")
+def norm_penalties(side: Side) -> Any:
+    # Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the
+    # rank's weight that of its part.
+    return _penalised(
+        side,
+        [0.01, 0.03],
+        lambda p: p.pow(2).sum(),
+        torch.norm,
+        lambda p: p.norm(1),
+        lambda p: torch.linalg.vector_norm(p, 3),
+        lambda p: (p * p).mean(),
+    )
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+@idiom("a penalty in a backward of its own: before, after and without the loss's", by_hand=True)
+def penalty_by_itself(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> None:
+        if step != 1:
+            _penalty(model).backward()
+        if step != 2:
+            side.loss(model, step).backward()
+        if step == 1:
+            _penalty(model).backward()
+
+    return _train(side, backward)
+
+
+@idiom("a penalty after a backward under `no_sync`")
+def penalty_with_accumulation(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> None:
+        with side.no_sync(model):
+            side.loss(model, 2 * step).backward()
+        (side.loss(model, 2 * step + 1) + _penalty(model)).backward()
+
+    return _train(side, backward)
+
+
+@idiom("gradients detached in place and zeroed, as in fairseq", ways=("full", "no_shard"))
+def gradients_detached(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    for step in range(3):
+        side.loss(model, step).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.detach_()
+            param.grad.zero_()
+    return model
+
+
+@idiom("parameters edited between two forwards of an evaluation, and copied into")
+def edited_between_forwards(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> list[Tensor]:
+        outputs = []
+        with torch.no_grad():
+            for _ in range(2):
+                outputs.append(side.loss(model, 70))
+                for param in model.parameters():
+                    values = torch.linspace(-0.5, 0.5, param.numel()).view(param.shape)
+                    param.copy_(values) if step == 1 else param.mul_(0.5)
+        side.loss(model, step).backward()
+        return outputs
+
+    return _train(side, backward)
+
+
+@idiom("a bias frozen and thawed between steps", by_hand=True)
+def frozen_and_thawed(side: Side) -> Any:
+    def backward(model: nn.Module, step: int) -> bool:
+        bias = side.inner(model).fc1.bias
+        bias.requires_grad_(step in (0, 3))
+        side.loss(model, step).backward()
+        return bias.grad is not None
+
+    return _train(side, backward, 4)
+
+
+class Reordered(Mlp):
+    """Its middle layers run in the order of the list ``order``, and not all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.fc1(x))
+        for index in self.order:
+            x = torch.tanh(self.middle[index](x))
+        return self.fc3(torch.tanh(self.fc2(x)))
+
+
+@idiom("layers in an order that changes with each step", unused=True, ways=("full",))
+def changing_order(side: Side) -> Any:
+    model = side.wrap(Reordered())
+    optimizer = side.sgd(model)
+    losses = []
+    for step in range(6):
+        side.inner(model).order = [(step + i) % 3 for i in range(3)][: 2 + step % 2]
+        losses += side.fit(model, optimizer, steps=1, first=step)[:1]
+    return [*losses, model]
+
+
+@idiom("gradients and weights edited in a loop over all modules of a class")
+def edited_by_module(side: Side) -> Any:
+    model = side.wrap(Net(7, 3))
+    optimizer = side.sgd(model)
+    for step in range(3):
+        side.loss(model, step).backward()
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        for linear in linears:
+            linear.weight.grad.mul_(0.5)
+        side.step(optimizer)
+        with torch.no_grad():
+            for linear in linears:
+                linear.weight.add_(linear.weight, alpha=-0.1)
+    return model
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Statistics(nn.Module):
+    """Assigns a buffer anew in each forward, edits another one, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("own", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.mean = self.mean * 0.9 + 0.1 * x.detach().mean(0)
+        self.steps += x.detach().abs().max()
+        self.own = self.own + self.steps
+        return (x - self.mean) * self.steps
+
+
+@idiom("buffers are broadcast before the same forwards")
+def buffers_broadcast(side: Side) -> Any:
+    net = nn.Sequential(Statistics(), nn.Tanh(), Statistics(), nn.BatchNorm1d(4))
+    net[2]._ddp_params_and_buffers_to_ignore = ["own"]
+    net._ddp_params_and_buffers_to_ignore = ["2.own"]
+    model = side.wrap(net, Statistics)
+    events = "train train no_sync no_sync train train eval eval train replaced train new train"
+    results: list[Any] = []
+    for number, event in enumerate(events.split()):
+        model.train(event != "eval")
+        first, x = side.inner(model)[0], side.draw(number, 5, 4)
+        if event == "replaced":
+            first.mean = torch.full((4,), float(side.rank))
+        elif event == "new":
+            first.register_buffer("late", torch.full((2,), float(side.rank)))
+        elif event == "eval":
+            with torch.no_grad():
+                results.append(model(x))
+        else:
+            with side.no_sync(model) if event == "no_sync" else contextlib.nullcontext():
+                results.append(model(x))
+                results[-1].square().sum().backward()
+        buffers = {name: one.clone() for name, one in side.inner(model).named_buffers()}
+        results += [buffers, model.will_sync_module_buffers()]
+    return results
+
+
+# ---------------------------------------------------------------- hooks and conversions
+
+
+@idiom("hooks of gradients from before and after wrapping, some removed later")
+def hooks_removed(side: Side) -> Any:
+    def halve(param: Tensor) -> None:
+        calls.append(param.shape)
+        param.grad.mul_(0.5)
+
+    net, calls, seen = Mlp(), [], []
+    net.fc1.weight.register_hook(lambda grad: 2 * grad)
+    gone = [net.fc2.weight.register_hook(lambda grad: 5 * grad)]
+    gone += [p.register_post_accumulate_grad_hook(halve) for p in net.fc1.parameters()]
+    model = side.wrap(net)
+    inner = side.inner(model)
+    inner.fc2.weight.register_hook(lambda grad: seen.append(grad.shape))
+    gone.append(inner.fc3.weight.register_hook(lambda grad: 3 * grad))
+    gone += [p.register_post_accumulate_grad_hook(halve) for p in inner.fc2.parameters()]
+    model.double()
+    optimizer = side.sgd(model)
+    for step in range(4):
+        side.loss(model, step).backward()
+        side.step(optimizer)
+        if step == 1:
+            for handle in gone:
+                handle.remove()
+    assert seen == [torch.Size([4, 5])] * 4
+    return [model, len(calls)]
+
+
+@idiom("a hook removed after a backward that failed", by_hand=True)
+def hook_removed_after_failure(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    calls: list[int] = []
+    inner = side.inner(model)
+    handle = inner.fc1.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    side.loss(model, 0).backward()
+    before = [param.grad for param in model.parameters()]
+    with failing(inner.fc2, in_backward=True):
+        side.loss(model, 1).backward()
+    if side.is_flatshard:  # the unwrapped model has gradients of a part of the failed backward
+        assert all(param.grad is one for param, one in zip(model.parameters(), before, strict=True))
+    handle.remove()
+    optimizer.zero_grad()
+    side.loss(model, 2).backward()
+    side.step(optimizer)
+    return [model, len(calls)]
+
+
+@idiom("hooks of gradients, and `double()` after wrapping", by_hand=True)
+def hooks_and_conversion(side: Side) -> Any:
+    net = Mlp().float()
+    net.fc1.weight.register_hook(lambda grad: 3 * grad)
+    model = side.wrap(net)
+    side.inner(model).fc2.weight.register_hook(lambda grad: 2 * grad)
+    return side.fit(model.double())
+
+
+def _converted(side: Side, convert: Callable[[nn.Module], nn.Module], keeps: bool) -> Any:
+    model = side.wrap(Mlp().float())
+    optimizer = side.sgd(model)
+    assert convert(model) is model
+    return side.fit(model, optimizer if keeps else None)
+
+
+@idiom("`double()` after wrapping, with the optimizer of before", by_hand=True)
+def converted_optimizer_kept(side: Side) -> Any:
+    return _converted(side, lambda model: model.double(), keeps=True)
+
+
+@idiom("`to(torch.float64)` after wrapping, with a new optimizer", by_hand=True)
+def converted_optimizer_new(side: Side) -> Any:
+    return _converted(side, lambda model: model.to(torch.float64), keeps=False)
+
+
+@idiom("an optimizer that steps in hooks from before wrapping", by_hand=True, ways=("no_shard",))
+def optimizer_in_backward_before(side: Side) -> Any:
+    net = Mlp()
+    if side.implementation == "by hand":  # it averages after backward
+        return side.fit(side.wrap(net), steps=3)[:-1]
+    for param in net.parameters():
+        optimizer = side.sgd(nn.ParameterList([param]))
+        param.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: side.step(optimizer)
+        )
+    model = side.wrap(net)
+    losses = []
+    for step in range(3):
+        losses.append(side.loss(model, step))
+        losses[-1].backward()
+        assert all(param.grad is None for param in model.parameters())
+    return losses
+
+
+def _stepped_before(side: Side, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
+    net = Mlp()
+    optimizer = make(net)
+    for step in range(2):
+        net(side.draw(step, ROWS, 7, of=0)).square().mean().backward()
+        side.step(optimizer)
+    return side.fit(side.wrap(net), optimizer)
+
+
+@idiom("`SGD` that has stepped before the model is wrapped")
+def sgd_stepped_before(side: Side) -> Any:
+    return _stepped_before(side, lambda net: side.sgd(net))
+
+
+@idiom("`AdamW` that has stepped before the model is wrapped")
+def adamw_stepped_before(side: Side) -> Any:
+    return _stepped_before(side, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01))
+
+
+class Normed(nn.Module):
+    """Weights that hooks compute before each forward, and a frozen integer parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.arange(3), requires_grad=False)  # first in its group
+        self.first = nn.utils.weight_norm(nn.Linear(7, 6))
+        self.second = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6), dim=None), nn.Tanh())
+        # DINO's last layer: no bias comes first, whose swap would drop the weight's graph.
+        self.third = nn.utils.weight_norm(nn.Linear(6, 6, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(torch.tanh(self.first(x))))[:, self.columns]
+
+
+@idiom("`weight_norm` by hooks, of layers with and without a bias", ways=("full", "no_shard"))
+def weight_norm_everywhere(side: Side) -> Any:
+    return side.fit(side.wrap(Normed()))
