@@ -1,7 +1,7 @@
 """Runs a registry of the tests completely, and writes its table into a page.
 
     python scripts/evidence.py features --page docs/evidence.md
-    python scripts/evidence.py idioms --only tied join
+    python scripts/evidence.py idioms tied --impl ddp "flatshard FULL_SHARD"
 
 Without `--page`, prints the table. The registries are Python files in `tests/`, and the tests run a
 part of each. A cell is *right* (the numbers of the reference), *raises* (an error on at least one
@@ -50,6 +50,7 @@ SECTIONS = {
 }
 SLOW_FACTOR = 6
 FLATSHARD = (*(f"flatshard {name}" for name in STRATEGIES), AUTO)
+SIDES = ("ddp", *FLATSHARD, "fsdp1", "fsdp2")
 # Idioms of DistributedDataParallel that FSDP's documentation does not promise: it broadcasts no
 # buffers, every forward and state dict is collective, and it has no join(). FSDP1 also has its own
 # clipping and GradScaler, and prefixes in the names of parameters.
@@ -70,7 +71,7 @@ def idioms(options: argparse.Namespace) -> str:
     """
     table: dict[str, dict[str, Cell]] = {}
     preload = "tests.idioms", "torch.distributed.fsdp", "torch.distributed.checkpoint"
-    for name in chosen((one for one in IDIOMS if IDIOMS[one].section in SECTIONS), options.only):
+    for name in chosen((one for one in IDIOMS if IDIOMS[one].section in SECTIONS), options.names):
         seconds = options.timeout * (SLOW_FACTOR if IDIOMS[name].slow else 1)
 
         def cell(judge: Any, side: str, name: str = name, seconds: float = seconds) -> Cell:
@@ -82,7 +83,7 @@ def idioms(options: argparse.Namespace) -> str:
         failed = cell(lambda found, keep=expected: keep.extend(found) or Cell("right"), oracle)
         table[name] = {
             side: say(f"{name}, {side}", cell(partial(judge, expected or failed), side))
-            for side in ("ddp", *FLATSHARD, "fsdp1", "fsdp2")
+            for side in options.impl
         }
     return markdown(table, options.ranks, f"python {' '.join(sys.argv)}")
 
@@ -185,7 +186,7 @@ def features(options: argparse.Namespace) -> str:
     """Features by strategies: rows of the features that some strategy lacks, and the others."""
     from tests.parity import test_features as registry
 
-    names, notes = chosen(registry.FEATURES, options.only), Notes("features", longest=400)
+    names, notes = chosen(registry.FEATURES, options.names), Notes("features", longest=400)
     lines, everywhere = [row("feature", "right", "otherwise"), "|---" * 3 + "|"], []
     for name in names:
         others: dict[str, list[str]] = {}
@@ -220,7 +221,7 @@ def lone_calls(options: argparse.Namespace) -> str:
     """Calls by next calls: the number of cells of each verdict, and the slowest error's seconds."""
     from tests.comm import test_lone_calls as registry
 
-    settings = chosen(registry.all_settings(), options.only)
+    settings = chosen(registry.all_settings(), options.names)
     found = dict(registry.outcomes(settings, at_once=6, quick=False))
     lines = [row("", *registry.NEXT), "|---" * (len(registry.NEXT) + 1) + "|"]
     notes = Notes("programs", longest=600)
@@ -250,7 +251,7 @@ def zoo(options: argparse.Namespace) -> str:
         table: list[str] = []
         right: dict[str, list[str]] = {policy: [] for policy in trial.POLICIES}
         for number, name in enumerate(models):
-            if not name.startswith(f"{family}/") or name not in chosen(models, options.only):
+            if not name.startswith(f"{family}/") or name not in chosen(models, options.names):
                 continue
             policy = trial.POLICIES[number % len(trial.POLICIES)]
             with tempfile.NamedTemporaryFile(suffix=".pt") as oracle:
@@ -297,7 +298,7 @@ def optimizers(options: argparse.Namespace) -> str:
     notes, exact, names = Notes("optimizers", longest=90), dict[str, list[str]](), 0
     lines = [row("optimizer", "package", "flatshard steps it on", *sides), "|---" * 7 + "|"]
     for package, name in registry.OPTIMIZERS:
-        if not chosen([name], options.only):
+        if not chosen([name], options.names):
             continue
         names += 1
         mode, texts = "", []
@@ -329,7 +330,7 @@ def optimizers_by_strategy(options: argparse.Namespace) -> str:
     from tests.optimizers import test_steps as registry
     from tests.parity.test_features import STRATEGIES
 
-    names = [key for key in registry.OPTIMIZERS if chosen([key[1]], options.only)]
+    names = [key for key in registry.OPTIMIZERS if chosen([key[1]], options.names)]
     lines, others = [row("strategy", "1 rank", *(f"{n} ranks" for n in (2, 3, 4)))], {}
     lines.append("|---" * 5 + "|")
     for strategy in STRATEGIES:
@@ -361,7 +362,7 @@ def resumed_optimizers(options: argparse.Namespace) -> str:
 
     rows = []
     for package in filter(importlib.util.find_spec, registry.PACKAGES):
-        for name in chosen(registry._all_of(package), options.only):
+        for name in chosen(registry._all_of(package), options.names):
             with tempfile.TemporaryDirectory() as folder:
                 some = list(registry.rows_of(package, name, folder, timeout=options.timeout))
             say(f"{package} {name}", Cell(str(Counter(one.verdict for one in some))))
@@ -393,7 +394,7 @@ def peaks(options: argparse.Namespace) -> str:
     """Trainings on the CPU, with the error of the peak of tensors that a plan predicts."""
     from tests.extras.plan import test_predicted_peak as registry
 
-    cases = chosen(registry.CASES, options.only)
+    cases = chosen(registry.CASES, options.names)
     errors = registry.errors(cases)
     sizes = list(map(abs, errors))
     lines = [f"- {error:+.2%}: {case}" for case, error in zip(cases, errors, strict=True)]
@@ -459,9 +460,11 @@ def say(name: str, cell: Cell) -> Cell:
     return cell
 
 
-def chosen(names: Iterable[Any], only: Sequence[str]) -> list[Any]:
-    """Those of the names that contain one of the words of `--only`."""
-    return [name for name in names if not only or any(word in str(name) for word in only)]
+def chosen(names: Iterable[Any], words: Sequence[str]) -> list[Any]:
+    """The names that are, or else that contain, one of the words; all names without words."""
+    known = list(names)
+    exact = [name for name in known if name in words]
+    return exact or [one for one in known if not words or any(w in str(one) for w in words)]
 
 
 def write_table(page: Path | None, mark: str, text: str) -> None:
@@ -482,9 +485,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("registry", choices=REGISTRIES)
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="names to run")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
-    parser.add_argument("--ranks", type=int, default=2, help="of the table of optimizers")
+    parser.add_argument("names", nargs="*", help="entries to run, or parts of their names")
+    parser.add_argument("--impl", nargs="+", choices=SIDES, default=SIDES, help="of idioms")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds (default: 60)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="of idioms and optimizers (default: 2)"
+    )
     parser.add_argument("--page", type=Path, help="page to write the table into")
     options = parser.parse_args()
     table, mark = REGISTRIES[options.registry]
