@@ -6,18 +6,15 @@ These implementations take turns on this machine's CPU (gloo): flatshard.checkpo
 with verify=False), FSDP1 and FSDP2 (both with sharded torch.distributed.checkpoint), and torch.save
 of an unwrapped model on rank 0. `dd` writes and syncs the same number of bytes. Files are dropped
 from the page cache before they are loaded. Prints seconds and GB/s of the fastest run, the CPU
-seconds of all ranks, how much the peak RSS is above the RSS before, and the number of a save's
-collectives.
+seconds of all ranks, and how much the peak RSS is above the RSS before.
 """
 
 import argparse
-import functools
 import os
 import shutil
 import subprocess
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from flatshard import checkpoint, collectives
+from flatshard import checkpoint
 
 Way = tuple[Callable[..., nn.Module], Callable[..., None], Callable[..., None]]
 
@@ -141,28 +138,6 @@ def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
     return {"save": save, "load": load}
 
 
-def count_calls(work: Callable[..., None], *given: Any) -> dict[str, int]:
-    """Number of calls of each collective in ``work``, of torch.distributed and in the recorder."""
-    calls: Counter[str] = Counter()
-    names = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast", "gather")
-    names += ("reduce_scatter_tensor", "scatter", "all_to_all_single", "all_gather", "barrier")
-    kept = {name: getattr(dist.distributed_c10d, name) for name in names if hasattr(dist, name)}
-
-    def counted(name: str, function: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        calls[name] += 1
-        return function(*given, **more)
-
-    try:
-        for name, function in kept.items():
-            setattr(dist.distributed_c10d, name, functools.partial(counted, name, function))
-        with collectives.record() as events:
-            work(*given)
-    finally:
-        for name, function in kept.items():
-            setattr(dist.distributed_c10d, name, function)
-    return {**calls, "of tensors (recorder)": len(events)}
-
-
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
     folder = args.folder / "flatshard-measured"
@@ -187,7 +162,6 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, list[dict[str, dict[str, float]]]] = {
         name: [] for name in ["dd", *args.impl]
     }
-    calls: dict[str, dict[str, int]] = {}
     for repeat in range(args.repeat + 1):  # the first round is a warm-up
         # Rotate the order, because the first implementation of a round finds another page cache.
         names = args.impl
@@ -198,16 +172,13 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 folder.mkdir(exist_ok=True)
                 os.sync()
-            if repeat == 0:
-                calls[name] = count_calls(save, path, *side)
-            else:
-                figure = {"save": measured(save, path, *side)}
-                dist.barrier()
-                if name == "flatshard":
-                    num_bytes = sum(one.stat().st_size for one in path.iterdir())
-                evict(path)
-                figure["load"] = measured(load, path, *side)
-                figures[name].append(figure)
+            figure = {"save": measured(save, path, *side)}
+            dist.barrier()
+            if name == "flatshard":
+                num_bytes = sum(one.stat().st_size for one in path.iterdir())
+            evict(path)
+            figure["load"] = measured(load, path, *side)
+            figures[name] += [figure] if repeat else []
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
@@ -216,7 +187,7 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return {"figures": figures, "calls": calls, "bytes": num_bytes}
+    return {"figures": figures, "bytes": num_bytes}
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -249,7 +220,6 @@ def rows_of(
                 sum(run["cpu_seconds"] for run in runs) for runs in zip(*of_ranks, strict=True)
             )
             row[f"{action} MiB"] = max(run["peak_bytes"] for some in of_ranks for run in some) / MIB
-        row["collectives"] = sum(ranks[0]["calls"].get(name, {}).values())
         rows.append(row)
     title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
     return title, rows

@@ -29,7 +29,6 @@ def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def _checkpoints(rank: int, _: int, args: argparse.Namespace) -> dict[str, Any]:
     found = checkpoints.measure_rank(args)
     assert set(found["figures"]) == {"dd", *checkpoints.WAYS}
-    assert found["calls"]["flatshard"]["of tensors (recorder)"] == 0
     assert found["bytes"] > 10_000
     return found
 
