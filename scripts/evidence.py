@@ -243,7 +243,7 @@ def zoo(options: argparse.Namespace) -> str:
     """Architectures of other libraries, beside DistributedDataParallel and FSDP1."""
     from tests.zoo import families, trial
 
-    sides, notes = {"flatshard": "FULL_SHARD", "fsdp1": "fsdp1"}, Notes("architectures", longest=90)
+    sides, notes = ("flatshard", "fsdp1"), Notes("architectures", longest=90)
     models = [name for family in families.FAMILIES for name in families.models_of(family)]
     counts = {side: Counter[str]() for side in sides}
     sizes, lines = [], []
@@ -264,7 +264,7 @@ def zoo(options: argparse.Namespace) -> str:
                 if not results:
                     say(f"{name} under DistributedDataParallel", failed)
                     continue
-                cells = {one: say(f"{name}, {one}", run(sides[one], *arguments)) for one in sides}
+                cells = {one: say(f"{name}, {one}", run(one, *arguments)) for one in sides}
             for side, cell in cells.items():
                 counts[side][cell.verdict] += 1
             sizes.append(results[0].numel)
@@ -294,7 +294,7 @@ def optimizers(options: argparse.Namespace) -> str:
     """Optimizers by wrappers, and how flatshard steps each."""
     from tests.optimizers import test_steps as registry
 
-    sides = {"flatshard": "FULL_SHARD", "FSDP1": "fsdp1", "FSDP2": "fsdp2", "DDP": "ddp"}
+    sides = {"flatshard": "flatshard FULL_SHARD", "FSDP1": "fsdp1", "FSDP2": "fsdp2", "DDP": "ddp"}
     notes, exact, names = Notes("optimizers", longest=90), dict[str, list[str]](), 0
     lines = [row("optimizer", "package", "flatshard steps it on", *sides), "|---" * 7 + "|"]
     for package, name in registry.OPTIMIZERS:
@@ -328,7 +328,6 @@ def optimizers(options: argparse.Namespace) -> str:
 def optimizers_by_strategy(options: argparse.Namespace) -> str:
     """How many optimizers are right, by strategy and number of ranks."""
     from tests.optimizers import test_steps as registry
-    from tests.parity.test_features import STRATEGIES
 
     names = [key for key in registry.OPTIMIZERS if chosen([key[1]], options.names)]
     lines, others = [row("strategy", "1 rank", *(f"{n} ranks" for n in (2, 3, 4)))], {}
@@ -338,7 +337,7 @@ def optimizers_by_strategy(options: argparse.Namespace) -> str:
         for world in (1, 2, 3, 4):
             verdicts = []
             for package, name in names:
-                arguments = package, name, strategy, world == 3
+                arguments = package, name, f"flatshard {strategy}", world == 3
                 run = partial(try_ranks, registry.judge, registry.train, world, *arguments)
                 cell = say(f"{name}, {world} ranks, {strategy}", run(timeout=options.timeout))
                 verdicts.append(cell.verdict)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from flatshard.optimizer.adapter import adapter_of, is_elementwise
 from tests.combinations import THOROUGH
 from tests.harness import allow_warnings, run_ranks
+from tests.idioms.side import Side
 from tests.outcomes import Cell
-from tests.sides import full_state, wrap
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6
@@ -102,21 +102,21 @@ def train(
 ) -> tuple[float, str]:
     """The largest difference from the unwrapped model, and how flatshard ran the step."""
     dtype = torch.float64 if in_float64 else torch.float32
-    states: list[dict[str, Tensor]] = []
+    states, where = list[dict[str, Tensor]](), Side(side)
     for is_wrapped in (False, True):
         torch.manual_seed(7)
         model: Any = Model().to(dtype)
         if is_wrapped:
-            model = wrap(model, side, (nn.Linear, nn.Conv1d))
+            model = where.wrap(model, nn.Linear, nn.Conv1d)
         with allow_warnings():
             optimizers = OPTIMIZERS[package, name](list(model.parameters()))
             with _in_training(optimizers):
                 for number in range(STEPS):
                     _step(model, optimizers, number)
-        states.append(full_state(model, side) if is_wrapped else model.state_dict())
+        states.append(where.state(model) if is_wrapped else model.state_dict())
     plain, wrapped = states
     largest = max(float((wrapped[key] - value).abs().max()) for key, value in plain.items())
-    return largest, "" if side in ("ddp", "fsdp1", "fsdp2") else _step_mode(optimizers[0])
+    return largest, _step_mode(optimizers[0]) if side.startswith("flatshard") else ""
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def test_optimizer(package: str, name: str) -> None:
         pytest.skip("its import takes seconds, and tests of the integration have Adafactor")
     if (package, name) not in OPTIMIZERS:
         pytest.skip(f"{package} is not installed")
-    verdict, how = judge(run_ranks(train, 2, package, name, "FULL_SHARD"))
+    verdict, how = judge(run_ranks(train, 2, package, name, "flatshard FULL_SHARD"))
     assert verdict.startswith("right"), how
     assert how == SAMPLE.get((package, name), how)
 

@@ -40,7 +40,7 @@ def test_model(number: int, name: str, tmp_path: Path) -> None:
     arguments = trial.POLICIES[number % len(trial.POLICIES)], str(tmp_path / "oracle")
     preload = tuple(sorted({one.partition("/")[0] for one in SAMPLE}))
     run_ranks(trial.train, 2, name, "ddp", *arguments, preload=preload)
-    found = run_ranks(trial.train, 2, name, "FULL_SHARD", *arguments, preload=preload)
+    found = run_ranks(trial.train, 2, name, "flatshard", *arguments, preload=preload)
     assert trial.judge(found) == Cell("right")
 
 

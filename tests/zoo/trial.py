@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.harness import allow_warnings
+from tests.idioms.side import Side
 from tests.outcomes import Cell
-from tests.sides import full_state, wrap
 from tests.zoo.families import Model, find
 
 STEPS = 3
@@ -34,7 +35,7 @@ class Result(NamedTuple):
 
 
 def train(rank: int, world_size: int, name: str, side: str, policy: str, oracle: str) -> Result:
-    """Train under a side of `tests.sides`.
+    """Train under a side ("ddp", "flatshard" or "fsdp1").
 
     DistributedDataParallel writes losses and state to the file ``oracle``; the others compare.
     """
@@ -52,7 +53,7 @@ def _train(rank: int, model: Model, side: str, policy: str, oracle: str) -> Resu
     dtype = _dtype_for(model) if expected is None else expected["dtype"]
     module = _make(model, dtype)
     numel = sum(param.numel() for param in module.parameters())
-    wrapped = wrap(module, side, (_block_class(module),), _policies(module, policy, numel))
+    wrapped = _wrap(module, side, *_policies(module, policy, numel))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=model.learning_rate, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -61,7 +62,7 @@ def _train(rank: int, model: Model, side: str, policy: str, oracle: str) -> Resu
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    state, word = full_state(wrapped, side), str(dtype).removeprefix("torch.")
+    state, word = Side(side).state(wrapped), str(dtype).removeprefix("torch.")
     if expected is None:
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, losses)
@@ -128,6 +129,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for one in value:
             yield from _tensors(one)
+
+
+def _wrap(module: nn.Module, side: str, ours: Any, theirs: Any) -> Any:
+    if side == "ddp":
+        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    if side == "flatshard":  # without coalescing, which would make a small model a single unit
+        return ShardedWrapper(module, auto_wrap_policy=ours, coalesce_bytes=0)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(
+        module, auto_wrap_policy=theirs, use_orig_params=True, device_id=torch.device("cpu")
+    )
 
 
 def _policies(module: nn.Module, policy: str, numel: int) -> tuple[Any, Any]:
