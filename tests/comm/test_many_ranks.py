@@ -54,13 +54,13 @@ def rows_of(step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     optimizer.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.detach())
+    return loss
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def losses_of(model: nn.Module, first: int, optimizer: Any, rank: int, size: int) -> Any:
     """Train this rank's rows; yields the mean loss of all ranks for each step."""
     for step in range(first, STEPS):
-        loss = torch.tensor(train(model, optimizer, rows_of(step).chunk(size)[rank]))
+        loss = train(model, optimizer, rows_of(step).chunk(size)[rank]).detach()
         if size > 1:
             dist.all_reduce(loss)
         yield float(loss) / size
