@@ -70,6 +70,7 @@ WAYS: dict[str, Callable[[Decoder], nn.Module]] = {
 def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
     # Wrap a tiny model first, so that imports and new threads do not count.
+    torch.manual_seed(0)
     with torch.device("meta"):
         tiny = Decoder(1, 16, 16)
     WAYS[way](tiny)
