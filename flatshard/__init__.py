@@ -36,8 +36,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Import a public module only when a program uses the module: a deleted folder must not break
     # `import flatshard`.
-    if name in ("full_tensors", "plan"):
-        module = "weights" if name == "full_tensors" else "memory_plan"
+    if name in ("WeightChanges", "apply_changes", "full_tensors", "plan"):
+        module = "memory_plan" if name == "plan" else "weights"
         return getattr(import_module(f"flatshard.{module}"), name)
     if name in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
         return import_module(f"flatshard.{name}")

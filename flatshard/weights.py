@@ -8,6 +8,12 @@ from flatshard.options.extras import extra
 
 extra("weights", "flatshard.full_tensors()")
 
-from flatshard.extras.weights import TensorName, full_tensors  # noqa: E402
+from flatshard.extras.weights import (  # noqa: E402
+    TensorName,
+    WeightChange,
+    WeightChanges,
+    apply_changes,
+    full_tensors,
+)
 
-__all__ = ["TensorName", "full_tensors"]
+__all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]

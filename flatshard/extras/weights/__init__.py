@@ -1,12 +1,14 @@
 """``full_tensors``: iterates over the full tensors of a sharded model, one unit at a time.
 
-``norms``: norms of all parameters, gradients or updates, in one collective.
+``norms``: norms of all parameters, gradients or updates, in one collective. ``WeightChanges``: only
+the weights that have changed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from itertools import chain, cycle
 from typing import Any, Literal
 
@@ -17,6 +19,10 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.extras.weights.changes import WeightChange as WeightChange
+from flatshard.extras.weights.changes import WeightChanges as WeightChanges
+from flatshard.extras.weights.changes import apply_changes as apply_changes
+from flatshard.extras.weights.lora import MergedLora
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
 from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
@@ -35,6 +41,8 @@ class TensorName(str):
     """
 
     names: tuple[str, ...]
+    in_model: tuple[str, ...]
+    """The names in the model itself, which has adapters beside its weights (``merge_lora``)."""
 
 
 Item = tuple[TensorName, Tensor]
@@ -50,6 +58,7 @@ def full_tensors(
     bucket_bytes: int | None = None,
     names: Callable[[str], bool] | Collection[str] | None = None,
     ranks: Literal["all", "local"] | int = "all",
+    merge_lora: bool = False,
     debug: bool = False,
 ) -> Iterator[Any]:
     """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
@@ -91,18 +100,24 @@ def full_tensors(
         ranks: which ranks get tensors. ``"all"``: all ranks. A number: only this rank of the
             model's group; the other ranks only take part, and their iterators are empty.
             ``"local"``: all ranks; of a tensor-parallel parameter each rank gets only its part.
+        merge_lora: add the active LoRA adapters of PEFT to their weights, one unit at a time, in
+            fp32 and rounded once, and yield the names and tensors of the model without adapters
+            (as after ``merge_and_unload()``). The model stays as it is. Each rank that gets
+            tensors keeps full copies of the adapters meanwhile.
         debug: overwrite the tensors of an item with NaN (integers: the largest value) when the
             next item is asked for. This finds consumers that keep tensors without a clone.
 
     Raises:
         ValueError: on all ranks, before the first all-gather: an argument is wrong or differs
             between ranks, or another ``full_tensors`` of the model is not finished.
+        NotImplementedError: ``merge_lora`` met an adapter that is no plain LoRA (DoRA, IA3, ...).
         RuntimeError: a forward or backward of the model is running, or parameters were written
             before the last item. At the end: another rank stopped early.
     """
     shards = model_shards(model, "full_tensors()")
     world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
     wrappers = wrappers_in(model)
+    lora: MergedLora | None = None
 
     def prepare() -> tuple[_Chosen, Facts]:
         _check_arguments(dtype, device, bucket_bytes, ranks, world.size)
@@ -111,14 +126,24 @@ def full_tensors(
                 "another full_tensors() of this model is not finished. First read that iterator to "
                 "the end, or call its close(), on every rank."
             )
+        nonlocal lora
+        lora = MergedLora(model) if merge_lora else None
         with options_set(parts, StateDictOptions()):
-            chosen = _choose(model, names)
+            chosen = _choose(model, names, lora)
         order = [*(name for some in chosen[0].values() for name, _ in some), *dict(chosen[1])]
-        call = f"{dtype=}, {device=!s}, {bucket_bytes=}, {ranks=}, {debug=}"
+        call = f"{dtype=}, {device=!s}, {bucket_bytes=}, {ranks=}, {merge_lora=}, {debug=}"
         return chosen, {"the call": call, "the list of tensors": repr(order)}
 
     flats, rest = agreed(prepare, [world], "full_tensors()", "Pass equal arguments on every rank.")
     versions = {handle: handle.version for handle in flats}
+    sent = dtype  # each rank casts before it sends
+    if lora is not None:
+        lora.read(partial(full_tensors, model, device=device, ranks=ranks))
+        sent = None
+
+    def finish(name: TensorName, tensor: Tensor) -> Tensor:
+        merged = tensor if lora is None else lora.merge(name.in_model, tensor)
+        return _cast(merged, _yielded_dtype(tensor, dtype), device)
 
     def read(is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
         # A generator that is closed early still takes part in all remaining all-gathers, unless the
@@ -127,14 +152,14 @@ def full_tensors(
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
         # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
         failed, stopped, is_reading = None, "", ranks in ("all", "local", world.rank)
-        units = _units(flats, rest, dtype, is_local=ranks == "local")
+        units = _units(flats, rest, sent, is_local=ranks == "local")
         try:
             # The first item is empty: see the end of `full_tensors`.
             for item in chain([[]], filter(None, _items(units, bucket_bytes, dtype))):
                 if stopped or (item and not is_reading):
                     continue
                 try:
-                    item = [(name, _cast(tensor, dtype, device)) for name, tensor in item]
+                    item = [(name, finish(name, tensor)) for name, tensor in item]
                     yield item[0] if item and bucket_bytes is None else item
                 except Exception as error:  # no memory for a copy, for example
                     failed, stopped = error, f"raised {type(error).__name__}: {error}"
@@ -180,7 +205,9 @@ def _check_arguments(dtype: Any, device: Any, bucket_bytes: Any, ranks: Any, siz
         raise ValueError(f"ranks must be 'all', 'local' or a rank < {size}, got {ranks!r}.")
 
 
-def _choose(model: nn.Module, names: Callable[[str], bool] | Collection[str] | None) -> _Chosen:
+def _choose(
+    model: nn.Module, names: Callable[[str], bool] | Collection[str] | None, lora: MergedLora | None
+) -> _Chosen:
     """Return the chosen parameters by flat parameter, and all other chosen tensors.
 
     The order is the same on all ranks. Raises ValueError if the user asked for an unknown name.
@@ -188,9 +215,11 @@ def _choose(model: nn.Module, names: Callable[[str], bool] | Collection[str] | N
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
     for text, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            name = known.setdefault(value, TensorName(text))
-            name.names = (*getattr(name, "names", ()), text)
+        shown = text if lora is None else lora.name_of(text)
+        if isinstance(value, Tensor) and shown is not None:
+            name = known.setdefault(value, TensorName(shown))
+            name.names = (*getattr(name, "names", ()), shown)
+            name.in_model = (*getattr(name, "in_model", ()), text)
     is_asked: Any = names
     if isinstance(names, Collection):
         asked = {names} if isinstance(names, str) else set(names)
@@ -286,8 +315,8 @@ def _yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and tensor.is_floating_point() else tensor.dtype
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None, device: Any) -> Tensor:
-    return tensor.to(device or tensor.device, _yielded_dtype(tensor, dtype))
+def _cast(tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
+    return tensor.to(device or tensor.device, dtype)
 
 
 def _refuse(wrapper: ModuleProxy, *_: Any) -> None:

@@ -1,0 +1,309 @@
+"""``WeightChanges``: sends only the weights whose rounded values have changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import ALONE, Communicator
+from flatshard.comm.consistency import Facts, agreed
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.module.wrappers import handles_in, model_shards
+from flatshard.units.layout import as_bytes, view_of
+
+_CALLER = "WeightChanges.changes()"
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POSITION = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
+_SHARE = 0.1  # if a larger share of a unit has changed, the unit is sent whole
+_ALL = -1  # in place of the number of changed values: send all values
+
+
+class WeightChange(NamedTuple):
+    """The changed values of one parameter or buffer.
+
+    Attributes:
+        name: the name in the unwrapped model; of a tied parameter, the first name.
+        indices: indices of the changed elements, int64, 1-D, ascending, as ``Tensor.put_`` takes
+            them. None: ``values`` are all elements.
+        values: the new values, 1-D, or in the tensor's shape if ``indices`` is None.
+        digest: checksum of the full tensor with the new values, for ``apply_changes``; None if
+            ``digests`` was not asked for, and for buffers.
+    """
+
+    name: str
+    indices: Tensor | None
+    values: Tensor
+    digest: int | None = None
+
+
+class WeightChanges:
+    """Yields the weights of a model that have changed since the last time, rounded to a dtype.
+
+    In reinforcement learning, a step changes 1 to 3 % of the values in bfloat16. An inference
+    engine that has the weights of the last step needs only these values. Each rank keeps one copy
+    of its shards in ``dtype``, to compare with.
+
+    Example:
+        ```python
+        changes = flatshard.WeightChanges(model)
+        engine_weights = {name: torch.empty_like(p) for name, p in build().state_dict().items()}
+        for _ in range(2):
+            loss_fn(model(inputs), labels).backward()
+            optimizer.step()
+            flatshard.apply_changes(engine_weights, changes.changes())
+        ```
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Prepare the first pass, which yields all weights. No communication.
+
+        Args:
+            model: a wrapper, a module that contains wrappers, or an unwrapped model.
+            dtype: floating-point dtype to which floating-point weights are rounded.
+
+        Raises:
+            ValueError: ``dtype`` is no floating-point dtype.
+        """
+        if not getattr(dtype, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype, got {dtype!r}.")
+        self._model, self._dtype = model, dtype
+        self._is_reading = False
+        self._kept: dict[Any, Tensor] = {}  # copies of shards, and of tensors outside of units
+
+    def changes(
+        self, *, ranks: Literal["all"] | int = "all", digests: bool = False
+    ) -> Iterator[WeightChange]:
+        """Iterate over the parameters and persistent buffers that changed since the last pass.
+
+        The parameters come unit by unit. A unit in which more than a tenth of the values changed is
+        sent whole. If a rank stops early, it still takes part
+        in the rest of the pass, and the next pass yields all weights on every rank. Extra memory:
+        about two copies of the largest unit in the dtype.
+
+        Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
+        until the iterator is read to its end.
+
+        Args:
+            ranks: which ranks get changes: ``"all"``, or the number of one rank of the model.
+            digests: whether changes have a ``digest``, which ``apply_changes`` compares.
+
+        Raises:
+            ValueError: an argument is wrong, or differs between ranks.
+            NotImplementedError: a parameter was a DTensor.
+            RuntimeError: a forward or backward of the model is running.
+        """
+        shards = model_shards(self._model, _CALLER)
+        world: Communicator = ALONE if shards is None else shards.world
+
+        def prepare() -> tuple[bool, Facts]:
+            if self._is_reading:
+                raise ValueError("the last pass is not over. Read its iterator to the end first.")
+            if ranks not in ("all", *range(world.size)):
+                raise ValueError(f"ranks must be 'all' or a rank < {world.size}, got {ranks!r}.")
+            return True, {"the call": f"{ranks=}, {digests=}, {self._dtype}"}
+
+        agreed(prepare, [world], _CALLER, "Pass equal arguments on every rank.")
+        if shards is not None:
+            shards.refuse_dtensors(_CALLER)
+        items = self._read(world, ranks, digests)
+        next(items)  # start the generator: if it is dropped unread, it must still communicate
+        return items
+
+    def _read(
+        self,
+        world: Communicator,
+        ranks: Any,
+        digests: bool,
+        is_exiting: Callable[[], bool] = sys.is_finalizing,
+    ) -> Iterator[Any]:
+        handles = [*dict.fromkeys(handles_in(self._model))]
+        for handle in handles:
+            handle.absorb_replaced()
+        mine = [self._count(handle) for handle in handles]
+        sums = [_digests(handle, self._rounded(handle)) if digests else [] for handle in handles]
+        said = dict(zip(world.ranks, world.host.gather((mine, sums), _CALLER), strict=True))
+        receivers = set(world.ranks) if ranks == "all" else {world.ranks[ranks]}
+        self._is_reading, is_over = True, False
+        items = self._items(handles, said, receivers)
+        try:
+            yield None
+            for item in items:
+                if world.global_rank in receivers:
+                    yield item
+            is_over = True
+        finally:
+            # The other ranks wait for this rank. But a process that exits cannot take part.
+            for _ in items if not is_exiting() else ():
+                pass
+            self._is_reading = False
+            if not is_over:
+                self._kept.clear()
+
+    def _rounded(self, handle: FlatParamHandle) -> Tensor:
+        shard = handle.flat_param.detach()
+        return shard.to(self._dtype) if shard.is_floating_point() else shard
+
+    def _count(self, handle: FlatParamHandle) -> int:
+        """Return how many values of this rank's shard have changed."""
+        old = self._kept.get(handle)
+        if old is None or handle.layout.padded_numel > torch.iinfo(_POSITION).max:
+            return _ALL
+        return int((_words(self._rounded(handle)) != _words(old)).sum())
+
+    def _items(
+        self, handles: list[FlatParamHandle], said: dict[int, Any], receivers: set[int]
+    ) -> Iterator[WeightChange]:
+        for number, handle in enumerate(handles):
+            comm = handle.topology.shard
+            counts = [said[rank][0][number] for rank in comm.ranks]
+            sums = [
+                sum(each) for each in zip(*(said[r][1][number] for r in comm.ranks), strict=True)
+            ]
+            is_dense = min(counts) == _ALL or sum(counts) > _SHARE * handle.layout.numel
+            found = self._whole(handle) if is_dense else self._sparse(handle, counts, receivers)
+            for param, indices, values in found:
+                digest = sums[param.index] % 2**64 if sums else None
+                yield WeightChange(param.name, indices, values, digest)
+        inside = {param.sharded for handle in handles for param in handle.params}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and tensor not in inside:
+                new = tensor.detach().to(
+                    self._dtype if tensor.is_floating_point() else tensor.dtype
+                )
+                old = self._kept.get(name)
+                if old is None or not torch.equal(as_bytes(old), as_bytes(new.contiguous())):
+                    self._kept[name] = new.clone(memory_format=torch.contiguous_format)
+                    yield WeightChange(name, None, new.clone())
+
+    def _keep(self, handle: FlatParamHandle, rounded: Tensor) -> None:
+        if handle in self._kept:
+            self._kept[handle].copy_(rounded)
+        else:
+            self._kept[handle] = rounded.clone()
+
+    def _whole(self, handle: FlatParamHandle) -> Iterator[tuple[Any, None, Tensor]]:
+        """All-gather a flat parameter. Collective: all ranks of the shard group."""
+        rounded = self._rounded(handle)
+        self._keep(handle, rounded)
+        # Backends cannot send dtypes of one byte, so round to such a dtype after the all-gather.
+        is_sent = (
+            rounded.element_size() > 1 and rounded.element_size() <= handle.flat_param.itemsize
+        )
+        full = handle.gather_flat(rounded if is_sent else handle.flat_param.detach())
+        for param in handle.params:
+            yield param, None, view_of(full, param.span).to(rounded.dtype)
+
+    def _sparse(
+        self, handle: FlatParamHandle, counts: list[int], receivers: set[int]
+    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """Exchange the changed values of a flat parameter. Collective: the shard group.
+
+        ``counts``: how many values changed on each rank of the group.
+        """
+        comm, holders, new = handle.topology.shard, handle.topology.holders, self._rounded(handle)
+        where = (_words(new) != _words(self._kept[handle])).nonzero().view(-1)
+        first = handle.layout.shard_range(handle.topology.index)[0]
+        positions, values = (
+            (where + first).to(_POSITION).to(handle.device),
+            new[where].to(handle.device),
+        )
+        self._keep(handle, new)
+        if comm.size > 1 and any(counts):
+            size = _POSITION.itemsize + values.element_size()
+            payload = torch.cat([as_bytes(positions), as_bytes(values)])
+            gets = [rank in receivers for rank in comm.ranks]
+            lengths = [payload.numel() * getting for getting in gets]
+            expected = [count * size * gets[comm.rank] for count in counts]
+            sent = payload.repeat(sum(gets))
+            work, came = comm.exchange(sent, lengths, expected, op_name=_CALLER)
+            work.finish()
+            if gets[comm.rank]:
+                pieces = came.to(handle.device).split(expected)
+                # In the order of shards, positions ascend.
+                found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
+                positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
+                values = torch.cat([part[end:].clone().view(new.dtype) for part, end in found])
+        positions = positions.to(torch.int64)
+        for param in handle.params:
+            span = param.span
+            ends = positions.new_tensor([span.start, span.end])
+            start, end = torch.searchsorted(positions, ends).tolist()
+            if end > start:
+                indices, some = positions[start:end] - span.start, values[start:end]
+                if param.spec.order != tuple(sorted(param.spec.order)):
+                    indices, order = _logical(indices, param.spec).sort()
+                    some = some[order]
+                yield param, indices, some
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_WORDS[tensor.element_size()])
+
+
+def _logical(indices: Tensor, spec: Any) -> Tensor:
+    """Return indices in the order of rows, of indices in a parameter's memory order."""
+    in_memory = [spec.shape[axis] for axis in spec.order]
+    result, strides = torch.zeros_like(indices), [1] * len(spec.shape)
+    for axis in reversed(range(len(spec.shape) - 1)):
+        strides[axis] = strides[axis + 1] * spec.shape[axis + 1]
+    rest = indices
+    for axis, length in zip(reversed(spec.order), reversed(in_memory), strict=True):
+        result += rest % length * strides[axis]
+        rest = rest // length
+    return result
+
+
+def _checksum(values: Tensor, indices: Tensor) -> int:
+    """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
+    return int((_words(values).to(torch.int64).view(-1) * (indices + 1)).sum())  # modulo 2**64
+
+
+def _digests(handle: FlatParamHandle, shard: Tensor) -> list[int]:
+    """Return, for each parameter, the checksum of this rank's elements."""
+    sums = []
+    for param in handle.params:
+        own = shard[param.local.start : param.local.end]
+        places = torch.arange(own.numel(), device=own.device) + param.spec.offset
+        sums.append(_checksum(own, _logical(places, param.spec)))
+    return sums
+
+
+def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:
+    """Write changed weights into plain tensors, such as the weights of an inference engine.
+
+    No communication, and no process group is needed: changes may come from another process.
+
+    Args:
+        tensors: tensors by name, of any dtype and device.
+        changes: from ``WeightChanges.changes``; each change may be pickled.
+
+    Raises:
+        ValueError: a name is missing in ``tensors``, a shape differs, or a tensor has not the
+            digest of the change.
+    """
+    with torch.no_grad():
+        for name, indices, values, digest in changes:
+            target = tensors.get(name)
+            if target is None or (indices is None and target.shape != values.shape):
+                what = "there is no such tensor" if target is None else f"got {tuple(target.shape)}"
+                raise ValueError(
+                    f"apply_changes: {name!r}: expected a tensor of the trained model's shape, "
+                    f"{what}. Pass tensors under the names of the unwrapped model."
+                )
+            if indices is None:
+                target.copy_(values)
+            else:
+                target.put_(indices.to(target.device), values.to(target.device, target.dtype))
+            if digest is not None:
+                held = target.detach().to(values.dtype)
+                places = torch.arange(held.numel(), device=held.device)
+                if _checksum(held, places) % 2**64 != digest:
+                    raise ValueError(
+                        f"apply_changes: {name!r} differs from the trained model after the change. "
+                        "Expected the weights of the last pass. Pass the changes of every pass, in "
+                        "order, or make a new WeightChanges, whose first pass has all weights."
+                    )

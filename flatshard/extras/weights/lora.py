@@ -1,0 +1,138 @@
+"""``MergedLora``: LoRA adapters of PEFT, merged into full weights that leave the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# PEFT's layers whose `get_delta_weight` returns what to add to the weight of the layer below.
+_LAYERS = "peft.tuners.lora.layer"
+
+
+class MergedLora:
+    """Names and values of a model whose LoRA adapters are merged, without a change to the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the adapters of ``model``.
+
+        Raises:
+            ModuleNotFoundError: PEFT is not installed.
+            NotImplementedError: an adapter is no plain LoRA, such as DoRA or IA3.
+        """
+        tuners, others = (
+            import_module("peft.tuners.tuners_utils"),
+            import_module("peft.utils.other"),
+        )
+        self._hidden: set[str] = set()  # paths of modules whose own name the merged model lacks
+        self._dropped: set[str] = set()  # paths of modules that the merged model lacks
+        # For the name of each weight with adapters in the model: the layers that hold the adapters.
+        self._layers: dict[str, list[tuple[str, Any]]] = {}
+        self._adapters: dict[str, Tensor] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            dot = f"{path}." if path else ""
+            if isinstance(module, import_module("peft").PeftModel):
+                self._hidden |= {f"{dot}base_model", f"{dot}base_model.model"}
+            elif isinstance(module, others.ModulesToSaveWrapper):
+                used = f"{dot}original_module"
+                if module.active_adapters and not module.disable_adapters:
+                    used = f"{dot}modules_to_save.{module.active_adapters[0]}"
+                self._hidden |= {used, f"{dot}modules_to_save"}
+                copies = {f"{dot}modules_to_save.{name}" for name in module.modules_to_save}
+                self._dropped |= {f"{dot}original_module", *copies} - {used}
+            elif isinstance(module, tuners.BaseTunerLayer | others.AuxiliaryTrainingWrapper):
+                _check(path, module)
+                self._hidden.add(f"{dot}base_layer")
+                self._dropped |= {dot + name for name in module._modules} - {f"{dot}base_layer"}
+                if not module.disable_adapters:
+                    self._layers.setdefault(_weight_name(dot, module), []).append((dot, module))
+
+    def name_of(self, text: str) -> str | None:
+        """Return the name in the merged model of a name in the model; None: there is no such."""
+        kept, path = [], ""
+        for part in text.split("."):
+            path = f"{path}.{part}" if path else part
+            if path in self._dropped:
+                return None
+            if path not in self._hidden:
+                kept.append(part)
+        return ".".join(kept)
+
+    def read(self, full_tensors: Callable[..., Iterator[Any]]) -> None:
+        """Keep full copies of all adapters. Collective.
+
+        ``full_tensors``: reads tensors of the model, given their ``names``.
+        """
+        names = {name for some in self._layers.values() for one in some for name in _tensors(*one)}
+        for name, tensor in full_tensors(names=names) if names else ():
+            for one in name.names:
+                self._adapters[one] = tensor.to(
+                    torch.promote_types(tensor.dtype, torch.float32), copy=True
+                )
+
+    def merge(self, names: Sequence[str], tensor: Tensor) -> Tensor:
+        """Return the weight with these names in the model plus its adapters, in fp32 or wider."""
+        for layer in (layer for name in names for layer in self._layers.get(name, ())):
+            path, module = layer
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            full = _with_full_adapters(path, module, self._adapters, tensor)
+            for adapter in _active(module):
+                tensor = tensor + full.get_delta_weight(adapter)
+        return tensor
+
+
+def _check(path: str, module: Any) -> None:
+    kind = type(module)
+    why = None
+    if kind.__module__ != _LAYERS:
+        why = f"is a {kind.__name__}, and only LoRA on plain layers and parameters can be merged"
+    elif any(adapter in module.lora_variant for adapter in module.active_adapters):
+        why = f"has the LoRA variant {type(next(iter(module.lora_variant.values()))).__name__}"
+    elif any(module.lora_bias.values()):
+        why = "has adapters with a bias (lora_bias=True)"
+    elif module.merged_adapters:
+        why = f"has merged adapters ({', '.join(module.merged_adapters)}): call unmerge_adapter()"
+    if why is not None:
+        raise NotImplementedError(
+            f"merge_lora=True: {path!r} {why}. Read the tensors with merge_lora=False, and merge "
+            "the adapters in the program that reads them."
+        )
+
+
+def _active(module: Any) -> list[str]:
+    return [adapter for adapter in module.active_adapters if adapter in module.scaling]
+
+
+def _weight_name(path: str, module: Any) -> str:
+    """Return the name of the weight that an adapter changes."""
+    attribute = getattr(module, "parameter_name", "weight")
+    while hasattr(module, "base_layer"):
+        path, module = f"{path}base_layer.", module.base_layer
+    return path + attribute
+
+
+def _tensors(path: str, module: Any) -> dict[str, tuple[str, str]]:
+    """Return the names of the tensors of active adapters, each with its dict and adapter."""
+    return {
+        f"{path}{kind}.{adapter}" + ("" if "embedding" in kind else ".weight"): (kind, adapter)
+        for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+        for adapter in _active(module)
+        if adapter in module._modules.get(kind, ())
+    }
+
+
+def _with_full_adapters(path: str, module: Any, adapters: dict[str, Tensor], weight: Tensor) -> Any:
+    """Return a stand-in for ``module`` that has full adapters, for PEFT's ``get_delta_weight``."""
+    children: dict[str, Any] = dict(module._modules)
+    for name, (kind, adapter) in _tensors(path, module).items():
+        tensor = adapters[name].to(weight.device)
+        held = tensor if "embedding" in kind else SimpleNamespace(weight=tensor)
+        children[kind] = {**(children[kind] if type(children[kind]) is dict else {}), adapter: held}
+    found = object.__new__(type(module))
+    # PEFT rounds the result to the dtype of `get_param()`.
+    found.__dict__ = {**module.__dict__, "_modules": children, "get_param": lambda: weight}
+    return found

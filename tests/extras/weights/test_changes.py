@@ -1,0 +1,113 @@
+"""``WeightChanges`` and ``apply_changes``, bit by bit against ``full_tensors``."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.models import CASES, loss_of
+from tests.oracle import ROWS
+from tests.ways import WAYS
+
+
+def _full(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {str(name): t.clone() for name, t in flatshard.full_tensors(model, dtype=dtype)}
+
+
+def _empty(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.full_like(t, 7) for name, t in _full(model, dtype).items()}
+
+
+def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.by_turns
+@pytest.mark.parametrize("way", WAYS)
+def test_after_steps(way: str) -> None:
+    run_ranks(_steps, WAYS[way].world_size, way)
+
+
+def _steps(rank: int, world_size: int, way: str) -> None:
+    WAYS[way].set_nodes()
+    for name in ("batch-norm", "tied-across-units", "cnn-channels-last"):
+        case = CASES[name]
+        model = case.wrap(case.model(torch.float32), **WAYS[way].keywords)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        changes = flatshard.WeightChanges(model)
+        received = _empty(model, torch.bfloat16)
+        for step in range(4):
+            inputs, target = case.batch(10 * step + rank, ROWS, torch.float32)
+            loss_of(model(inputs), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            some = [pickle.loads(pickle.dumps(one)) for one in changes.changes(digests=True)]
+            flatshard.apply_changes(received, some)
+            with naming(f"{name}, step {step}"):
+                assert _same(received, _full(model, torch.bfloat16))
+        assert any(one.indices is not None for one in some), "all units were sent whole"
+        assert list(changes.changes()) == []
+
+
+def test_arguments_and_early_stops() -> None:
+    run_ranks(_arguments, 2)
+
+
+def _arguments(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model: Any = flatshard.ShardedWrapper(plain, auto_wrap_policy=policy, coalesce_bytes=0)
+
+    def set_one(row: int, column: int) -> None:
+        with torch.no_grad(), flatshard.ShardedWrapper.summon_full_params(model):
+            model[0].weight[row, column] = 1.0
+
+    changes = flatshard.WeightChanges(model, dtype=torch.float32)
+    received = _empty(model, torch.float32)
+    flatshard.apply_changes(received, changes.changes())
+    assert _same(received, _full(model, torch.float32))
+    set_one(3, 5)
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    first, second = changes.changes(ranks=1) if rank else [None, *changes.changes(ranks=1), None]
+    if rank:
+        assert (first.name, first.indices.tolist()) == ("0.weight", [125])
+        assert first.values.tolist() == [1.0]
+        assert (second.name, second.indices.tolist()) == ("1.bias", [*range(20)])
+    # A rank that stops early takes part in the rest, and then all ranks get all weights.
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    for number, _ in enumerate(changes.changes()):
+        if rank == 0 and number == 1:
+            break
+    flatshard.apply_changes(received, changes.changes(digests=True))
+    assert _same(received, _full(model, torch.float32))
+    # A receiver that missed a pass finds out by the digest.
+    set_one(0, 0)
+    list(changes.changes())
+    set_one(0, 1)
+    with pytest.raises(ValueError, match=r"'0.weight' differs from the trained model"):
+        flatshard.apply_changes(received, list(changes.changes(digests=True)))
+    with pytest.raises(ValueError, match=r"'0.weight': expected .*there is no such tensor"):
+        flatshard.apply_changes({}, list(flatshard.WeightChanges(model).changes()))
+    unread = changes.changes()
+    with pytest.raises(ValueError, match="the last pass is not over"):
+        changes.changes()
+    list(unread)
+    with pytest.raises(ValueError, match="ranks differ: the call is"):
+        changes.changes(digests=rank == 0)
+    with pytest.raises(ValueError, match="ranks must be 'all' or a rank < 2, got 2"):
+        changes.changes(ranks=2)
+    with pytest.raises(ValueError, match=r"floating-point dtype, got torch.int8"):
+        flatshard.WeightChanges(model, torch.int8)
+    unwrapped = nn.Linear(3, 2)
+    (weight, bias) = flatshard.WeightChanges(unwrapped).changes()
+    assert torch.equal(weight.values, unwrapped.weight.bfloat16())
+    assert (bias.name, bias.indices) == ("bias", None)

@@ -1,0 +1,151 @@
+"""``full_tensors(merge_lora=True)``, against PEFT's ``merge_and_unload`` of the unwrapped model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming, run_ranks
+from tests.integrations import PRELOAD
+
+
+class Experts(nn.Module):
+    """Experts in one raw parameter, as transformers keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 4, 5))
+        self.down = nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eio,eoj->bj", x, self.up, self.down)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.image = nn.Conv2d(1, 2, 3)
+        self.experts, self.head = Experts(), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.second(self.first(self.table(tokens)).tanh())
+        return self.head(self.experts(x))
+
+
+def _config(**keywords: Any) -> Any:
+    import peft
+
+    return peft.LoraConfig(r=2, lora_alpha=4, **keywords)
+
+
+_EVERYTHING = {
+    "target_modules": ["table", "first", "second", "image"],
+    "target_parameters": ["experts.up", "experts.down"],
+    "modules_to_save": ["head"],
+}
+
+
+def _adapted(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Model().to(dtype), config())
+    with torch.no_grad():  # PEFT begins with an adapter that adds nothing
+        for name, param in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                param.normal_()
+    return model
+
+
+def _two_adapters() -> Any:
+    torch.manual_seed(1)
+    model = _adapted(lambda: _config(target_modules=["first", "table"]))
+    model.add_adapter("other", _config(target_modules=["second", "first"], use_rslora=True))
+    model.base_model.set_adapter(["default", "other"])
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B.other" in name:
+                param.normal_()
+    return model
+
+
+def test_merged_weights() -> None:
+    for name in ("peft", "lightning", "trl"):  # the server of ranks loads the last two
+        pytest.importorskip(name)
+    run_ranks(_merged, 2, fresh=True, preload=PRELOAD)
+
+
+def _merged(rank: int, world_size: int) -> None:
+    plain = {"everything": lambda: _adapted(lambda: _config(**_EVERYTHING)), "two": _two_adapters}
+    for name, build in plain.items():
+        expected = build().merge_and_unload().state_dict()
+        for keywords in (
+            {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Experts}), "coalesce_bytes": 0},
+            {"sharding_strategy": "NO_SHARD"},
+        ):
+            with naming(f"{name}, {keywords}"):
+                model = ShardedWrapper(build(), **keywords)
+                before = {key: value.clone() for key, value in model.state_dict().items()}
+                found = {}
+                for key, tensor in flatshard.full_tensors(model, merge_lora=True):
+                    found[key] = tensor.clone()
+                assert found.keys() == expected.keys()
+                torch.testing.assert_close(found, dict(expected))
+                after = model.state_dict()
+                assert all(torch.equal(value, after[key]) for key, value in before.items())
+    _arguments(rank)
+    _rounded_once()
+    _refused()
+
+
+def _arguments(rank: int) -> None:
+    model = ShardedWrapper(_adapted(lambda: _config(**_EVERYTHING)))
+    expected = _adapted(lambda: _config(**_EVERYTHING)).merge_and_unload().state_dict()
+    found = {}
+    for bucket in flatshard.full_tensors(
+        model, merge_lora=True, names=["first.weight"], ranks=1, bucket_bytes=100
+    ):
+        found.update({key: tensor.clone() for key, tensor in bucket})
+    assert list(found) == (["first.weight"] if rank == 1 else [])
+    if rank == 1:
+        torch.testing.assert_close(found["first.weight"], expected["first.weight"])
+    with pytest.raises(ValueError, match="no parameter or persistent buffer 'first"):
+        flatshard.full_tensors(model, merge_lora=True, names=["first.base_layer.weight"])
+    with model.module.disable_adapter():
+        values = dict(flatshard.full_tensors(model, merge_lora=True, names=["head.weight"]))
+    original = model.module.base_model.model.head.original_module.weight
+    torch.testing.assert_close(values["head.weight"], original.full_tensor().detach())
+
+
+def _rounded_once() -> None:
+    """In bfloat16, the sum is computed in float32."""
+    build = lambda dtype: _adapted(lambda: _config(target_modules=["first"]), dtype)  # noqa: E731
+    model = ShardedWrapper(build(torch.bfloat16))
+    wide = build(torch.bfloat16).float().merge_and_unload().state_dict()
+    for key, tensor in flatshard.full_tensors(model, merge_lora=True):
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, wide[key].bfloat16())
+
+
+def _refused() -> None:
+    import peft
+
+    for config, message in (
+        (lambda: _config(target_modules=["first"], use_dora=True), "first' has the LoRA variant"),
+        (lambda: _config(target_modules=["first"], lora_bias=True), "adapters with a bias"),
+        (
+            lambda: peft.IA3Config(target_modules=["first"], feedforward_modules=[]),
+            "first' is a Linear, and only LoRA",
+        ),
+    ):
+        model = ShardedWrapper(_adapted(config))
+        with naming(message), pytest.raises(NotImplementedError, match=message):
+            flatshard.full_tensors(model, merge_lora=True)
