@@ -1,6 +1,6 @@
 """Measures flatshard beside DDP, FSDP1, FSDP2, DeepSpeed ZeRO-3 and the unwrapped model.
 
-    python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5 --plot benchmark.png
+    python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5
 
 Trains a small GPT on this machine. If there is a GPU for every rank, the ranks use GPUs and NCCL.
 Otherwise they use the CPU and gloo.
@@ -32,13 +32,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from lib.command_line import Parser
-from lib.output import COLOURS, output_file, write_json, writing
+from lib.output import write_json
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
@@ -564,41 +563,10 @@ def show(figures: dict[str, Any]) -> None:
     rich_print(table)
 
 
-DRAWN_AS = {
-    "flatshard": "flatshard",
-    "flatshard-sockets": "flatshard, sockets",
-    "flatshard-native": "flatshard, native",
-    "ddp": "DDP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "zero3": "DeepSpeed ZeRO-3",
-    "compute": "no communication",
-}
-
-
-def plot(figures: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    rows = figures["implementations"]
-    bars = {"ms per step": {name: 1000 * row["seconds"] for name, row in rows.items()}}
-    if all(row["peak_bytes"] is not None for row in rows.values()):
-        bars["peak MiB"] = {name: row["peak_bytes"] / 2**20 for name, row in rows.items()}
-    figure = Figure(figsize=(5 * len(bars), 4), layout="constrained")
-    figure.suptitle(f"{figures['settings']['preset']}, {figures['settings']['world_size']} ranks")
-    panels = figure.subplots(1, len(bars), squeeze=False)[0]
-    for axes, (label, heights) in zip(panels, bars.items(), strict=True):
-        colours = [COLOURS[DRAWN_AS[name]] for name in heights]
-        container = axes.bar(list(heights), list(heights.values()), color=colours)
-        axes.bar_label(container, fmt="{:,.0f}")
-        axes.set_ylabel(label)
-    with writing(path) as part:
-        figure.savefig(part, format=path.suffix[1:])
-
-
 # ------------------------------------------------------------------------------------ command line
 
-# Options that are not settings: output paths, and values derived from other options.
-DERIVED = ("json", "plot", "shape", "bf16", "cuda")
+# Options that are not settings: the output path, and values derived from other options.
+DERIVED = ("json", "shape", "bf16", "cuda")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD")
 
 
@@ -607,57 +575,30 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-20m", help="model to train (default: gpt-20m)")
-    add(
-        "--impl",
-        default=",".join(USUAL),
-        metavar="NAME,...",
-        help=f"implementations, separated by commas, of {', '.join(IMPLEMENTATIONS)} "
-        f"(default: {','.join(USUAL)})",
-    )
-    add("--world-size", type=int, default=2, help="ranks of each implementation (default: 2)")
-    add("--rounds", type=int, default=5, help="number of rounds (default: 5)")
-    add("--steps", type=int, default=5, help="steps of each implementation per round (default: 5)")
-    add("--warmup", type=int, default=3, help="steps before the first round (default: 3)")
-    add(
-        "--strategy",
-        choices=STRATEGIES,
-        default="FULL_SHARD",
-        help="sharding strategy (default: FULL_SHARD)",
-    )
-    add(
-        "--mixed-precision",
-        choices=TOLERANCES,
-        default="none",
-        help="dtype of computation; gradients are reduced in float32 (default: none)",
-    )
+    names = f"implementations, separated by commas, of {', '.join(IMPLEMENTATIONS)}"
+    add("--impl", default=",".join(USUAL), help=f"{names} (default: {','.join(USUAL)})")
+    parser.add_number("--world-size", 2, "ranks of each implementation")
+    parser.add_number("--rounds", 5, "number of rounds")
+    parser.add_number("--steps", 5, "steps of each implementation per round")
+    parser.add_number("--warmup", 3, "steps before the first round")
+    add("--strategy", choices=STRATEGIES, default="FULL_SHARD", help="(default: FULL_SHARD)")
+    precision = "dtype of computation; gradients are reduced in float32 (default: none)"
+    add("--mixed-precision", choices=TOLERANCES, default="none", help=precision)
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
-    add("--threads", type=int, default=1, help="CPU threads of each rank (default: 1)")
-    add("--json", type=output_file, metavar="PATH", help="write all figures to PATH")
-    add("--plot", type=output_file, metavar="PATH", help="draw times and memory to PATH")
+    parser.add_number("--threads", 1, "CPU threads of each rank")
+    parser.add_json()
     args = parser.parse_args(arguments)
     args.impl = args.impl.split(",")
     if unknown := set(args.impl) - set(IMPLEMENTATIONS):
         parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
-    if len(set(args.impl)) < len(args.impl):
-        parser.error("--impl: pass each name only once")
-    for name in ("world_size", "rounds", "steps", "warmup", "threads"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if args.strategy == "SHARD_OP" and {"fsdp1", "fsdp2"} & set(args.impl):
-        parser.error(
-            "--strategy SHARD_OP: only flatshard has it: remove fsdp1 and fsdp2 from --impl"
-        )
-    if args.strategy == "NO_SHARD" and "fsdp2" in args.impl:
-        parser.error("--strategy NO_SHARD: FSDP2 does not have it: remove fsdp2 from --impl")
-    if args.plot and args.plot.suffix not in (".pdf", ".png", ".svg"):
-        parser.error(f"--plot: {args.plot} must end in .pdf, .png or .svg")
-    if "zero3" in args.impl and importlib.util.find_spec("deepspeed") is None:
-        parser.error("--impl zero3: deepspeed is not installed: pip install deepspeed")
-    if "zero3" in args.impl and args.strategy != "FULL_SHARD":
-        parser.error("--impl zero3 runs ZeRO-3 only: leave --strategy at FULL_SHARD")
-    for package in ("rich", *(["matplotlib"] if args.plot else [])):
+    lack = {"SHARD_OP": {"fsdp1", "fsdp2", "zero3"}, "NO_SHARD": {"fsdp2", "zero3"}}
+    lack["SHARD_GRAD_OP"] = {"zero3"}
+    if others := lack.get(args.strategy, set()) & set(args.impl):
+        names = ", ".join(sorted(others))
+        parser.error(f"--strategy {args.strategy}: remove {names} from --impl, which lack it")
+    for package in ("rich", *(["deepspeed"] if "zero3" in args.impl else [])):
         if importlib.util.find_spec(package) is None:
-            parser.error(f'{package} is not installed: pip install ".[examples]"')
+            parser.error(f"{package} is not installed: pip install {package}")
     args.shape, args.bf16 = PRESETS[args.preset], args.mixed_precision == "bf16"
     args.cuda = torch.cuda.is_available() and torch.cuda.device_count() >= args.world_size
     return args
@@ -674,8 +615,6 @@ def main() -> None:
         sys.exit(f"error: {error}; all other ranks were stopped")
     show(figures)
     write_json(args.json, figures)
-    if args.plot:
-        plot(figures, args.plot)
     most = TOLERANCES[args.mixed_precision] * abs(plain)
     for name, row in figures["implementations"].items():
         if row["loss"] is not None and not row["loss_difference"] <= most:

@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser, stop
-from lib.output import COLOURS, PEAK, output_file, write_json, writing
+from lib.output import COLOURS, PEAK, output_file, write_json
 from lib.rank_memory import held_bytes, memory_report
 from lib.training_job import connect, mean_over_ranks, say
 from torch import Tensor
@@ -191,8 +190,7 @@ def draw(about: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"MiB on each of {about['world_size']} ranks; {size}, fp32 AdamW")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=5, fontsize=8)
-    with writing(path) as part:
-        figure.savefig(part, format=path.suffix[1:], dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ gloo     the same with gloo, with tensors on the GPU, or on the CPU if there is 
 fake     measures time and memory of a step with a billion parameters in bf16, beside FSDP1, FSDP2
          and the unwrapped model. Simulates rank 0 of eight; collectives move nothing
 sync     checks that no operation of a step makes the host wait for the GPU
-streams  checks that slow collectives, on a separate stream as NCCL's, and slow computations do not
-         change the results. Simulates one rank
-single   the same with NCCL's own collectives over one rank, which run on any GPU. So streams, works
-         and dtypes are real
 overlap  profiles one step, and prints the share of the collectives' time in which the GPU computes
 diverge  lets one of two ranks do what the other does not: skip a unit, clip alone, raise. All ranks
          must raise an error within 15 seconds, and end without a crash
@@ -37,7 +33,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 from gpu_checks.contenders import part_fake
@@ -45,7 +40,6 @@ from gpu_checks.divergence import part_diverge
 from gpu_checks.equality import part_ranks
 from gpu_checks.overlap import part_overlap
 from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, in_ranks, one_line
-from gpu_checks.streams import part_single, part_streams
 from gpu_checks.waits import part_sync
 from lib.command_line import Parser
 from lib.output import output_file, write_json
@@ -68,8 +62,6 @@ PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
     "gloo": part_ranks,
     "fake": part_fake,
     "sync": part_sync,
-    "streams": part_streams,
-    "single": part_single,
     "overlap": part_overlap,
     "diverge": part_diverge,
 }
@@ -82,8 +74,6 @@ LIMITS_OF_PARTS = {
     "gloo": 110,
     "fake": 150,
     "sync": 60,
-    "streams": 75,
-    "single": 75,
     "overlap": 75,
     "diverge": 75,
 }
@@ -141,7 +131,7 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
     device = "cuda" if args.gpus else "cpu"
     if name == "gloo":
         return Place(device, "gloo", args.ranks or (4 if args.gpus else 2))
-    if name in ("fake", "streams", "single"):
+    if name == "fake":
         return Place(device, "fake", 1)
     if name == "diverge":
         return Place(device, "nccl" if args.nccl_ranks else "gloo", 2)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-import lib.prerequisites  # noqa: F401  (first, because this import may end the script)
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

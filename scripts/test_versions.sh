@@ -90,8 +90,8 @@ $(cat "$folder"/row-* 2> /dev/null)"
     echo "$table"
     [ -z "${PAGE:-}" ] || .venv/bin/python -c '
 import pathlib, sys
-sys.path.append("scripts/tables")
-from table_cells import write_table
+sys.path.append("scripts")
+from evidence import write_table
 write_table(pathlib.Path(sys.argv[1]), "versions", sys.argv[2])' "$PAGE" "$table"
 fi
 [ -z "$missing" ] || echo "not tested, because this machine has no such Python:$missing"

@@ -71,7 +71,26 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class RankError(AssertionError):
-    """A rank raised, died or hung; the message says which, and where."""
+    """A rank raised, died or hung; the message says which, and where.
+
+    Attributes:
+        verdict: "raises", "crashes" or "hangs", which is said also where other ranks raise.
+        why: the first error with its type, or the exit code.
+        raised: whether each rank raised, in rank order.
+    """
+
+    def __init__(self, text: str, ranks: "Sequence[_Rank]" = ()) -> None:
+        super().__init__(text)
+        failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.when)
+        self.raised = [rank.state is _State.RAISED for rank in ranks]
+        self.why = next((rank.error for rank in failed), "")
+        if died := next((rank for rank in failed if rank.state is _State.DIED), None):
+            self.verdict, self.why = "crashes", died.error
+        elif any(rank.state is _State.RUNNING for rank in ranks):
+            self.verdict = "hangs"
+            self.why = self.why and f"one rank raises {self.why}; others wait"
+        else:
+            self.verdict = "raises"
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,7 @@ class _Setup:
     group_timeout: float
     init_group: bool
     expendable: bool
+    patience: float | None
     coalesce_bytes: int
 
 
@@ -130,6 +150,7 @@ class _Rank:
     state: _State = _State.RUNNING
     result: Any = None
     report: str = ""
+    error: str = ""
     when: float = 0.0
 
     @property
@@ -147,6 +168,7 @@ def run_ranks(
     expendable: Sequence[int] = (),
     fresh: bool = False,
     preload: tuple[str, ...] = (),
+    patience: float | None = None,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` ranks.
 
@@ -166,6 +188,9 @@ def run_ranks(
         fresh: whether to take new processes, and end them afterwards.
         preload: modules that take seconds to import. A fork server of its own has loaded them, so
             that not every rank imports them.
+        patience: seconds that a rank stays alive after it raised, and then ends as its program
+            would; after as many seconds more, ranks that still run are hanging. Without it, the
+            first error ends the call.
 
     Returns:
         What each rank returned, in rank order.
@@ -188,6 +213,7 @@ def run_ranks(
                 group_timeout,
                 init_group,
                 rank in expendable,
+                patience,
                 collective_options.COALESCE_BYTES,
             )
             for rank in range(world_size)
@@ -201,11 +227,11 @@ def run_ranks(
             for rank in ranks:
                 _start(rank, call)
             awaited = [rank for rank in ranks if not rank.setup.expendable]
-            _collect(awaited, deadline)
+            _collect(awaited, deadline, 0.3 if patience is None else 2 * patience)
             if all(rank.state is _State.RETURNED for rank in awaited):
                 _release(awaited, deadline)
             if any(rank.state is not _State.ENDED for rank in awaited):
-                raise RankError(_describe(awaited, timeout))
+                raise RankError(_describe(awaited, timeout), awaited)
         except BaseException:
             _end(workers)
             raise
@@ -340,12 +366,12 @@ def _end(workers: list[_Worker]) -> None:
         worker.stack_path.unlink()
 
 
-def _collect(ranks: list[_Rank], deadline: float) -> None:
-    """Take reports until every rank has one, the first failure is known, or time is up."""
+def _collect(ranks: list[_Rank], deadline: float, seconds: float) -> None:
+    """Take reports until every rank has one, or until ``seconds`` after the first failure."""
     while pending := {rank.worker.pipe: rank for rank in ranks if rank.state is _State.RUNNING}:
         if any(rank.failed for rank in ranks):
             # What failed first may be heard last: a dead rank makes others raise, say.
-            deadline = min(deadline, time.monotonic() + 0.3)
+            deadline = min(deadline, time.monotonic() + seconds)
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
             return
@@ -361,13 +387,14 @@ def _receive(rank: _Rank) -> None:
         process.join(5)
         rank.state, rank.when = _State.DIED, time.monotonic()
         rank.report = f"ended without a report, exit code {process.exitcode}"
+        rank.error = f"rank {rank.setup.rank} ends with exit code {process.exitcode}"
         return
     if rank.state is _State.ENDED:
         return
     if rank.state is _State.RETURNED:
         rank.result = content
     else:
-        rank.report = content
+        rank.report, rank.error = content
 
 
 def _release(ranks: list[_Rank], deadline: float) -> None:
@@ -465,10 +492,15 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
     call = pipe.recv_bytes()
     try:
         message = _pack((_State.RETURNED, time.monotonic(), _run(setup, call)))
-    except BaseException:
+    except BaseException as error:
         if setup.expendable:
             os._exit(1)
-        message = _pack((_State.RAISED, time.monotonic(), "raised\n" + traceback.format_exc()))
+        texts = "raised\n" + traceback.format_exc(), f"{type(error).__name__}: {error}"
+        message = _pack((_State.RAISED, time.monotonic(), texts))
+        if setup.patience is not None:
+            pipe.send_bytes(message)
+            pipe.poll(setup.patience)
+            os._exit(1)
     pipe.send_bytes(message)
     del message
     pipe.recv_bytes()
@@ -480,7 +512,7 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:
         text = "raised where nobody sees it, " + "\n".join(lost)
-        ended = (_State.RAISED, time.monotonic(), text)
+        ended = (_State.RAISED, time.monotonic(), (text, text))
     pipe.send_bytes(_pack(ended))
 
 

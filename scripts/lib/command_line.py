@@ -1,10 +1,8 @@
 """Options of scripts. A bad option ends a script with one line and exit status 2."""
 
 import argparse
-import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -46,11 +44,6 @@ class Parser(argparse.ArgumentParser):
         text = f"{what} (default: {default})"
         self.add_argument(option, type=at_least(low), default=default, help=text)
 
-    def add_timeout(self, seconds: float, what: str) -> None:
-        """Adds the option `--timeout SECONDS`, the time limit of `what`."""
-        text = f"time limit of {what} in seconds (default: {seconds:g})"
-        self.add_argument("--timeout", type=positive_number, default=seconds, help=text)
-
     def add_json(self, what: str = "all figures") -> None:
         """Adds the option `--json PATH`. `write_json` writes the file."""
         self.add_argument("--json", type=output_file, metavar="PATH", help=f"write {what} to PATH")
@@ -66,22 +59,3 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return integer
-
-
-def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {value}")
-    return value
-
-
-def directory(text: str) -> Path:
-    """A directory in which this user can create temporary files."""
-    if not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"not a directory: {text}")
-    try:
-        with tempfile.TemporaryFile(dir=text) as file:
-            os.posix_fallocate(file.fileno(), 0, 1)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write in {text}: {error.strerror}") from None
-    return Path(text)

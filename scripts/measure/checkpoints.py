@@ -1,39 +1,34 @@
 """Measures saving and loading of a model and its AdamW state, beside the speed of the disk.
 
-    python scripts/measure/checkpoints.py --world-size 2 --folder /tmp
+    python scripts/measure.py checkpoints --world-size 2 --folder /tmp
 
 These implementations take turns on this machine's CPU (gloo): flatshard.checkpoint (`unverified`:
 with verify=False), FSDP1 and FSDP2 (both with sharded torch.distributed.checkpoint), and torch.save
 of an unwrapped model on rank 0. `dd` writes and syncs the same number of bytes. Files are dropped
 from the page cache before they are loaded. Prints seconds and GB/s of the fastest run, the CPU
-seconds of all ranks, the collectives of a save, and how much the peak RSS is above the RSS before.
+seconds of all ranks, and how much the peak RSS is above the RSS before.
 """
 
 import argparse
-import functools
 import os
 import shutil
 import subprocess
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from construction import build_flatshard, build_fsdp1, build_fsdp2
-from lib.command_line import directory
-from measuring import mib, reset_peak, resident_bytes
+from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
 from offload import Decoder
-from rich import print as rich_print
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from flatshard import checkpoint, collectives
+from flatshard import checkpoint
 
 Way = tuple[Callable[..., nn.Module], Callable[..., None], Callable[..., None]]
 
@@ -143,28 +138,6 @@ def run_dd(path: Path, num_bytes: int) -> dict[str, dict[str, float]]:
     return {"save": save, "load": load}
 
 
-def count_calls(work: Callable[..., None], *given: Any) -> dict[str, int]:
-    """Number of calls of each collective in ``work``, of torch.distributed and in the recorder."""
-    calls: Counter[str] = Counter()
-    names = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast", "gather")
-    names += ("reduce_scatter_tensor", "scatter", "all_to_all_single", "all_gather", "barrier")
-    kept = {name: getattr(dist.distributed_c10d, name) for name in names if hasattr(dist, name)}
-
-    def counted(name: str, function: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        calls[name] += 1
-        return function(*given, **more)
-
-    try:
-        for name, function in kept.items():
-            setattr(dist.distributed_c10d, name, functools.partial(counted, name, function))
-        with collectives.record() as events:
-            work(*given)
-    finally:
-        for name, function in kept.items():
-            setattr(dist.distributed_c10d, name, function)
-    return {**calls, "of tensors (recorder)": len(events)}
-
-
 def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
     folder = args.folder / "flatshard-measured"
@@ -189,7 +162,6 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, list[dict[str, dict[str, float]]]] = {
         name: [] for name in ["dd", *args.impl]
     }
-    calls: dict[str, dict[str, int]] = {}
     for repeat in range(args.repeat + 1):  # the first round is a warm-up
         # Rotate the order, because the first implementation of a round finds another page cache.
         names = args.impl
@@ -200,16 +172,13 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 folder.mkdir(exist_ok=True)
                 os.sync()
-            if repeat == 0:
-                calls[name] = count_calls(save, path, *side)
-            else:
-                figure = {"save": measured(save, path, *side)}
-                dist.barrier()
-                if name == "flatshard":
-                    num_bytes = sum(one.stat().st_size for one in path.iterdir())
-                evict(path)
-                figure["load"] = measured(load, path, *side)
-                figures[name].append(figure)
+            figure = {"save": measured(save, path, *side)}
+            dist.barrier()
+            if name == "flatshard":
+                num_bytes = sum(one.stat().st_size for one in path.iterdir())
+            evict(path)
+            figure["load"] = measured(load, path, *side)
+            figures[name] += [figure] if repeat else []
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
@@ -218,62 +187,39 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return {"figures": figures, "calls": calls, "bytes": num_bytes}
+    return {"figures": figures, "bytes": num_bytes}
 
 
-# ------------------------------------------------------------------------------------------- tables
+# --------------------------------------------------------------------------------------------- rows
+
+OPTIONS = {
+    "impl": list(WAYS),
+    "layers": 10,
+    "width": 1024,
+    "world_size": 2,
+    "repeat": 5,
+    "folder": Path("."),
+}
 
 
-def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    num_bytes = ranks[0]["bytes"]
-    title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
-    made = measuring.table(
-        title, "", *("save s", "GB/s", "CPU s", "MiB"), *("load s", "GB/s", "CPU s", "MiB")
-    )
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    return rows_of(figures_of_ranks(measure_rank, args.world_size, args), args)
+
+
+def rows_of(
+    ranks: list[dict[str, Any]], args: argparse.Namespace
+) -> tuple[str, list[dict[str, Any]]]:
+    num_bytes, rows = ranks[0]["bytes"], []
     for name, own in ranks[0]["figures"].items():
-        row: list[str] = []
+        row: dict[str, Any] = {"": name}
         for action in ("save", "load"):
-            seconds = min(one[action]["seconds"] for one in own)
             of_ranks = [[one[action] for one in rank["figures"][name]] for rank in ranks]
-            cpu = min(
+            seconds = min(one[action]["seconds"] for one in own)
+            row[f"{action} s"], row[f"{action} GB/s"] = seconds, num_bytes / seconds / 1e9
+            row[f"{action} CPU s"] = min(
                 sum(run["cpu_seconds"] for run in runs) for runs in zip(*of_ranks, strict=True)
             )
-            peak = max(run["peak_bytes"] for runs in of_ranks for run in runs)
-            row += [f"{seconds:.2f}", f"{num_bytes / seconds / 1e9:.2f}", f"{cpu:.2f}", mib(peak)]
-        made.add_row(name, *row)
-    rich_print(made)
-    for name, calls in ranks[0]["calls"].items():
-        listed = ", ".join(f"{one} {number}" for one, number in calls.items())
-        print(f"collectives of a save, {name}: {listed}")
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = measuring.Parser(__doc__)
-    add = parser.add_argument
-    parser.add_names("--impl", WAYS, "implementations")
-    parser.add_number("--layers", 10, "number of blocks")
-    parser.add_number("--width", 1024, "width of the model", low=16)
-    parser.add_number("--world-size", 2, "ranks to start", low=2)
-    parser.add_number("--repeat", 5, "number of rounds; the fastest counts")
-    add(
-        "--folder",
-        type=directory,
-        default=Path("."),
-        help="folder on the disk to measure (default: the current folder)",
-    )
-    parser.add_json()
-    args = parser.parse_args(arguments)
-    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
-    measuring.require_proc(parser)
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
-    show(ranks, args)
-    measuring.write_json(args.json, ranks)
-
-
-if __name__ == "__main__":
-    main()
+            row[f"{action} MiB"] = max(run["peak_bytes"] for some in of_ranks for run in some) / MIB
+        rows.append(row)
+    title = f"{num_bytes / 1e9:.2f} GB, {args.world_size} ranks, fastest of {args.repeat}"
+    return title, rows

@@ -1,6 +1,6 @@
 """Measures the memory that disk offload saves and the time that it costs.
 
-    python scripts/measure/offload.py --layers 16 --width 768 --world-size 2
+    python scripts/measure.py offload --layers 16 --width 768 --world-size 2
 
 Builds a decoder of transformer blocks on the meta device, wraps it with one unit per block, and
 trains it by AdamW on this machine's CPU (gloo). Each kind of offload has new processes:
@@ -24,13 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmark import Block, Preset
-from measuring import mib, reset_peak, resident_bytes
-from rich import print as rich_print
+from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, ShardedWrapper
@@ -113,7 +111,6 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     losses += train(model, optimizer, args, args.steps)
     dist.barrier()
     return {
-        "way": way,
         "numel": numel,
         "formula": STATE_BYTES * numel / args.world_size,
         "building": building,
@@ -125,69 +122,33 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one kind of offload.
-
-    Returns the figures of the rank with the highest peak, and the losses of all ranks.
-    """
-    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, way, args)
-    worst = max(ranks, key=lambda figures: figures["peak"])
-    return {**worst, "losses": sorted(figures["losses"] for figures in ranks)}
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    numel, formula = rows[0]["numel"], rows[0]["formula"] / 2**20
-    title = (
-        f"{numel:,} parameters, {formula:,.0f} MiB of state per rank, allowed {formula / 3:,.0f}"
-    )
-    columns = ("building", "first step", "peak", "between steps")
-    table = measuring.table(title, "offload", *columns, "steps a minute")
-    for row in rows:
-        sizes = (mib(row[key]) for key in ("building", "first_step", "peak", "between"))
-        table.add_row(row["way"], *sizes, f"{60 / row['seconds']:.1f}")
-    rich_print(table)
+OPTIONS = {
+    "offload": list(WAYS),
+    "path": Path(tempfile.gettempdir()),
+    "world_size": 2,
+    "layers": 4,
+    "width": 512,
+    "vocabulary": 512,
+    "rows": 2,
+    "length": 32,
+    "steps": 3,
+    "check": False,
+}
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line. Exits with status 2 if an option is wrong."""
-    parser = measuring.Parser(__doc__)
-    add = parser.add_argument
-    parser.add_names("--offload", WAYS, "kinds of offload")
-    add("--path", type=Path, default=Path(tempfile.gettempdir()), help="directory for the files")
-    add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
-    add("--layers", type=int, default=4, help="number of blocks (default: 4)")
-    add(
-        "--width",
-        type=int,
-        default=512,
-        help=f"width of the model, a multiple of {HEADS} (default: 512)",
-    )
-    add("--vocabulary", type=int, default=512, help="tokens in the vocabulary (default: 512)")
-    add("--rows", type=int, default=2, help="rows of a batch (default: 2)")
-    add("--length", type=int, default=32, help="tokens of a row (default: 32)")
-    add("--steps", type=int, default=3, help="number of timed steps (default: 3)")
-    add("--check", action="store_true", help="fail if the peak is more than allowed")
-    parser.add_json("all figures, in bytes,")
-    args = parser.parse_args(arguments)
-    args.offload = measuring.choose(parser, "--offload", args.offload, WAYS)
-    sizes = (args.world_size, args.layers, args.width, args.vocabulary, args.rows, args.length)
-    if min(*sizes, args.steps) < 1:
-        parser.error("all numbers must be at least 1")
-    if args.width % HEADS:
-        parser.error(f"--width: must be a multiple of {HEADS}, got {args.width}")
-    if not args.path.is_dir():
-        parser.error(f"--path: {args.path} is not a directory")
-    measuring.require_proc(parser)
-    return args
-
-
-if __name__ == "__main__":
-    args = parse_args()
-    rows = [measure(way, args) for way in args.offload]
-    show(rows)
-    if any(row["losses"] != rows[0]["losses"] for row in rows):
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    rows, losses, over = [], [], []
+    for way in args.offload:
+        ranks = figures_of_ranks(measure_rank, args.world_size, way, args)
+        worst = max(ranks, key=lambda figures: figures["peak"])
+        allowed = worst["formula"] / 3
+        losses.append(sorted(figures["losses"] for figures in ranks))
+        over += [way] if way in WAYS[2:] and worst["peak"] > allowed else []
+        sizes = {name: worst[name] / MIB for name in ("building", "first_step", "peak", "between")}
+        rows.append({"offload": way, **sizes, "steps a minute": 60 / worst["seconds"]})
+    if any(one != losses[0] for one in losses):
         sys.exit("error: the losses differ between the kinds of offload")
-    measuring.write_json(args.json, rows)
-    over = [r["way"] for r in rows if r["way"] in WAYS[2:] and r["peak"] > r["formula"] / 3]
     if args.check and over:
-        sys.exit(f"error: the peak RSS is more than allowed: {', '.join(over)}")
+        sys.exit(f"error: the peak RSS is more than allowed: {', '.join(over)}: {rows}")
+    sizes = f"{3 * allowed / MIB:,.0f} MiB of state per rank, allowed {allowed / MIB:,.0f}"
+    return f"{worst['numel']:,} parameters, {sizes}", rows

@@ -1,6 +1,6 @@
 """Measures how long it takes to read all full weights of a sharded model, and what memory it takes.
 
-    python scripts/measure/weights.py --model many-small --world-size 2
+    python scripts/measure.py weights --model many-small --world-size 2
 
 Builds the same GPT by flatshard and by torch's FSDP1 and FSDP2 in the same processes (gloo, this
 machine's CPU), and reads all full parameters in each way, round by round in turn: ``full_tensors``,
@@ -21,12 +21,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from benchmark import PRESETS, make_batch, make_model, wrap_flatshard, wrap_fsdp1, wrap_fsdp2
-from measuring import mib, reset_peak, resident_bytes
-from rich import print as rich_print
+from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
 
 import flatshard
 from flatshard import ShardedWrapper
@@ -140,46 +138,31 @@ def measure_rank(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(ranks: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    first = ranks[0]
-    table = measuring.table(
-        f"{args.model} on {args.world_size} ranks: {first['numel']:,} parameters "
-        f"({mib(first['numel'] * 4)} MiB, {mib(first['shard_bytes'])} MiB per rank) in "
-        f"{first['num_parts']} flat parameters, the largest {mib(first['unit_bytes'])} MiB",
-        *("", "ms", "of FSDP2's loop", "of a step", "peak MiB", "at most MiB"),
-    )
-    for name in WAYS:
+OPTIONS = {
+    "model": ("many-small", *(name for name in PRESETS if name != "many-small")),
+    "world_size": 2,
+    "rounds": 5,
+}
+
+
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    ranks = figures_of_ranks(measure_rank, args.world_size, args)
+    first, rows = ranks[0], []
+    for name, ms in first["ms"].items():
         loop = "norms, FSDP2 loop" if "norms" in name else "FSDP2 full_tensor()"
-        peak = max(one["peaks"][name] for one in ranks)
-        ratio, of_step = (first["ms"][name] / first["ms"][other] for other in (loop, STEP))
-        ratios = ("", "") if name == STEP else (f"{ratio:.3f}", f"{of_step:.3f}")
-        limit = mib(3 * first["unit_bytes"]) if "full_tensors" in name else ""
-        table.add_row(name, f"{first['ms'][name]:.2f}", *ratios, mib(peak), limit)
-    rich_print(table)
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line. Exits with status 2 if an option is wrong."""
-    parser = measuring.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--model",
-        choices=PRESETS,
-        default="many-small",
-        help="the GPT (default: many-small)",
+        rows.append(
+            {
+                "": name,
+                "ms": ms,
+                "of FSDP2's loop": None if name == STEP else ms / first["ms"][loop],
+                "of a step": None if name == STEP else ms / first["ms"][STEP],
+                "peak MiB": max(one["peaks"][name] for one in ranks) / MIB,
+                "at most MiB": 3 * first["unit_bytes"] / MIB if "full_tensors" in name else None,
+            }
+        )
+    title = (
+        f"{args.model} on {args.world_size} ranks: {first['numel']:,} parameters "
+        f"({first['numel'] * 4 / MIB:,.0f} MiB, {first['shard_bytes'] / MIB:,.0f} MiB per rank) in "
+        f"{first['num_parts']} flat parameters"
     )
-    add("--world-size", type=int, default=2, help="ranks to start on this machine (default: 2)")
-    add("--rounds", type=int, default=5, help="readings of each way (default: 5)")
-    parser.add_json()
-    args = parser.parse_args(arguments)
-    if min(args.world_size, args.rounds) < 1:
-        parser.error("--world-size and --rounds must be at least 1")
-    measuring.require_proc(parser)
-    return args
-
-
-if __name__ == "__main__":
-    args = parse_args()
-    ranks = measuring.figures_of_ranks(measure_rank, args.world_size, args)
-    show(ranks, args)
-    measuring.write_json(args.json, ranks)
+    return title, rows

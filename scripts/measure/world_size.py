@@ -1,6 +1,6 @@
 """Measures how time and memory grow with the number of ranks, by simulating rank 0.
 
-    python scripts/measure/world_size.py --world-sizes 64,1024,4096,16384 --impl flatshard,fsdp2
+    python scripts/measure.py world_size --world-sizes 64,1024,4096,16384 --impl flatshard,fsdp2
 
 The process group has torch's "fake" backend, whose collectives move nothing. So a single process
 does the work of one rank of many, and waits for no other rank. Each row is measured in a new
@@ -25,14 +25,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
 from benchmark import Block
-from lib.command_line import at_least
-from measuring import mib, resident_bytes, spawn
+from measuring import MIB, resident_bytes, spawn
 from offload import Decoder
-from rich import print as rich_print
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
@@ -95,16 +92,16 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
     with collectives.record() as events:
         step(wrapped, tokens, optimizer)
     return {
-        "way": way,
-        "world_size": world_size,
-        "numel": numel,
-        "wrap": wrap_seconds,
-        "torch_wrap": sum(timed(dist.new_group, *one.args, **one.kwargs)[1] for one in calls),
-        "first": first,
-        "step": statistics.median(later),
-        "torch_step": replay(events) if events else None,
-        "before": before,
-        "peak": peak,
+        "": way,
+        "N": world_size,
+        "parameters": numel,
+        "wrap s": wrap_seconds,
+        "torch s": sum(timed(dist.new_group, *one.args, **one.kwargs)[1] for one in calls),
+        "first step s": first,
+        "later step s": statistics.median(later),
+        "torch, step s": replay(events) if events else None,
+        "peak MiB": peak / MIB,
+        "before MiB": before / MIB,
     }
 
 
@@ -144,63 +141,26 @@ def write_figures(_: int, file: str, *arguments: Any) -> None:
     Path(file).write_text(json.dumps(measure_rank(*arguments)))
 
 
-# ------------------------------------------------------------------------------------- the table
+# ----------------------------------------------------------------------------------------- rows
 
 
-def measure(way: str, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/figures.json"
-        spawn(write_figures, (file, way, world_size, args), 1)
-        return dict(json.loads(Path(file).read_text()))
+OPTIONS = {
+    "world_sizes": "64,1024,4096",
+    "impl": list(WAYS),
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_OP"),
+    "layers": 24,
+    "width": 256,
+    "vocabulary": 256,
+    "steps": 10,
+}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    made = measuring.table(
-        f"rank 0 of N, {rows[0]['numel']:,} parameters; seconds, MiB",
-        *("", "N", "wrap", "torch", "first step", "later step", "torch", "peak RSS", "before"),
-    )
-    for row in rows:
-        names = ("wrap", "torch_wrap", "first", "step", "torch_step")
-        seconds = [f"{row[name]:.3f}" if row[name] is not None else "" for name in names]
-        memory = [mib(row[name]) for name in ("peak", "before")]
-        made.add_row(row["way"], f"{row['world_size']:,}", *seconds, *memory)
-    rich_print(made)
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line. Exits with status 2 if an option is wrong."""
-    parser = measuring.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--world-sizes",
-        default="64,1024,4096",
-        help="numbers of ranks, separated by commas (default: 64,1024,4096)",
-    )
-    parser.add_names("--impl", WAYS, "implementations")
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_OP")
-    add(
-        "--strategy",
-        choices=strategies,
-        default="FULL_SHARD",
-        help="sharding strategy (default: FULL_SHARD)",
-    )
-    parser.add_number("--layers", 24, "number of blocks")
-    parser.add_number("--width", 256, "width of the model", low=8)
-    parser.add_number("--vocabulary", 256, "tokens in the vocabulary")
-    parser.add_number("--steps", 10, "steps after the first step")
-    parser.add_json()
-    args = parser.parse_args(arguments)
-    args.impl = measuring.choose(parser, "--impl", args.impl, WAYS)
-    try:
-        args.world_sizes = [at_least(2)(text) for text in args.world_sizes.split(",")]
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(f"--world-sizes: {error}")
-    measuring.require_proc(parser)
-    return args
-
-
-if __name__ == "__main__":
-    args = parse_args()
-    rows = [measure(way, size, args) for size in args.world_sizes for way in args.impl]
-    show(rows)
-    measuring.write_json(args.json, rows)
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    rows = []
+    for size in map(int, args.world_sizes.split(",")):
+        for way in args.impl:
+            with tempfile.TemporaryDirectory() as folder:
+                file = f"{folder}/figures.json"
+                spawn(write_figures, (file, way, size, args), 1)
+                rows.append(json.loads(Path(file).read_text()))
+    return "Rank 0 of N", rows

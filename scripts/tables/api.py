@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lib.command_line import Parser
-from lib.output import writing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
@@ -90,6 +89,4 @@ def updated(page: str) -> str:
 
 if __name__ == "__main__":
     Parser(__doc__).parse_args()
-    text = updated(PAGE.read_text())
-    with writing(PAGE) as part:
-        part.write_text(text)
+    PAGE.write_text(updated(PAGE.read_text()))

@@ -6,26 +6,22 @@ Each tutorials/NAME.py is the source of tutorials/NAME.ipynb, in jupytext's perc
 a NAME, the script runs all of them. Needs `pip install -e ".[tutorials]"`.
 """
 
-import contextlib
-import importlib.util
 import os
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import jupytext
+import nbformat
 from lib.command_line import Parser
-from lib.output import writing
+from nbclient import NotebookClient
 
+# Hide warnings of the tools that run the notebook.
+os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
-NEEDED = (
-    *("ipykernel", "jupytext", "matplotlib", "nbclient", "nbformat", "peft", "safetensors"),
-    "transformers",
-)
 
 
 def names() -> list[str]:
@@ -34,8 +30,6 @@ def names() -> list[str]:
 
 def read(name: str) -> Any:
     """Convert a script into a notebook without outputs."""
-    import jupytext
-
     notebook = jupytext.read(FOLDER / f"{name}.py")
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -52,8 +46,6 @@ def execute(name: str, timeout: float | None = None) -> Any:
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
-    from nbclient import NotebookClient
-
     notebook = read(name)
     client = NotebookClient(
         notebook,
@@ -86,16 +78,6 @@ def joined(outputs: list[Any]) -> list[Any]:
     return [one for one in found if one.get("name") != "stderr" or "flatshard" in one["text"]]
 
 
-def end_kernels() -> None:
-    """Kills all kernels and the ranks that they have started."""
-    import psutil  # a dependency of ipykernel
-
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(psutil.Process().children(), timeout=5)
-
-
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument(
@@ -105,36 +87,11 @@ def main() -> None:
         "--out", type=Path, default=FOLDER, help="folder of the notebooks (default: tutorials/)"
     )
     args = parser.parse_args()
-    missing = [one for one in NEEDED if importlib.util.find_spec(one) is None]
-    if missing:
-        parser.error(f'{missing[0]} is not installed: pip install -e ".[tutorials]"')
-    if unknown := sorted(set(args.names) - set(names())):
-        parser.error(f"{unknown[0]}: choose from {', '.join(names())}")
-    if not args.out.is_dir():
-        parser.error(f"--out: no such folder: {args.out}")
-    import nbformat
-
-    # Hide warnings of the tools that run the notebook.
-    os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
-    # Run nbclient in a thread: in the main thread, it would handle Ctrl-C itself.
-    thread = ThreadPoolExecutor(1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # killed kernels leave files
-        try:
-            for name in args.names or names():
-                start = time.perf_counter()
-                notebook = thread.submit(execute, name).result()
-                with writing(args.out / f"{name}.ipynb") as part:
-                    nbformat.write(notebook, part)
-                print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds", flush=True)
-        except KeyboardInterrupt:
-            end_kernels()
-            raise
+    for name in args.names or names():
+        start = time.perf_counter()
+        nbformat.write(execute(name), args.out / f"{name}.ipynb")
+        print(f"{name}.ipynb: {time.perf_counter() - start:.0f} seconds", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted: only complete notebooks were written", file=sys.stderr)
-        os._exit(1)  # do not wait for the thread, and skip nbclient's exit handlers
+    main()

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -18,9 +17,7 @@ from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from tests.combinations import THOROUGH
-from tests.forked_python import PYTHON
-from tests.harness import ROOT, run_ranks
+from tests.harness import run_ranks
 
 LARGE = 3 * FRAME_BYTES
 
@@ -171,14 +168,3 @@ def _both_clippings(rank: int, world_size: int) -> bool:
     ) as named:
         clip(1.0)
     return named.called
-
-
-def test_one_rank_alone() -> None:
-    """A call on one rank, then anything else on all: right, or an error that names both.
-
-    The sample has each pair of a call and what comes next; every other of its cells runs here.
-    """
-    share = "1" if THOROUGH else "2"
-    script = f"scripts/tables/lone_calls.py --sample --quick --at-once 4 --share {share}".split()
-    run = subprocess.run([PYTHON, *script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -58,7 +58,7 @@ class Config:
 def _configs() -> Iterator[Config]:
     """Every value of each dimension, the most usual pairs, not the whole product.
 
-    `scripts/fuzz.py`, of which a hundred cases run too, crosses the settings at random.
+    `test_random_models.py` crosses the settings at random, in a hundred cases with THOROUGH=1.
     """
     for case in CASES:
         yield Config(case)

@@ -209,7 +209,7 @@ def pause(rank: int, seed: str, steps: str, longest: str) -> dict[str, Any]:
 
 
 def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
-    """Measure steps with and without checks for deadlocks (`scripts/measure/watching.py`)."""
+    """Measure steps with and without checks for deadlocks (`scripts/measure.py watching`)."""
     program = divergence.Program(rank, GPU)
     program.step()
     return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}

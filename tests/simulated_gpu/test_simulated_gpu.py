@@ -22,7 +22,7 @@ def check(found: Limits, case: str) -> None:
 
 
 OFFLOADED = "FULL_SHARD,fp32,offload"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "SHARD_OP")
 CASES = [
     f"{strategy},{'bf16' if number % 3 == 2 else 'fp32'},{variant}"
     for number, (strategy, variant) in enumerate(diagonal(8, STRATEGIES, VARIANTS + OFFLOAD))

@@ -5,8 +5,8 @@ Comments and docstrings are not counted. A change that lowers a number lowers it
 """
 
 import pytest
-from measure.plain_step import executed_in_a_step
-from measure.structure import measure_size
+from plain_step import executed_in_a_step
+from structure import measure_size
 
 from tests.harness import ROOT, run_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
-from measure.structure import BESIDE, Source, read
+from structure import BESIDE, Source, read
 
 from tests.harness import ROOT
 

@@ -60,12 +60,9 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--impl", "ddp,other"], "--impl: other: choose from flatshard, ddp"),
-        (["--preset", "huge"], "--preset: invalid choice"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--strategy", "SHARD_OP"], "remove fsdp1 and fsdp2"),
-        (["--impl", "ddp,zero3"], "--impl zero3: deepspeed is not installed"),
-        (["--json", "missing/out.json"], "not a file in an existing directory: missing"),
-        (["--plot", "out.png"], 'matplotlib is not installed: pip install ".[examples]"'),
+        (["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (["--strategy", "SHARD_OP"], "remove fsdp1, fsdp2 from --impl"),
+        (["--impl", "ddp,zero3"], "deepspeed is not installed"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -76,8 +73,7 @@ def test_bad_options_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = importlib.util.find_spec
-    missing = ("matplotlib", "deepspeed")
-    without = lambda name: None if name in missing else found(name)  # noqa: E731
+    without = lambda name: None if name == "deepspeed" else found(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(SystemExit) as stopped:
         script.parse_args(arguments)

@@ -1,14 +1,18 @@
 """The tables that `scripts/evidence.py` writes, and the names on their pages."""
 
+import functools
+import os
 import re
+import time
 from pathlib import Path
+from unittest import mock
 
 import evidence
 import torch
-from lib.rank_processes import Raised, Said
-from table_cells import Cell, split_page
 
-IDIOMS = evidence.REGISTRIES["idioms"].titles
+from tests import outcomes
+from tests.idioms import IDIOMS
+from tests.outcomes import Cell, try_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 
@@ -16,9 +20,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 def test_page_has_all_idioms() -> None:
     # A row, or an entry in the list of the idioms that are right in all columns.
     pattern = r"^\| `(\w+)` \||(?<=: |; )`(\w+)` \("
-    found = re.finditer(pattern, split_page(PAGE, "idioms")[1], re.MULTILINE)
+    table = PAGE.read_text().partition("<!-- idioms -->")[2].partition("<!-- end of idioms")[0]
+    found = re.finditer(pattern, table, re.MULTILINE)
     names = [row or entry for row, entry in map(re.Match.groups, found)]
-    assert sorted(names) == sorted(IDIOMS), (
+    idioms = [name for name, one in IDIOMS.items() if one.section in evidence.SECTIONS]
+    assert sorted(names) == sorted(idioms), (
         "python scripts/evidence.py idioms --page docs/evidence.md"
     )
 
@@ -45,18 +51,30 @@ def test_what_is_right_in_all_columns_is_a_list() -> None:
 
 def test_verdicts() -> None:
     value = [torch.ones(3, dtype=torch.float64), {"a": torch.zeros(2)}, 3]
-    expected = [Said("returned", value)] * 2
-
-    def verdict(*said: Said) -> str:
-        return evidence.judge(list(said), expected).verdict
-
     moved = [torch.ones(3, dtype=torch.float64) + 1e-6, *value[1:]]
     renamed = [value[0], {"b": torch.zeros(2)}, 3]
-    error = Said("raised", Raised("ValueError", "no", ""))
-    assert verdict(*expected) == "right"
+    assert evidence.judge([value, value], [value, value]) == Cell("right")
     for other in (moved, renamed, value[:2], [value[0].float(), *value[1:]], [*value[:2], 4]):
-        assert verdict(expected[0], Said("returned", other)) == "wrong"
-    assert verdict(error, expected[0]) == "raises"
-    assert verdict(error, Said("hangs", "")) == "hangs"
-    assert verdict(expected[0], Said("hangs", "")) == "hangs"
-    assert verdict(expected[0], Said("died", -11)) == "crashes"
+        assert evidence.judge([value, value], [value, other]).verdict == "wrong"
+    assert evidence.judge(Cell("raises", "no"), [value, value]).verdict == "wrong"
+
+
+def test_outcomes_of_ranks() -> None:
+    """What each verdict needs; a rank that raises ends, as its program would."""
+    judged = functools.partial(try_ranks, lambda found: Cell("right"), _do, 2, timeout=8)
+    with mock.patch.object(outcomes, "PATIENCE", 0.5):
+        assert judged(("return", "return")) == Cell("right")
+        assert judged(("return", "raise")) == Cell("raises", "ValueError: no")
+        assert judged(("die", "raise")) == Cell("crashes", "rank 0 ends with exit code 3")
+        hangs = judged(("sleep", "raise"))
+        assert hangs == Cell("hangs", "one rank raises ValueError: no; others wait")
+        assert judged(("sleep", "sleep")).verdict == "hangs"
+
+
+def _do(rank: int, world_size: int, actions: tuple[str, ...]) -> None:
+    if actions[rank] == "raise":
+        raise ValueError("no")
+    if actions[rank] == "sleep":
+        time.sleep(60)
+    if actions[rank] == "die":
+        os._exit(3)

@@ -1,22 +1,16 @@
 """The check of GPUs, scripts/gpu_check.py, as far as it goes on a CPU."""
 
-import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest import mock
+from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
-from gpu_checks import equality, overlap, simulated, streams
+from gpu_checks import equality, overlap
 from gpu_checks.places import FAIL, Place
 
-from flatshard.comm.work import AsyncWork
-from tests.harness import run_ranks
 from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,49 +40,6 @@ def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
     assert outcome["text"].startswith("2 ranks, gloo on cpu: 12 cases")
     assert len(outcome["figures"]) == 12
     assert "FULL_SHARD fp32 plain: {'loss'" in out, "how far it got, for the log"
-
-
-@pytest.mark.parametrize(
-    ("part", "case"),
-    [("streams", "FULL_SHARD, slow collectives"), ("single", "NO_SHARD, fixed_order")],
-)
-def test_other_collectives_change_nothing(tmp_path: Path, part: str, case: str) -> None:
-    worker = ["--worker", part, "--limit", "90"]
-    place = ["--device", "cpu", "--backend", "fake", "--ranks", "1"]
-    status, out, err = run_script(SCRIPT, *worker, *place, "--out", "outcome.json", cwd=tmp_path)
-    assert status == 0, out + err
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert (outcome["result"], outcome["figures"][case]) == ("skip", 0), outcome["text"]
-
-
-class _Never:
-    """In the place of the thread for slow collectives: they run when they are waited for."""
-
-    def submit(self, late: Callable[..., None], work: Callable[[], object]) -> SimpleNamespace:
-        return SimpleNamespace(result=functools.cache(work), done=lambda: True)
-
-
-def test_slow_collectives_show_a_wait_that_lacks() -> None:
-    run_ranks(_without_wait, 1, init_group=False)
-
-
-def _without_wait(rank: int, world_size: int) -> None:
-    device = streams.simulate_two_nodes(Place("cpu", "fake", 1))
-    train = functools.partial(streams.train_simulated, device, "FULL_SHARD", None)
-    slow = simulated.SimulatedCollectives(device, slow=True)
-    reference = functools.partial(train, simulated.SimulatedCollectives(device))
-
-    assert streams.distance(reference, functools.partial(train, slow)) == 0
-    with mock.patch.object(slow, "thread", _Never()):
-
-        def without_waits() -> list[torch.Tensor]:
-            with mock.patch.object(AsyncWork, "_have"):
-                return train(slow)
-
-        apart = streams.distance(reference, without_waits)
-        assert not isinstance(apart, str)
-        assert not apart < 1e-3
-    dist.destroy_process_group()
 
 
 def test_a_part_that_breaks_is_named_and_others_go_on(

@@ -5,10 +5,7 @@ import itertools
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -139,42 +136,3 @@ def test_figures_have_the_colours_of_the_palette() -> None:
     for folder in ("tutorials", "scripts"):
         for path in (ROOT / folder).glob("*.py"):
             assert re.findall(r"tab:\w+|[\"']#[0-9a-fA-F]{6}", path.read_text()) == [], path
-
-
-@pytest.mark.parametrize("arguments", [["unknown"], ["--out", "missing"], ["--unknown"]])
-def test_bad_options_are_one_line(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["notebooks.py", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        build().main()
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: " in line
-
-
-def test_ctrl_c(tmp_path: Path) -> None:
-    """nbclient took it for itself, and ended in pages of tracebacks; the kernel left a file."""
-    folders = [tmp_path / name for name in ("out", "temporary", "tutorials", "scripts")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-    for folder in ("tables", "lib"):
-        shutil.copytree(ROOT / "scripts" / folder, tmp_path / "scripts" / folder)
-    source = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
-    (tmp_path / "tutorials" / "slow.py").write_text("# %% [markdown]\n# Slow\n# %%\n" + source)
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "scripts/tables/notebooks.py"), "--out", str(folders[0])],
-        env={**os.environ, "TMPDIR": str(folders[1])},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        while not (pid := (tmp_path / "tutorials" / "pid")).exists() or not pid.read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.stderr is not None
-        assert process.stderr.read().startswith("interrupted: ")
-        assert process.wait() == 1
-    assert not Path(f"/proc/{pid.read_text()}").exists()
-    assert [*folders[0].iterdir(), *folders[1].iterdir()] == []

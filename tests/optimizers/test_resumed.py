@@ -1,47 +1,39 @@
-"""Shows which optimizers resume from a checkpoint, beside a run without a break.
+"""Optimizers of several packages resume from a checkpoint, beside a run without a break.
 
-    python scripts/tables/resumed_optimizers.py --csv resumed.csv
-    python scripts/tables/resumed_optimizers.py --package timm --only kron soap --csv resumed.csv
-    python scripts/tables/resumed_optimizers.py --cells resumed.csv --page docs/evidence.md
-
-On two gloo ranks an optimizer takes three steps, and its state is saved in four ways: by
+On two ranks an optimizer takes three steps, and its state is saved in four ways: by
 checkpoint.save, by torch's get_state_dict and DCP, as full state dicts, and as safetensors with a
 full optimizer state. Then one, two and three ranks load each into a fresh model and optimizer, and
-take three more steps. All ranks have the same rows, in float64. A cell is *right*, *wrong* (other
-numbers, and no error), *refused* (save raises an error), *raises*, *crashes* or *hangs*. It is
-*fails unwrapped* if the same optimizer, on an unwrapped model, does not resume either. The
-optimizers are all of torch, timm, pytorch_optimizer, schedulefree and transformers, as far as these
-packages are installed.
+take three more steps. All ranks have the same rows, in float64. A cell is "fails unwrapped" if the
+same optimizer does not resume on an unwrapped model either, and "refused" if the save raises.
+
+By default three optimizers of torch resume, each on another number of ranks; THOROUGH=1 tries all
+of torch. `scripts/evidence.py resumed_optimizers` tries all of the installed packages.
 """
 
-import contextlib
-import csv
-import importlib.util
 import itertools
-import sys
-import tempfile
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import table_cells  # noqa: F401  (first, because this import may end the script)
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lib.command_line import Parser
-from lib.output import output_file
-from lib.rank_processes import Ranks
-from table_cells import Cell, Notes, failure, folded, page_file, write_table
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from flatshard import ShardedWrapper, checkpoint
+from tests.combinations import THOROUGH
+from tests.harness import allow_warnings
+from tests.outcomes import Cell, try_ranks
 
 STEPS = 3
 RIGHT = 1e-8
 WAYS = ("checkpoint", "dcp", "full", "safetensors")
 WORLDS = (1, 2, 3)
 LR = {"lr": 0.01}
+UNWRAPPED = ("LBFGS", "SparseAdam")
+"""Optimizers of torch that do not resume on an unwrapped model, in some way."""
 OPTIONS: tuple[dict[str, Any], ...] = (
     LR,
     {},
@@ -109,8 +101,6 @@ def _make(package: str, name: str, params: list[nn.Parameter]) -> torch.optim.Op
 
 
 def _built(package: str, name: str, seed: int, wrap: bool) -> tuple[Any, torch.optim.Optimizer]:
-    from flatshard import ShardedWrapper
-
     torch.manual_seed(seed)
     model: nn.Module = Model().double()
     if wrap:
@@ -157,7 +147,6 @@ def _verdict(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Cell:
 
 def unwrapped(package: str, name: str, folder: str) -> dict[str, Cell]:
     """Cells of the unwrapped model: state dicts in a file of torch.save, and DCP."""
-    warnings.simplefilter("ignore")
     try:
         expected = _train(*_trained(package, name, wrap=False), STEPS)
     except Exception as error:
@@ -195,11 +184,13 @@ def _load_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
 
 
-def save(package: str, name: str, folder: str) -> dict[str, Cell]:
+def save(rank: int, world_size: int, *arguments: str) -> dict[str, Cell]:
     """Save in all ways on two ranks; returns a cell for each way that failed."""
-    from flatshard import checkpoint
+    with allow_warnings():
+        return _save(rank, *arguments)
 
-    warnings.simplefilter("ignore")
+
+def _save(rank: int, package: str, name: str, folder: str) -> dict[str, Cell]:
     model, optimizer = _trained(package, name, wrap=True)
     expected = _train(model, optimizer, STEPS)
     cells = {}
@@ -216,20 +207,22 @@ def save(package: str, name: str, folder: str) -> dict[str, Cell]:
                 weights = checkpoint.full_state_dict(model) if way == "full" else None
                 if way == "safetensors":
                     checkpoint.save_safetensors(model, path)
-                if torch.distributed.get_rank() == 0:
+                if rank == 0:
                     torch.save((weights, state), f"{path}.pt")
         except (Exception, CheckpointException) as error:
             cells[way] = Cell("refused", _text(error))
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         torch.save(expected, Path(folder, "expected.pt"))
     return cells
 
 
-def resume(package: str, name: str, way: str, folder: str) -> tuple[str, str]:
+def resume(rank: int, world_size: int, *arguments: str) -> Cell:
     """Load what `save` saved in one way, and train on."""
-    from flatshard import ShardedWrapper, checkpoint
+    with allow_warnings():
+        return _resume(*arguments)
 
-    warnings.simplefilter("ignore")
+
+def _resume(package: str, name: str, way: str, folder: str) -> Cell:
     model, optimizer = _built(package, name, 5, wrap=True)
     path = Path(folder, way)
     if way == "checkpoint":
@@ -248,111 +241,51 @@ def resume(package: str, name: str, way: str, folder: str) -> tuple[str, str]:
 
 
 class Row(NamedTuple):
-    """A cell, as the CSV has it."""
+    """A cell."""
 
     package: str
     optimizer: str
     way: str
-    ranks: str  # the number of ranks that load
+    ranks: int  # the number of ranks that load
     verdict: str
     reason: str
 
 
-def rows_of(ranks: Ranks, package: str, name: str, seconds: float) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder:
+def rows_of(
+    package: str, name: str, folder: str, worlds: tuple[int, ...] = WORLDS, timeout: float = 60.0
+) -> Iterator[Row]:
+    with allow_warnings():
         plain = unwrapped(package, name, folder)
-        if all(cell.verdict == "raises" for cell in plain.values()):
-            saved = plain
+    saved: Any = plain
+    if any(cell.verdict != "raises" for cell in plain.values()):
+
+        def first(found: list[dict[str, Cell]]) -> Any:
+            return found[0]
+
+        saved = try_ranks(first, save, 2, package, name, folder, timeout=timeout)
+        if isinstance(saved, Cell):
+            saved = dict.fromkeys(WAYS, saved)
+    for way, world in itertools.product(WAYS, worlds):
+        if plain[way].verdict != "right":
+            cell = Cell("fails unwrapped", ": ".join(plain[way]))
+        elif way in saved:
+            cell = saved[way]
         else:
-            said = ranks.run(save, 2, package, name, folder, seconds=seconds)
-            failed = failure(said)
-            saved = dict.fromkeys(WAYS, failed) if failed else said[0].what
-        for way in WAYS:
-            for world in WORLDS:
-                if plain[way].verdict != "right":
-                    cell = Cell("fails unwrapped", ": ".join(plain[way]))
-                elif way in saved:
-                    cell = saved[way]
-                else:
-                    arguments = package, name, way, folder
-                    said = ranks.run(resume, world, *arguments, seconds=seconds)
-                    cells = [Cell(*one.what) for one in said if one.outcome == "returned"]
-                    wrong = [one for one in cells if one.verdict != "right"]
-                    cell = failure(said) or (wrong or cells)[0]
-                yield Row(package, name, way, str(world), *cell)
+            cell = try_ranks(worst, resume, world, package, name, way, folder, timeout=timeout)
+        yield Row(package, name, way, world, *cell)
 
 
-def table_of(rows: Sequence[Row]) -> str:
-    """Table of the number of cells by package, and the optimizers that are not right everywhere."""
-    verdicts = ("right", "refused", "fails unwrapped", "wrong", "raises", "crashes", "hangs")
-    lines = [f"| package | optimizers | cells | {' | '.join(verdicts)} |", "|---" * 10 + "|"]
-    for package in dict.fromkeys(row.package for row in rows):
-        own = [row for row in rows if row.package == package]
-        counts = Counter(row.verdict for row in own)
-        numbers = [len({row.optimizer for row in own}), len(own), *(counts[v] for v in verdicts)]
-        lines.append(f"| {package} | {' | '.join(map(str, numbers))} |")
-    notes = Notes("resumed optimizers", longest=240)
-    cells: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        if row.verdict != "right":
-            key = f"`{row.optimizer}`", row.package, notes.of(Cell(row.verdict, row.reason))
-            cells.setdefault(key, []).append(f"{row.way} {row.ranks}")
-    every = len(WAYS) * len(WORLDS)
-    listed = [
-        f"| {' | '.join(key)} | {'all' if len(where) == every else ', '.join(where)} |"
-        for key, where in cells.items()
-    ]
-    head = [
-        "| optimizer | package | verdict | way, and number of ranks that resume |",
-        "|---" * 4 + "|",
-    ]
-    lines += ["", *folded("Optimizers that are not right everywhere", [*head, *listed])]
-    return "\n".join([*lines, *notes.lines()])
+def worst(found: list[Cell]) -> Cell:
+    return next((cell for cell in found if cell.verdict != "right"), found[0])
 
 
-def main() -> None:
-    parser = Parser(__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--package", nargs="+", choices=PACKAGES, default=[*PACKAGES], help="packages to try")
-    add("--only", nargs="+", metavar="NAME", help="optimizers to try (default: all)")
-    add("--csv", type=output_file, help="write all cells into this file")
-    add("--cells", nargs="+", type=Path, metavar="CSV", help="show these cells, and try nothing")
-    add("--page", type=page_file, help="page to write the table into (default: print the table)")
-    parser.add_timeout(60.0, "each save and each resumed training")
-    args = parser.parse_args()
-    rows = [row for file in args.cells or () for row in _read(file)]
-    names = [
-        (package, name)
-        for package in args.package
-        if not args.cells and importlib.util.find_spec(package)
-        for name in _all_of(package)
-        if not args.only or name in args.only
-    ]
-    with Ranks(max(WORLDS)) if names else contextlib.nullcontext() as ranks:
-        for package, name in names:
-            own = list(rows_of(ranks, package, name, args.timeout))
-            rows += own
-            said = Counter(row.verdict for row in own)
-            print(package, name, dict(said), file=sys.stderr, flush=True)
-            for row in own:
-                if row.verdict not in ("right", "fails unwrapped"):
-                    print("   ", *row[2:], file=sys.stderr, flush=True)
-            if args.csv:
-                _write(args.csv, rows)
-    if args.cells and args.csv:
-        _write(args.csv, rows)
-    write_table(args.page, "resumed optimizers", table_of(rows))
-
-
-def _read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return [Row(*one) for one in csv.reader(file)][1:]  # without the names of the columns
-
-
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([Row._fields, *rows])
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("number", "name"),
+    list(enumerate(_all_of("torch") if THOROUGH else ("AdamW", "Adafactor", "ASGD"))),
+)
+def test_resumed(number: int, name: str, tmp_path: Path) -> None:
+    worlds = WORLDS if THOROUGH else (WORLDS[number % 3],)
+    rows = list(rows_of("torch", name, str(tmp_path), worlds))
+    assert {row.verdict for row in rows} <= {"right", "fails unwrapped"}, rows
+    assert name in UNWRAPPED or {row.verdict for row in rows} == {"right"}, rows

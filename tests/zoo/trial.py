@@ -1,7 +1,5 @@
 """`train`: three steps of one model of the zoo on this rank, under one wrapper."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
@@ -16,7 +14,10 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from model_zoo.families import Model, find
+from tests.harness import allow_warnings
+from tests.idioms.side import Side
+from tests.outcomes import Cell
+from tests.zoo.families import Model, find
 
 STEPS = 3
 CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
@@ -26,25 +27,33 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
 class Result(NamedTuple):
-    """What a rank says of its training."""
+    """What a rank says of its training; ``difference`` is from the oracle's, in words."""
 
-    dtype: torch.dtype
+    dtype: str
     numel: int
-    losses: list[float]
-    difference: str = ""  # from the oracle's losses and state, in words; nothing if there is none
+    difference: str = ""
 
 
-def train(name: str, side: str, policy: str, oracle: str) -> Result:
-    """Train under ``side`` ("ddp", "flatshard" or "fsdp1").
+def train(rank: int, world_size: int, name: str, side: str, policy: str, oracle: str) -> Result:
+    """Train under a side ("ddp", "flatshard" or "fsdp1").
 
     DistributedDataParallel writes losses and state to the file ``oracle``; the others compare.
     """
-    rank, model = dist.get_rank(), find(name)
+    with allow_warnings():
+        return _train(rank, find(name), side, policy, oracle)
+
+
+def judge(found: list[Result]) -> Cell:
+    why = next((one.difference for one in found if one.difference), "")
+    return Cell("wrong", why) if why else Cell("right")
+
+
+def _train(rank: int, model: Model, side: str, policy: str, oracle: str) -> Result:
     expected = None if side == "ddp" else torch.load(oracle, mmap=True, weights_only=True)
     dtype = _dtype_for(model) if expected is None else expected["dtype"]
     module = _make(model, dtype)
     numel = sum(param.numel() for param in module.parameters())
-    wrapped = _wrap(module, side, policy)
+    wrapped = _wrap(module, side, *_policies(module, policy, numel))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=model.learning_rate, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -53,15 +62,15 @@ def train(name: str, side: str, policy: str, oracle: str) -> Result:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    state = _state(wrapped, side)
+    state, word = Side(side).state(wrapped), str(dtype).removeprefix("torch.")
     if expected is None:
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, losses)
         if rank == 0:
             torch.save({"dtype": dtype, "losses": everywhere, "state": state}, oracle)
-        return Result(dtype, numel, losses)
-    difference = _compare(losses, expected["losses"][rank], state, expected["state"], dtype)
-    return Result(dtype, numel, losses, difference)
+        return Result(word, numel)
+    difference = compare(losses, expected["losses"][rank], state, expected["state"], dtype)
+    return Result(word, numel, difference)
 
 
 def _make(model: Model, dtype: torch.dtype) -> nn.Module:
@@ -122,30 +131,29 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _wrap(module: nn.Module, side: str, policy: str) -> Any:
+def _wrap(module: nn.Module, side: str, ours: Any, theirs: Any) -> Any:
     if side == "ddp":
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
-    numel = sum(param.numel() for param in module.parameters())
-    if side == "flatshard":
-        chosen: Any = "auto"
-        if policy == "by size":
-            chosen = _by_size(numel, size_based_auto_wrap_policy)
-        elif policy == "by class":
-            chosen = ModuleWrapPolicy({_block_class(module)})
-        # Models as small as these would be one unit otherwise.
-        return ShardedWrapper(module, auto_wrap_policy=chosen, coalesce_bytes=0)
-    from torch.distributed import fsdp
+    if side == "flatshard":  # without coalescing, which would make a small model a single unit
+        return ShardedWrapper(module, auto_wrap_policy=ours, coalesce_bytes=0)
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    theirs: Any = fsdp.wrap.ModuleWrapPolicy({_block_class(module)})
-    if policy == "by size":
-        theirs = _by_size(numel, fsdp.wrap.size_based_auto_wrap_policy)
-    return fsdp.FullyShardedDataParallel(
+    return FullyShardedDataParallel(
         module, auto_wrap_policy=theirs, use_orig_params=True, device_id=torch.device("cpu")
     )
 
 
-def _by_size(numel: int, policy: Any) -> Any:
-    return functools.partial(policy, min_num_params=max(numel // 8, 100))
+def _policies(module: nn.Module, policy: str, numel: int) -> tuple[Any, Any]:
+    """The policy for flatshard and for FSDP1, which has no "auto"."""
+    from torch.distributed.fsdp import wrap as theirs
+
+    if policy == "by size":
+        least = max(numel // 8, 100)
+        kinds = size_based_auto_wrap_policy, theirs.size_based_auto_wrap_policy
+        return tuple(functools.partial(kind, min_num_params=least) for kind in kinds)
+    blocks = {_block_class(module)}
+    ours = "auto" if policy == "auto" else ModuleWrapPolicy(blocks)
+    return ours, theirs.ModuleWrapPolicy(blocks)
 
 
 def _block_class(module: nn.Module) -> type[nn.Module]:
@@ -163,23 +171,7 @@ def _block_class(module: nn.Module) -> type[nn.Module]:
     return max(several, key=lambda kind: (has_children[kind], numels[kind]))
 
 
-def _state(wrapped: Any, side: str) -> dict[str, Tensor]:
-    if side == "fsdp1":
-        from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-
-        with type(wrapped).state_dict_type(
-            wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
-        ):
-            return wrapped.state_dict()
-    state = wrapped.state_dict()
-    return (
-        {name.removeprefix("module."): value for name, value in state.items()}
-        if (side == "ddp")
-        else state
-    )
-
-
-def _compare(
+def compare(
     losses: list[float],
     expected_losses: list[float],
     state: dict[str, Tensor],

@@ -1,4 +1,4 @@
-// Counts the bytes of CPU tensors, on all threads. Preloaded by planned.py.
+// Counts the bytes of CPU tensors, on all threads. Preloaded by test_predicted_peak.py.
 //
 // torch's allocator of CPU tensors (c10) calls posix_memalign. This file replaces the function, adds
 // 16 bytes to each of c10's blocks, and writes a mark and the size there, so that free() knows which

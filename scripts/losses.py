@@ -1,6 +1,6 @@
 """Prints the losses of short trainings to the last bit, one line for each setting.
 
-torchrun --standalone --nproc-per-node 2 scripts/measure/losses.py > losses.txt
+torchrun --standalone --nproc-per-node 2 scripts/losses.py > losses.txt
 
 To check that two commits compute the same, run the script in both and compare the files with
 `diff`. The script trains a small transformer in float32 with SGD and momentum, for each strategy,
@@ -11,10 +11,9 @@ import functools
 import os
 import warnings
 
-import measuring  # first, because this import may end the script
 import torch
 import torch.distributed as dist
-from lib.command_line import stop
+from lib.command_line import Parser, stop
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
@@ -99,7 +98,7 @@ def _loss(model: nn.Module, words: Tensor) -> Tensor:
 
 
 def main() -> None:
-    measuring.Parser(__doc__).parse_args()
+    Parser(__doc__).parse_args()
     if "RANK" not in os.environ:
         stop("start this script with torchrun --standalone --nproc-per-node 2")
     dist.init_process_group("gloo")

@@ -3,8 +3,6 @@
 The packages are imported where a model of theirs is made or listed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,0 +1,87 @@
+"""Measures one thing on this machine, and prints a table.
+
+    python scripts/measure.py NAME [--help] [--OPTION VALUE...] [--json PATH]
+
+NAME is a file in `scripts/measure/` with the names and defaults of its `OPTIONS`, and `measure`,
+which returns the table's title and rows. Needs Linux and `pip install ".[examples]"`.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lib.command_line import Parser, at_least
+from lib.output import write_json
+
+sys.path.append(str(Path(__file__).with_name("measure")))
+NAMES = ("checkpoints", "construction", "offload", "watching", "weights", "world_size")
+
+
+def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
+    """Read the options of a measure. Exits with status 2 if an option is wrong.
+
+    A default that is a list has all values that may be chosen, separated by commas; a tuple has all
+    values of which one may be chosen, the default first.
+    """
+    parser = Parser(module.__doc__)
+    for name, default in module.OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true")
+        elif isinstance(default, list):
+            parser.add_names(option, default, "some of them")
+        elif isinstance(default, tuple):
+            parser.add_argument(option, choices=default, default=default[0])
+        else:
+            kind = at_least(1) if isinstance(default, int) else type(default)
+            parser.add_argument(option, type=kind, default=default, help=f"(default: {default})")
+    parser.add_json("the rows")
+    args = parser.parse_args(arguments)
+    for name, default in module.OPTIONS.items():
+        if isinstance(default, list):
+            setattr(args, name, getattr(args, name).split(","))
+            if unknown := set(getattr(args, name)) - set(default):
+                known = f"choose from {', '.join(default)}"
+                parser.error(f"--{name.replace('_', '-')}: {', '.join(unknown)}: {known}")
+        if isinstance(default, Path) and not getattr(args, name).is_dir():
+            parser.error(f"--{name}: not a directory: {getattr(args, name)}")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("this script needs Linux's /proc to measure RSS")
+    return args
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table with a column for each key. Numbers are aligned right."""
+    from rich import print as rich_print
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name, value in rows[0].items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*map(text_of, row.values()))
+    rich_print(table)
+
+
+def text_of(value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str("" if value is None else value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in NAMES:
+        sys.exit(f"{__doc__}\nNAME: {', '.join(NAMES)}")
+    module = importlib.import_module(name)
+    args = parse_args(module, arguments)
+    title, rows = module.measure(args)
+    show(title, rows)
+    write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
