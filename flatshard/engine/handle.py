@@ -223,13 +223,13 @@ class FlatParamHandle:
         unsharded.set_accessible([param.full for param in self.params], True)
         self.state = ShardState.UNSHARDED
 
-    def gather_flat(self) -> Tensor:
-        """All-gather the shards into a new tensor, ``(layout.padded_numel,)``, without a cast.
+    def gather_flat(self, shard: Tensor) -> Tensor:
+        """All-gather ``shard`` into a new tensor, ``(layout.padded_numel,)``, without a cast.
 
+        ``shard`` is the handle's shard, or a tensor of the same shape such as the gradient's shard.
         Collective: all ranks of the shard group.
         """
         with torch.inference_mode(False), torch.no_grad():
-            shard = self.flat_param
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
             self.gather.start_full(shard.detach().to(self.device), flat).finish()
         self._targets.shard.page_out(shard)  # nothing needs the shard's pages in memory any more

@@ -209,7 +209,7 @@ class OutOfForwardUse(ParamOwner):
         if loop_flat is None or loop_flat[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
                 return tensor.full_tensor()
-            loop_flat = handle, handle.version, handle.gather_flat()
+            loop_flat = handle, handle.version, handle.gather_flat(handle.flat_param)
         if param is not handle.params[-1]:
             self._loop_flat = loop_flat
         return view_of(loop_flat[2], param.span)

@@ -51,7 +51,7 @@ def gather_full(
         flat = handle.flat_param.detach()
         if not handle.is_whole:
             is_gathered = handle.is_current and handle.buffer.dtype == flat.dtype
-            flat = handle.buffer if is_gathered else handle.gather_flat()
+            flat = handle.buffer if is_gathered else handle.gather_flat(flat)
         spans = handle.layout.spans if is_kept else ()
         return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
