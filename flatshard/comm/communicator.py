@@ -375,7 +375,7 @@ class Communicator(Members):
             concatenated in rank order, once the collective was waited for.
         """
         self.note("all_to_all", op_name, sent.nbytes)
-        wire = sent.cpu() if self.is_gloo else sent
+        wire = sent.to(self.control_device) if self.is_gloo or sent.is_cpu else sent
         came = wire.new_empty(sum(expected))
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         if wire.device.type == self.control_device.type:

@@ -183,9 +183,8 @@ def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             adapter = extra("whole_tensors", asked_for).WholeTensorAdapter()
         else:
-            return (
-                OptimizerAdapter()
-            )  # do not store it: the optimizer may get sharded parameters later
+            # Do not store it: the optimizer may get sharded parameters later.
+            return OptimizerAdapter()
         _adapters[optimizer] = adapter
     return adapter
 

@@ -169,24 +169,21 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # All ranks must start collectives in one order. Gather the values of one name in one unit
-    # together: of these, all ranks hold about equal parts.
-    found: dict[tuple[str, str, torch.dtype], list[StateShard]] = {}
+    # Gather the values of one name in one unit together: all ranks hold about equal parts of them.
+    found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
-    for name, value in chain.from_iterable(
-        sorted(named_values(one).items()) for one in own.values()
-    ):
+    for name, value in chain(*(named_values(state).items() for state in own.values())):
         if isinstance(value, StateShard):
-            found.setdefault((value.spec.unit, name, value.dtype), []).append(value)
+            found.setdefault((value.spec.unit, name), []).append(value)
     full: dict[int, Tensor] = {}
-    for (_, name, _), shards in found.items():
+    for (_, name), shards in sorted(found.items()):  # all ranks gather in the same order
         parts: list[tuple[ShardSpec, Tensor, int | None]] = []
         for spec, local in ((shard.spec, shard.local) for shard in shards):
-            ranks, is_split = spec.comm.ranks, spec.tensor_parallel is not None
-            owner = ranks.index(only_rank) if only_rank in ranks else 0
+            owner = spec.comm.ranks.index(only_rank) if only_rank in spec.comm.ranks else 0
+            is_split = spec.tensor_parallel is not None
             parts.append((spec, local, None if is_split or only_rank is None else owner))
         gathered = whole.start_gather(parts, f"full optimizer state {name}")()
-        for shard, tensor in zip(shards, gathered, strict=True):
+        for shard, tensor in zip(shards, gathered, strict=False):
             value = shard.local if tensor is None else shard.spec.unsplit(tensor)
             is_kept = only_rank in (None, shard.spec.comm.global_rank)
             full[id(shard)] = value.to(device) if is_kept else value.new_empty(0)

@@ -16,6 +16,7 @@ from flatshard.comm.consistency import Facts, agreed, checksum
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.precision import set_grad
+from flatshard.tensor import whole
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad
@@ -24,15 +25,14 @@ from flatshard.units.module_tree import unit_text
 
 
 def gather_full(
-    handle: FlatParamHandle, shard: Tensor, device: torch.device | None, *, is_kept: bool = True
+    handle: FlatParamHandle, device: torch.device | None, *, is_kept: bool
 ) -> list[Tensor]:
-    """All-gather ``shard``, and return copies of all original parameters in their full shapes.
+    """Return copies of all original parameters of ``handle`` in their full shapes.
 
     Collective: all ranks of the shard group, unless the unsharded buffer has the values already.
 
     Args:
         handle: the owner of the flat parameter.
-        shard: the handle's shard, or a tensor of the same shape, such as the shard of the gradient.
         device: device of the copies; None: the device of the all-gathered values.
         is_kept: whether to return the copies. If False, this rank only takes part in the
             all-gather, and the returned list is empty.
@@ -48,13 +48,10 @@ def gather_full(
     # Make ordinary tensors, even in inference mode: users may write to the copies later, and
     # inference tensors cannot be written outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        is_gathered = handle.is_current and handle.buffer.dtype == shard.dtype
-        if handle.is_whole:
-            flat = shard.detach()
-        elif is_gathered and shard is handle.flat_param:
-            flat = handle.buffer
-        else:
-            flat = handle.gather_flat(shard)
+        flat = handle.flat_param.detach()
+        if not handle.is_whole:
+            is_gathered = handle.is_current and handle.buffer.dtype == flat.dtype
+            flat = handle.buffer if is_gathered else handle.gather_flat(flat)
         spans = handle.layout.spans if is_kept else ()
         return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
 
@@ -239,17 +236,15 @@ class Summoned:
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
         # Make copies in the dtype of the shard. The modules cannot hold views of the unsharded
         # buffer, which may have another dtype, and which the next all-gather overwrites.
-        values = gather_full(handle, handle.flat_param, device, is_kept=self.is_held)
-        grads: list[Tensor | None] = [None] * len(values)
+        values = gather_full(handle, device, is_kept=self.is_held)
+        grads: list[Tensor | None] = [None] * len(handle.params)
         present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
         if request.with_grads and present:
-            shard = torch.zeros_like(handle.flat_param)
-            for param, grad in present.items():
-                part = slice(param.local.start, param.local.end)
-                shard[part].copy_(local_grad(grad, param.spec))
-            full = gather_full(handle, shard, device, is_kept=self.is_held)
-            if self.is_held:
-                grads = [full[p.index] if p in present else None for p in handle.params]
+            dtype = handle.flat_param.dtype
+            parts = [(p.spec, local_grad(g, p.spec).to(dtype), None) for p, g in present.items()]
+            full = whole.start_gather(parts, "summon_full_params, gradients")()
+            for param, grad in zip(present, full, strict=False):
+                grads[param.index] = None if grad is None else grad.to(device)
         if self.is_held:
             self._show(values, grads)
 

@@ -160,7 +160,7 @@ def _replace_by_full(
     if not param_of_key:
         return {}
     device = torch.device("cpu") if options.offload_to_cpu else handle.device
-    full = gather_full(handle, handle.flat_param, device, is_kept=is_saving)
+    full = gather_full(handle, device, is_kept=is_saving)
     # All ranks must call `unsplit` in the same order: it is a collective over a DTensor's mesh.
     wanted = sorted({*param_of_key.values()}, key=lambda param: param.index) if is_saving else ()
     full_of = {param: param.spec.unsplit(full[param.index]) for param in wanted}

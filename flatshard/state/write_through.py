@@ -43,9 +43,8 @@ class WriteThrough:
     """Watches the tensors of a model's state dicts that users still hold."""
 
     def __init__(self) -> None:
-        self.given: dict[
-            int, WatchedCopy
-        ] = {}  # keyed by the id of the weak reference to the tensor
+        # Keyed by the id of the weak reference to the tensor.
+        self.given: dict[int, WatchedCopy] = {}
 
         # Name of a parameter whose copy was written after the shard had changed, so that the
         # written values are lost. "": no values are lost.

@@ -207,7 +207,7 @@ class OriginalParam:
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Where optimizer state with one value per element lies. None: where the shard lies.
             state_target=plan.targets.state,
-            holders=lambda: [(topology.holders[i], one) for i, one in layout.local_spans(index)],
+            holders=lambda: layout.holders(index, topology.holders),
         )
         self.held: Any = None
         self.kept_grad: Any = None

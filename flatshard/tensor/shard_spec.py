@@ -87,8 +87,8 @@ class ShardSpec:
     tensor_parallel: Any = None
     # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
-    # Returns the ranks of `comm` that hold elements of the parameter, with the ranges they hold.
-    # None: only this rank.
+    # Function that returns the ranks of `comm` that hold elements of the parameter, and which
+    # elements, as slices. None: only this rank holds elements.
     holders: Any = None
     # Weak references to the model, behind the properties `owner` and `original`. Gradients and
     # optimizer state refer to this object, may outlive the model, and must not keep the model
@@ -118,7 +118,7 @@ class ShardSpec:
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
         self.offset, self.numel, self.start = local.offset, local.numel, local.start
         self.place = self.shape, self.strides, self.offset, self.numel
-        self.holders = self.holders or (lambda: [(self.comm.rank, local)])
+        self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
         split = self.tensor_parallel
         self.comms = (self.comm, *(() if split is None else split.comms))
 

@@ -387,8 +387,8 @@ class FlatShardTensor(torch.Tensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return ABOVE_AUTOGRAD[FlatShardTensor.full_tensor](self)  # type: ignore[no-any-return]
-        parts = [(self.spec, self.local.detach())]
-        return whole.gather(parts, f"full tensor of {self.described}")[0]
+        part, name = self.local.detach(), f"full tensor of {self.described}"
+        return whole.start_gather([(self.spec, part, None)], name)()[0]  # type: ignore[return-value]
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

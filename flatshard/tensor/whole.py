@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatshard.comm.communicator import Communicator
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import as_bytes
 
@@ -27,12 +27,6 @@ class Moved(NamedTuple):
     part: Tensor  # this rank's elements, 1-D
     full: Tensor | None  # None on a rank that does not have, or does not get, the full tensor
     owner: int | None  # the rank of `spec.comm` with the full tensor; None: every rank
-
-
-def gather(parts: Iterable[tuple[ShardSpec, Tensor]], op_name: str) -> list[Tensor]:
-    """Return the full tensors, on every rank. The arguments are those of ``start_gather``."""
-    found = start_gather([(spec, part, None) for spec, part in parts], op_name)()
-    return [full for full in found if full is not None]
 
 
 def start_gather(
@@ -56,7 +50,7 @@ def start_gather(
         Moved(spec, part, spec.empty(part) if owner in (None, spec.comm.rank) else None, owner)
         for spec, part, owner in parts
     ]
-    waits = [_exchange(comm, some, op_name, divides=False) for comm, some in _by_comm(moved)]
+    waits = [_exchange(some, op_name, divides=False) for some in _by_comm(moved)]
 
     def finish() -> list[Tensor | None]:
         for wait in waits:
@@ -74,35 +68,41 @@ def scatter(moved: Sequence[Moved], op_name: str) -> None:
     for spec, part, full, owner in moved:
         if owner is None and full is not None:
             part.copy_(spec.slice(full))
-    for comm, some in _by_comm(one for one in moved if one.owner is not None):
-        _exchange(comm, some, op_name, divides=True)()
+    for some in _by_comm(one for one in moved if one.owner is not None):
+        _exchange(some, op_name, divides=True)()
 
 
-def _by_comm(moved: Iterable[Moved]) -> Iterator[tuple[Communicator, list[Moved]]]:
-    found: dict[tuple[Communicator, torch.device], list[Moved]] = {}
+def _by_comm(moved: Iterable[Moved]) -> Iterable[list[Moved]]:
+    found: dict[object, list[Moved]] = {}
     for one in moved:
-        found.setdefault((one.spec.comm, one.part.device), []).append(one)
-    return ((comm, some) for (comm, _), some in found.items())
+        key = one.spec.comm, one.part.device, one.owner is None
+        found.setdefault(key, []).append(one)
+    return found.values()
 
 
-def _exchange(
-    comm: Communicator, moved: Sequence[Moved], op_name: str, *, divides: bool
-) -> Callable[[], None]:
+def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callable[[], None]:
     """Start to fill full tensors from parts or, if it ``divides``, parts from full tensors.
 
     Returns a function that waits. Collective: all ranks of the group.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each owner
+    comm = moved[0].spec.comm
     ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each holder
+    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each owner
     held = Counter[int]()  # number of bytes that each rank sends to every rank
+    is_moved = False
     for spec, part, full, owner in moved:
-        for rank in (range(comm.size) if owner is None else [owner]) if part.numel() else ():
-            parts[rank].append(part)
-        flat = None if full is None else _flat(spec, full)
-        for rank, span in spec.holders():
-            held[rank] += span.numel * part.itemsize if owner is None else 0
-            if flat is not None:
-                ranges[rank].append(flat[span.offset : span.offset + span.numel])
+        holders = spec.holders()  # on all ranks, because the first call may be collective
+        is_moved |= any(rank != owner for rank, _ in holders)
+        if owner is not None and part.numel():
+            parts[owner].append(part)
+        if full is not None:
+            flat = _flat(spec, full)
+            for rank, elements in holders:
+                ranges[rank].append(flat[elements])
+        if owner is None:
+            held.update({r: (e.stop - e.start) * part.itemsize for r, e in holders})
+    if held:
+        parts = [[one.part for one in moved if one.part.numel()]] * comm.size
     sends, receives = (ranges, parts) if divides else (parts, ranges)
     for source, target in zip(sends[comm.rank], receives[comm.rank], strict=True):
         target.copy_(source)
@@ -116,39 +116,37 @@ def _exchange(
     comm.host.meet(op_name)
     # All ranks must decide in the same way how to communicate. So decide by the layout, and not by
     # this rank's parts.
-    if all(rank == owner for spec, _, _, owner in moved for rank, _ in spec.holders()):
+    if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():
         # A few ranks would send almost everything to all others. A sum sends less per rank.
-        return _sum(comm, moved, op_name)
-    lengths, expected = (
-        [sum(t.nbytes for t in some) for some in side] for side in (sends, receives)
-    )
-    nothing = moved[0].part.new_empty(0, dtype=torch.uint8)
-    sent = torch.cat([nothing, *map(as_bytes, chain(*sends))])
+        return _sum(moved, op_name)
+    nbytes = attrgetter("nbytes")
+    lengths, expected = ([sum(map(nbytes, one)) for one in side] for side in (sends, receives))
+    nothing = moved[0].part.new_empty(0)
+    sent = torch.cat([*map(as_bytes, chain([nothing], *sends))])
     work, received = comm.exchange(sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
         work.finish()
         targets = [*chain(*receives)]
-        values = received.split([target.nbytes for target in targets])
-        for target, data in zip(targets, values, strict=True):
+        values = received.split([*map(nbytes, targets)])
+        for target, data in zip(targets, values, strict=False):
             as_bytes(target).copy_(data)
 
     return wait
 
 
-def _sum(comm: Communicator, moved: Sequence[Moved], op_name: str) -> Callable[[], None]:
-    """Fill full tensors on every rank by a sum over the ranks. Collective."""
-    fulls = [as_bytes(_flat(one.spec, one.full)) for one in moved if one.full is not None]
-    for one, full in zip(moved, fulls, strict=True):
-        full.zero_()
-        start = one.spec.offset * one.part.itemsize
-        full[start : start + one.part.nbytes] = as_bytes(one.part)
+def _sum(moved: Sequence[Moved], op_name: str) -> Callable[[], None]:
+    """Complete full tensors, which have this rank's elements, by a sum over the ranks."""
+    flats = [_flat(one.spec, one.full) for one in moved if one.full is not None]
+    for one, flat in zip(moved, flats, strict=False):
+        flat[: one.spec.offset] = flat[one.spec.offset + one.spec.numel :] = 0
     # Each element is zero on all ranks but one. Add bytes, so that the sum rounds no value.
-    total = comm.reduce_scalars(torch.cat(fulls), "SUM", op_name=op_name)
-    for full, values in zip(fulls, total.split([full.numel() for full in fulls]), strict=True):
-        full.copy_(values)
+    data = torch.cat([*map(as_bytes, flats)])
+    moved[0].spec.comm.reduce_scalars(data, "SUM", op_name=op_name)
+    for flat, values in zip(flats, data.split([flat.nbytes for flat in flats]), strict=False):
+        as_bytes(flat).copy_(values)
     return lambda: None
 
 

@@ -204,11 +204,17 @@ class FlatLayout:
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
 
-    def local_spans(self, index: int) -> list[tuple[int, LocalSpan]]:
-        """Return the shards that contain elements of original parameter ``index``, and which."""
-        span, numel = self.spans[index], max(self.shard_numel, 1)
-        shards = range(span.start // numel, -(-span.end // numel)) if span.numel else ()
-        return [(shard, self.local_span(index, shard)) for shard in shards]
+    def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
+        """Return the ranks that hold elements of original parameter ``index``, and which elements.
+
+        ``ranks``: for each shard, the rank that holds it. The elements are in memory order.
+        """
+        start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
+        shards = range(start // numel, -(-end // numel)) if start < end else ()
+        return [
+            (ranks[i], slice(max(i * numel - start, 0), min((i + 1) * numel, end) - start))
+            for i in shards
+        ]
 
 
 def round_up(value: int, multiple: int) -> int:

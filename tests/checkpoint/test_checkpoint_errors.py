@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from flatshard import CollectiveError, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files, folder, host_ranks, saving
 from flatshard.checkpoint.command_line import main
-from flatshard.extras.whole_tensors.whole_step import WholeTensorAdapter
+from flatshard.extras.whole_tensors import WholeTensorAdapter
 from tests.harness import full_disk, run_ranks
 from tests.oracle import snapshot
 from tests.scripts import run_script

@@ -345,7 +345,7 @@ def _full_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
     with mock.patch.object(model_state, "gather_full", wraps=model_state.gather_full) as gather:
         ours = full_state_dict(model), full_optim_state_dict(model, optimizer)
         theirs = get_model_state_dict(model, options=on_rank_0)
-    assert {call.args[2].type for call in gather.mock_calls} == {"cpu"}
+    assert {call.args[1].type for call in gather.mock_calls} == {"cpu"}
     assert {call.kwargs["is_kept"] for call in gather.mock_calls} == {rank == 0}
     _, state = get_state_dict(model, optimizer, options=on_rank_0)
     if rank > 0:

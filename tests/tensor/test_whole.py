@@ -10,12 +10,19 @@ from torch import Tensor, nn
 from flatshard import CollectiveError, FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.tensor import whole
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.whole import Moved
 from tests.combinations import every
 from tests.harness import run_ranks
 from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
+
+
+def _gathered(parts: list[tuple[ShardSpec, Tensor]], op_name: str) -> list[Any]:
+    """On every rank."""
+    return whole.start_gather([(*part, None) for part in parts], op_name)()
+
 
 SHARDED = sorted(way for way in WAYS if not way.startswith("no_shard"))
 
@@ -57,7 +64,7 @@ def test_transports(transport: str) -> None:
 def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str) -> None:
     expected, params = _params(way, **({"collectives": transport[0]} if transport else {}))
     parts = [(param.spec, param.local.detach()) for param in params.values()]
-    found = whole.gather(parts, "full tensors")
+    found = _gathered(parts, "full tensors")
     for (name, param), full in zip(params.items(), found, strict=True):
         assert (full.stride(), full.dtype) == (expected[name].stride(), expected[name].dtype), name
         assert torch.equal(full, expected[name]), name
@@ -82,6 +89,19 @@ def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str)
         assert torch.equal(param.full_tensor(), expected[name]), name
 
 
+def test_owners_first_with_hybrid_shard_op() -> None:
+    """The first exchange of a model also finds out which rank holds which shard."""
+    run_ranks(_owners_first, 4)
+
+
+def _owners_first(rank: int, world_size: int) -> None:
+    expected, params = _params("hybrid-op")
+    parts = [(param.spec, param.local.detach(), 0) for param in params.values()]
+    found = whole.start_gather(parts, "to rank 0")()
+    for name, full in zip(params, found, strict=True):
+        assert full is None if rank else torch.equal(full, expected[name]), name  # type: ignore[arg-type]
+
+
 def test_each_element_is_sent_once_to_each_rank() -> None:
     run_ranks(_traffic, 3)
 
@@ -93,7 +113,7 @@ def _traffic(rank: int, world_size: int) -> None:
     parts = [(param.spec, param.local.detach()) for param in params]
     held = sum(part.nbytes for _, part in parts)
     with record() as events:
-        whole.gather(parts, "full tensors")
+        _gathered(parts, "full tensors")
         whole.start_gather([(*part, 0) for part in parts], "to rank 0")()
         # Of a tensor that one rank holds, a sum sends less per rank.
         params[1].full_tensor()
@@ -120,11 +140,11 @@ def _different(rank: int, world_size: int) -> None:
         params = one if rank == 0 else two
         if one and two:
             with record() as events, pytest.raises(CollectiveError, match="different collectives"):
-                whole.gather([(p.spec, p.local.detach()) for p in params], "full tensors")
+                _gathered([(p.spec, p.local.detach()) for p in params], "full tensors")
             assert not events
     local = weight.local.detach()  # type: ignore[attr-defined]
     with pytest.raises(CollectiveError, match="different collectives"):
-        whole.gather([(weight.spec, local.double() if rank else local)], "full")  # type: ignore[attr-defined]
+        _gathered([(weight.spec, local.double() if rank else local)], "full")  # type: ignore[attr-defined]
     with pytest.raises(CollectiveError, match="different collectives"):
         whole.start_gather([(weight.spec, local, rank)], "full")()  # type: ignore[attr-defined]
     torch.testing.assert_close(weight.detach().norm(), weight.full_tensor().detach().norm())  # type: ignore[operator]

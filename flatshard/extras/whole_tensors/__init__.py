@@ -1,14 +1,497 @@
 """Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
-``WholeTensorAdapter`` tries copies of an optimizer to find its ``StepMode``: whether the optimizer
-can step sharded parameters, or needs full parameters, and on how many ranks. In each step,
-``WholeTensorAdapter`` then gives the optimizer sharded or full parameters accordingly.
+Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
+the norm of a layer, blocks of 8-bit states. Such an optimizer steps each parameter on a single
+rank, the parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters
+the new values. Optimizers with computations on several parameters together (LBFGS) step all
+parameters on every rank. ``StepMode`` lists all modes. ``WholeTensorAdapter`` finds the mode by
+trying copies of the optimizer.
 
 Without this folder, an optimizer not known to be element-wise raises at the first step on sharded
 parameters. The element-wise optimizers of torch, and optimizers passed to
 ``flatshard.declare_elementwise``, do not need this extra.
 """
 
-from flatshard.extras.whole_tensors.whole_step import WholeTensorAdapter
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Facts, agreed, check_same_state, raise_everywhere
+from flatshard.extras.whole_tensors.owners import choose_owners
+from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
+from flatshard.optimizer.adapter import (
+    Closure,
+    OptimizerAdapter,
+    State,
+    all_params,
+    map_state,
+    named_values,
+    put_others,
+    step_groups,
+    stepping,
+    with_inner,
+)
+from flatshard.precision import set_grad
+from flatshard.tensor import reduction_ops, whole
+from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
+from flatshard.tensor.sharded_tensor import (
+    UNREDUCED,
+    FlatShardTensor,
+    check_data,
+    local_grad,
+    wrote,
+)
+from flatshard.tensor.whole import Moved
 
 __all__ = ["WholeTensorAdapter"]
+
+_logger = logging.getLogger("flatshard")
+
+# Approximate number of bytes of parameters and gradients that a rank gathers at a time.
+PART_BYTES = 32 << 20
+
+OP = "optimizer.step()"
+REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
+
+
+def sharded_params(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
+    return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
+
+
+def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for param in all_params(optimizer) if not isinstance(param, FlatShardTensor)]
+
+
+def swap_full_in(
+    optimizer: torch.optim.Optimizer,
+    full: dict[FlatShardTensor, nn.Parameter],
+    others: Collection[Any],
+) -> ExitStack:
+    """Replace sharded parameters of an optimizer by full parameters, until the stack is closed.
+
+    The state of the sharded parameters moves to the full parameters. ``full`` maps sharded to full
+    parameters. All other parameters leave the optimizer, except ``others``.
+
+    Returns a stack of actions that undo this when the stack is closed.
+    """
+    undo = ExitStack()
+    kept = {id(param) for param in others}
+    lists = (group["params"] for one in with_inner(optimizer) for group in one.param_groups)
+    for params in {id(params): params for params in lists}.values():
+        put_others(undo, params, [full.get(p, p) for p in params if p in full or id(p) in kept])
+    _move_state(optimizer, full.items())
+    undo.callback(_move_state, optimizer, [(new, sharded) for sharded, new in full.items()])
+    return undo
+
+
+def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Move the state of the first tensor of each pair to the second tensor."""
+    states = [one.state for one in with_inner(optimizer)]
+    for old, new in pairs:
+        for state in states:
+            if old in state:
+                state[new] = state.pop(old)
+
+
+class WholeTensorAdapter(OptimizerAdapter):
+    """Steps an optimizer not known to be element-wise, in the ``StepMode`` found by trials."""
+
+    def __init__(self) -> None:
+        self.mode = StepMode.ON_SHARDS
+        # Ids of the parameters with whose gradients, not of zero, the mode was found.
+        self._tried: set[int] = set()
+        self._has_tried = False
+        self._compile_again: Callable[[], object] | None = None
+        # The owner of each parameter in its shard group, also of a removed parameter, which may be
+        # added again later. Empty if every rank steps all parameters.
+        self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        self._params: dict[FlatShardTensor, ShardSpec] = {}  # of the last step on full parameters
+        # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
+        self._full: dict[FlatShardTensor, nn.Parameter] = {}
+        self._swap = ExitStack()
+
+    def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
+        self._find_mode(optimizer)
+        # A trial may have all-gathered parameters, which ends all steps that have begun.
+        stepping[optimizer] = self
+        if self.mode is StepMode.ON_SHARDS:
+            # Run the step eagerly, without compilation. Do not do so if there is a closure, which
+            # may run a compiled model: the model must stay compiled.
+            if closure is None:
+                stance = torch.compiler.set_stance("force_eager")
+                # `undo` restores the stance. If a step raises and nobody uses the optimizer again,
+                # the finalizer restores the stance when this object is freed.
+                self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
+            return optimizer
+        self._choose_owners(optimizer)
+        if self.mode is StepMode.ON_EVERY_RANK:
+            self._swap_in(optimizer)
+            if closure is not None:
+                closure.loss = self._average(closure.loss)
+            return optimizer
+        with torch.no_grad():
+            self._step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
+        return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
+
+    def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
+        # All optimizers of torch call the closure first (LBFGS). So does an optimizer that has no
+        # gradients to begin with, or only gradients that the closure's backward will reduce.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
+        if is_torchs or all(grad in UNREDUCED for grad in grads):
+            return True
+        self._find_mode(optimizer)
+        return self.mode in (StepMode.IN_PARTS, StepMode.ON_OWNERS)
+
+    @torch.no_grad()
+    def pause(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the new values to the shards, and restore the sharded parameters. Collective."""
+        for param, full in self._full.items():
+            if full.grad is None:  # the step has set the gradient to None, on all ranks
+                param.grad = None
+        if self._full:
+            self._scatter([*self._params], self._full)
+        self._swap.close()
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        self.pause(optimizer)
+        self.undo(optimizer)
+
+    def undo(self, optimizer: torch.optim.Optimizer) -> None:
+        self._swap.close()
+        self._full = {}
+        if self._compile_again is not None:
+            self._compile_again()
+
+    def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set ``mode`` to the ``StepMode`` that the optimizer needs for parameters with gradients.
+
+        Collective: all ranks of the optimizer's sharded parameters.
+        """
+        sharded = sharded_params(optimizer)
+        some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
+        if self.mode is not StepMode.ON_SHARDS or not some:
+            return
+        # Parameters with a first gradient may need another mode.
+        facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
+        comms = dict.fromkeys(param.spec.comm for param in sharded)
+        agreed(lambda: (True, facts), comms, OP, REMEDY)
+        # With gradients of zero, with which torch's get_state_dict steps, an optimizer may skip its
+        # computation: DAdaptSGD returns early. So repeat the trial once a gradient is not zero.
+        grads: Any = [param.grad for param in some]
+        norms = zip(some, reduction_ops.norms(grads, 1.0), strict=True)
+        moving = {id(param) for param, norm in norms if norm.item() != 0}
+        if self._has_tried and not moving:
+            return
+        self._has_tried = True
+        mode = find_step_mode(optimizer)
+        split = first_of_dtensor(param.spec for param in sharded)
+        if split is not None and mode is not StepMode.ON_SHARDS:
+            raise NotImplementedError(
+                f"parameter {split!r} was a DTensor. {type(optimizer).__name__} needs full "
+                "parameters, but the ranks of this model together hold only a part of the DTensor. "
+                "Step the parameter with an element-wise optimizer, such as AdamW."
+            )
+        # Warn if every rank gets the full model, which may not fit into the memory of a rank.
+        level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
+        _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
+        self.mode = mode
+        self._tried |= moving
+
+    # ------------------------------------------------------------ on owners
+
+    def _comms(self) -> list[Communicator]:
+        return [*dict.fromkeys(spec.comm for spec in self._params.values())]
+
+    def _all_comms(self) -> list[Communicator]:
+        replicas = (spec.replicas for spec in self._params.values())
+        return [*dict.fromkeys((*self._comms(), *replicas))]
+
+    def _choose_owners(self, optimizer: torch.optim.Optimizer) -> None:
+        """Choose an owner for each parameter that has none, if the parameters have changed."""
+        params = {param: param.spec for param in sharded_params(optimizer)}
+        if params == self._params:
+            return
+        self._params, self._full = params, {}
+        for comm in self._comms() if self.mode is not StepMode.ON_EVERY_RANK else ():
+            some = [param for param, spec in params.items() if spec.comm is comm]
+            held = [{rank: e.stop - e.start for rank, e in p.spec.holders()} for p in some]
+            # Keep each parameter's earlier owner, because only the owner has optimizer state.
+            known = [self._owners.get(param) for param in some]
+            owners = choose_owners([p.spec.shape for p in some], held, comm.size, known)
+            self._owners.update(zip(some, owners, strict=True))
+
+    def _step(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
+        """Step each parameter that has a gradient, on the parameter's owner.
+
+        If the step raises on a rank, all ranks raise the error, and no parameter has changed.
+
+        Collective: all ranks of the optimizer's sharded parameters.
+        """
+        params = self._agree_on_gradients(optimizer)
+        parts = (self._parts(params) if self.mode is StepMode.IN_PARTS else None) or [params]
+        others = _others(optimizer)
+        error: Exception | None = None
+        done: dict[FlatShardTensor, Tensor] = {}
+        # Gather the next part while the current part is stepped.
+        finish = self._start_gather(optimizer, parts[0])
+        for number, _ in enumerate(parts):
+            full = finish()
+            if number + 1 < len(parts):
+                finish = self._start_gather(optimizer, parts[number + 1])
+            if error is not None:
+                continue  # step no further part, but keep gathering: other ranks need the data
+            try:
+                with swap_full_in(optimizer, full, others if number == 0 else ()):
+                    groups = optimizer.param_groups
+                    # Leave out empty groups, for which some optimizers raise.
+                    if self.mode is StepMode.IN_PARTS:
+                        groups = [group for group in groups if group["params"]]
+                    changed = step_groups(optimizer, groups, *arguments) if groups else None
+                if changed is not None and self.mode is StepMode.IN_PARTS:
+                    raise NotImplementedError(
+                        f"{type(optimizer).__name__}.step() changes its parameter groups. "
+                        "flatshard calls step() once for each part of the parameters, so the "
+                        "groups would change several times. Change them after step() returns."
+                    )
+                for param, stepped in full.items():
+                    if stepped.grad is None:
+                        raise NotImplementedError(
+                            f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
+                            "sets the gradient to None, but only on the rank that steps the "
+                            "parameter. Call zero_grad() after step() instead."
+                        )
+                    check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
+                    done[param] = stepped.detach()
+            except Exception as raised:
+                error = raised
+        for comm in self._all_comms():
+            raise_everywhere(error, comm)
+        for part in parts:
+            self._scatter(part, done)
+
+    def _agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
+        """Return the parameters that have gradients, in the optimizer's order. Collective.
+
+        Raises:
+            ValueError: ranks have gradients of different parameters. All ranks raise.
+        """
+
+        def prepare() -> tuple[list[FlatShardTensor], Facts]:
+            params = [param for param in self._params if param.grad is not None]
+            facts: Facts = {"the step mode": self.mode.value}
+            for param in params:
+                loaded = sorted(_sharded_state(optimizer.state.get(param, {})))
+                grad: Any = param.grad
+                facts[f"parameter {param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
+            return params, facts
+
+        return agreed(prepare, self._comms(), OP, REMEDY)
+
+    def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
+        """Divide parameters into parts. For each part, an owner gathers about ``PART_BYTES``."""
+        filled: dict[tuple[Communicator, int | None], int] = {}
+        parts: dict[int, list[FlatShardTensor]] = {}
+        for param in params:
+            key = param.spec.comm, self._owners.get(param)
+            filled[key] = filled.get(key, 0) + _gathered_bytes(param)
+            parts.setdefault((filled[key] - 1) // PART_BYTES, []).append(param)
+        return [parts[number] for number in sorted(parts)]
+
+    def _start_gather(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[FlatShardTensor]
+    ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
+        """Start to gather values, gradients and loaded state on the owners.
+
+        Returns a function that waits, and returns the full parameters of this rank.
+        """
+        parts = [
+            (param.spec, part, self._owners.get(param))
+            for param in params
+            for part in _local_parts(optimizer, param)
+        ]
+        wait = whole.start_gather(parts, "optimizer step, to the owners")
+
+        def finish() -> dict[FlatShardTensor, nn.Parameter]:
+            full: dict[FlatShardTensor, nn.Parameter] = {}
+            tensors: Any = iter(wait())  # tensors in the order of `_local_parts`
+            for param in params:
+                state, value = optimizer.state.get(param, {}), next(tensors)
+                grad = None if param.grad is None else next(tensors)
+                loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
+                if value is None:
+                    # Only the owner has state. Give the parameter an empty entry here: if there
+                    # were no entry, torch's get_state_dict would make a step to create state.
+                    optimizer.state[param] = {}
+                    continue
+                full[param] = nn.Parameter(value, param.requires_grad)
+                full[param].__dict__ = param.__dict__  # attributes that users set
+                if grad is not None:
+                    set_grad(full[param], grad)
+                if loaded:
+                    optimizer.state[param] = map_state(loaded.get, state)
+            return full
+
+        return finish
+
+    def _average(self, loss: Any) -> Any:
+        """Return the average of the ranks' losses, the loss of the whole batch. Collective."""
+        # All ranks need the same loss, because optimizers such as LBFGS decide by the loss.
+        if not isinstance(loss, Tensor | float) or not self._params:
+            return loss
+        value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
+        spec = next(iter(self._params.values()))
+        for comm in (spec.comm, spec.replicas):
+            value = comm.reduce_scalars(value.to(comm.control_device), "SUM", op_name=OP).cpu()
+            value /= comm.size
+        return value.to(loss) if isinstance(loss, Tensor) else value.item()
+
+    def _scatter(
+        self, params: Sequence[FlatShardTensor], done: Mapping[FlatShardTensor, Tensor]
+    ) -> None:
+        """Write the full values from the owners to all shards. Collective."""
+        moved = []
+        for param in params:
+            full, part = done.get(param), param.local.detach()
+            full = None if full is None else full.detach()
+            moved.append(Moved(param.spec, part, full, self._owners.get(param)))
+        whole.scatter(moved, "optimizer step, to the shards")
+        wrote(params)
+
+    # ------------------------------------------------------------ on every rank
+
+    @torch.no_grad()
+    def _swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the optimizer's sharded parameters by full parameters. Collective."""
+        self._agree_on_gradients(optimizer)
+        for param, full in self._start_gather(optimizer, [*self._params])().items():
+            # Use the same parameter objects at each call of a closure, because the optimizer may
+            # keep references to the objects.
+            known = self._full.setdefault(param, full)
+            known.data = full.data
+            set_grad(known, full.grad)
+        self._swap = swap_full_in(optimizer, self._full, _others(optimizer))
+
+    # ------------------------------------------------------------ state
+
+    def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
+        """Send the owners' state of all parameters to all ranks, and return the state. Collective.
+
+        State with a value per element is sharded; all other state is equal on all ranks.
+        """
+        if self._params and self.mode is StepMode.ON_EVERY_RANK:
+            self._check_same_state(optimizer)
+            return {}
+        shared: dict[FlatShardTensor, State] = {}
+        moved: list[Moved] = []
+        for comm in self._comms():
+            params = [param for param, spec in self._params.items() if spec.comm is comm]
+            described = {
+                number: _described(param, optimizer.state[param])
+                for number, param in enumerate(params)
+                if self._owners[param] == comm.rank and param in optimizer.state
+            }
+            everyone = comm.host.gather(described, "optimizer state")
+            for number, param in enumerate(params):
+                # Skip state from a checkpoint: it is already sharded, until the next step gathers
+                # the state on the owner.
+                if _sharded_state(optimizer.state.get(param, {})):
+                    continue
+                owner = self._owners[param]
+                state = everyone[owner].get(number, {})
+                mine = named_values(optimizer.state.get(param, {}))
+                sharded: State = {}
+                for name, value in named_values(state).items():
+                    if isinstance(value, Tensor) and value.is_meta:
+                        part = param.local.detach().new_empty(param.spec.numel, dtype=value.dtype)
+                        full = mine[name] if owner == comm.rank else None
+                        moved.append(Moved(param.spec, part, full, owner))
+                        sharded[name] = FlatShardTensor(part, param.spec, role=f"{name} of")
+                shared[param] = map_state(sharded.get, state)
+        whole.scatter(moved, "optimizer state, to the shards")
+        return shared
+
+    def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
+
+        Every rank steps all full parameters, so the ranks' states should be equal. But an optimizer
+        that calls collectives itself may update the state of a parameter only on one rank.
+        """
+        values = {
+            f"state {name!r} of parameter {param.spec.name!r}": value
+            for param in self._params
+            for name, value in named_values(optimizer.state.get(param, {})).items()
+            if not isinstance(value, FlatShardTensor)  # from a checkpoint
+        }
+        for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta here
+            options = {name: value for name, value in group.items() if name != "params"}
+            values |= {
+                f"option {name!r} of group {number}": value
+                for name, value in named_values(options).items()
+                if isinstance(value, Tensor)
+            }
+        for comm in self._all_comms():
+            gather = comm.host.gather_unless_equal
+            check_same_state(values, gather, comm.ranks, type(optimizer).__name__)
+
+
+def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
+    """A closure for a single call: returns ``loss``, which the user's closure returned before."""
+    losses = [loss]
+
+    def closure() -> Any:
+        if losses:
+            return losses.pop()
+        raise NotImplementedError(
+            f"{type(optimizer).__name__}.step() calls its closure several times, but only one rank "
+            "has each full parameter during the step. Call step() without a closure."
+        )
+
+    return closure
+
+
+def _gathered_bytes(param: FlatShardTensor) -> int:
+    """Return the number of bytes to gather on the owner: the parameter and the gradient."""
+    return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
+
+
+def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the owner's state, to send to other ranks, without the values of per-element state.
+
+    Meta tensors replace these values. ``whole.scatter`` sends the values instead.
+    """
+
+    def described(_: str, value: Any) -> Any:
+        if isinstance(value, FlatShardTensor):
+            return None  # from a checkpoint, and still sharded: not sent
+        is_per_element = type(value) is Tensor and value.shape == param.shape and value.numel() > 1
+        return value.to("meta") if is_per_element else value
+
+    return map_state(described, state)
+
+
+def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
+    """Return this rank's parts of the tensors to gather on the parameter's owner.
+
+    These are the parameter, the gradient (unless None), and state from a checkpoint.
+    """
+    parts = [param.local.detach()]
+    if param.grad is not None:
+        parts.append(local_grad(param.grad, param.spec))
+    loaded = _sharded_state(optimizer.state.get(param, {}))
+    return [*parts, *(loaded[key].local for key in sorted(loaded))]
+
+
+def _sharded_state(state: State) -> dict[str, FlatShardTensor]:
+    """Return the sharded values in a parameter's state. Such values come from a checkpoint."""
+    values = named_values(state).items()
+    return {name: value for name, value in values if isinstance(value, FlatShardTensor)}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
-from flatshard.extras.whole_tensors import whole_step
+from flatshard.extras import whole_tensors
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
 from tests.combinations import every
@@ -235,7 +235,7 @@ def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bounded(rank: int, world_size: int) -> None:
-    whole_step.PART_BYTES = 2000
+    whole_tensors.PART_BYTES = 2000
     runs = pair(rank, world_size, "full", "cnn")
     for run in runs:
         _train(run, _optimizers(run, "adafactor"), range(3))
