@@ -56,9 +56,6 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
     All wrappers of the model share the run, which has the state of the model's steps. ``number``
     identifies the model, and is the same on all ranks; if None, the model gets a new number.
-
-    Raises:
-        ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
     for wrapper, name in named_wrappers(root).items():
