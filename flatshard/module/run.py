@@ -327,8 +327,8 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             "rank0_only=False and make the same edit on every rank."
         )
     units = units_in(module, nested=recurse)
-    for unit in units:
-        unit.context.check_between_steps("summon_full_params()")
+    for context in dict.fromkeys(unit.context for unit in units):
+        context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
     # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
