@@ -97,11 +97,7 @@ def find_device(
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
-    """Return the device of shards and computation.
-
-    Raises:
-        ValueError: this host lacks the device ``device_id``.
-    """
+    """Return the device of shards and computation."""
     if device_id is not None:
         return _read_device(device_id)
     left_alone = ignored.ids()
@@ -154,16 +150,6 @@ class Settings:
         """Check the keywords of ``ShardedWrapper``, and return the settings of the outermost unit.
 
         Without a process group, warns, and the settings are for this rank alone.
-
-        Args:
-            module: the module to wrap.
-            ignored: the modules and tensors to ignore.
-            given: the value of each keyword of the constructor, by name.
-
-        Raises:
-            TypeError: a value has the wrong type.
-            ValueError: a value is not supported, or this host lacks the device.
-            RuntimeError: several ranks were started, but no process group exists.
         """
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
@@ -204,10 +190,6 @@ class Settings:
 
         ``divergent``: the modules that ranks may skip. If the policy's keywords for a module
         contain ``allow_divergence``, this keyword decides instead.
-
-        Raises:
-            ValueError: the policy sets a keyword that must be the same for all units of a model.
-            NotImplementedError: the unit would all-gather in float8 and keep secondary shards.
         """
         keywords = dict(member.overrides)
         own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}

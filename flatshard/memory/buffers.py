@@ -231,10 +231,6 @@ class PooledBuffer(BufferMemory):
             own: range of this rank's shard in the buffer, to which a new file is mapped. Empty: no
                 file is made, and the shard has memory of its own.
             target: offload target (memory or disk) in which the file is made.
-
-        Raises:
-            OSError: no addresses are left, or no file can be made.
-            OffloadError: the disk of ``target`` is full.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
@@ -263,11 +259,7 @@ class PooledBuffer(BufferMemory):
         return self.buffer.nbytes - (0 if self._is_kept else stop - start)
 
     def take(self) -> None:
-        """Take pages from the pool, or new pages if the pool has too few.
-
-        Raises:
-            MemoryError: the process has too many mappings.
-        """
+        """Take pages from the pool, or new pages if the pool has too few."""
         if self._is_taken:
             return
         # Set this flag before taking pages, because `free` does nothing without the flag: if taking

@@ -30,9 +30,6 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
     """Make and open a file of ``nbytes`` zeros in memory, and return the file descriptor.
 
     ``reserve``: whether to allocate all memory now, so that later writes cannot run out of memory.
-
-    Raises:
-        OSError: no file can be made, or with ``reserve`` there is not enough memory.
     """
     number = _memfd()
     try:
@@ -59,22 +56,14 @@ def _memfd() -> int:
 
 
 def reserve_range(nbytes: int) -> mmap.mmap:
-    """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written.
-
-    Raises:
-        OSError: no addresses are left.
-    """
+    """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written."""
     # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
     # reserved addresses as used memory (vm.overcommit_memory=2).
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
-    """Map the open file with descriptor ``number``, for reading and writing.
-
-    Raises:
-        OSError: no addresses are left, or the file cannot be mapped.
-    """
+    """Map the open file with descriptor ``number``, for reading and writing."""
     # Do not let Python's `mmap.mmap` map the file: it would keep a duplicate of the file descriptor
     # open as long as the mapping exists, and a process may open only about 1,000 files.
     found = reserve_range(nbytes)
@@ -86,9 +75,6 @@ def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> No
     """Map the open file with descriptor ``number`` to addresses that this process has reserved.
 
     ``private``: whether writes stay in this process and do not reach the file.
-
-    Raises:
-        OSError: the file cannot be mapped.
     """
     # The pages that were written in a private mapping are copies, which `drop_pages` discards.
     flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
@@ -139,11 +125,7 @@ def forbid(place: int, nbytes: int) -> None:
 
 
 def allow(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range for which ``forbid`` was called.
-
-    Raises:
-        MemoryError: the process has too many mappings.
-    """
+    """Allow reads and writes of a range for which ``forbid`` was called."""
     if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
         raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
@@ -159,13 +141,7 @@ CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the C library, or None if this system has no such function.
-
-    Args:
-        name: name of the function.
-        result: ``ctypes`` type of the result.
-        arguments: ``ctypes`` types of the arguments.
-    """
+    """Return a function of the C library, or None if this system has no such function."""
     if not CAN_MAP:
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)

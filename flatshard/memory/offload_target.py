@@ -56,9 +56,6 @@ class OffloadTarget:
         """Reserve space on the disk for tensors that will be made later.
 
         ``what``: name of these tensors, for the error.
-
-        Raises:
-            OffloadError: there is not enough space.
         """
 
     def keep_state_of(self, param: Tensor) -> None:
@@ -68,29 +65,15 @@ class OffloadTarget:
         """
 
     def create(self, nbytes: int) -> int:
-        """Make and open a file of ``nbytes`` zeros to map, and return the file descriptor.
-
-        Raises:
-            OSError: no file can be made.
-            OffloadError: the disk is full.
-        """
+        """Make and open a file of ``nbytes`` zeros to map, and return the file descriptor."""
         return mapped_files.create(nbytes)
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """Map the open file with descriptor ``number``, for reading and writing.
-
-        Raises:
-            OSError: no addresses are left, or the file cannot be mapped.
-        """
+        """Map the open file with descriptor ``number``, for reading and writing."""
         return mapped_files.mapped(number, nbytes)
 
     def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
-        """Make, open and map a file of ``nbytes`` zeros. Return the descriptor and the mapping.
-
-        Raises:
-            OSError: no file can be made or mapped.
-            OffloadError: the disk is full.
-        """
+        """Make, open and map a file of ``nbytes`` zeros. Return the descriptor and the mapping."""
         number = self.create(nbytes)
         try:
             return number, self.mapped(number, nbytes)
@@ -153,15 +136,7 @@ class OffloadTargets:
         return cls(state=disk)
 
     def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
-        """Reserve space on the disk for the shards and gradients of a unit, if they lie on a disk.
-
-        Args:
-            unit: name of the unit, for the error.
-            nbytes: size of each tensor in bytes.
-
-        Raises:
-            OffloadError: there is not enough space.
-        """
+        """Reserve space for the shards and gradients of a unit, if they lie on a disk."""
         if self.state is None or self.shard.is_device:
             return
         total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)

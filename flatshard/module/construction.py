@@ -76,10 +76,6 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     warnings about the plan.
 
     Collective: all ranks.
-
-    Raises:
-        ValueError: on all ranks, if the ranks build different models, the number of ranks does not
-            fit a strategy, or no function initialises a tensor on the meta device.
     """
     _compare(plan)
     targets = _reserve_offload(plan)

@@ -107,13 +107,7 @@ class PlannedUnit:
 
 
 class ModelPlan:
-    """The plan of a model's construction: the module, and the units to make of the module.
-
-    Raises:
-        TypeError: a tensor cannot be flattened, or ``auto_wrap_policy`` is not a policy.
-        ValueError: a parameter cannot be sharded, or a policy sets a keyword that must be the same
-            for all units of a model.
-    """
+    """The plan of a model's construction: the module, and the units to make of the module."""
 
     def __init__(
         self,
@@ -255,16 +249,6 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
 
     The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
     ``_ddp_params_and_buffers_to_ignore``, as for DistributedDataParallel.
-
-    Args:
-        module: the module to wrap.
-        given: the value of each keyword of the constructor, by name.
-
-    Raises:
-        TypeError: ``module`` is no module, or a keyword is not an iterable of modules (or
-            parameters).
-        ValueError: both keywords are given, a parameter to ignore is already sharded, or ``module``
-            contains a wrapper and the user gives an ``auto_wrap_policy``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
@@ -320,11 +304,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
 
 
 def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
-    """Return the objects that the user passed in ``keyword``, as a list.
-
-    Raises:
-        TypeError: the value is not an iterable, or contains an object of another kind.
-    """
+    """Return the objects that the user passed in ``keyword``, as a list."""
     values = given[keyword]
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:

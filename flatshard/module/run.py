@@ -56,9 +56,6 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
     All wrappers of the model share the run, which has the state of the model's steps. ``number``
     identifies the model, and is the same on all ranks; if None, the model gets a new number.
-
-    Raises:
-        ValueError: a unit's ranks do not fit the ranks of the outermost unit.
     """
     names: dict[Unit, list[str]] = {}
     for wrapper, name in named_wrappers(root).items():
@@ -330,8 +327,8 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             "rank0_only=False and make the same edit on every rank."
         )
     units = units_in(module, nested=recurse)
-    for unit in units:
-        unit.context.check_between_steps("summon_full_params()")
+    for context in dict.fromkeys(unit.context for unit in units):
+        context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
     # Mark the units, so that forwards start no all-gathers: the modules hold full parameters

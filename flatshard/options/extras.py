@@ -43,14 +43,9 @@ class MissingExtraError(ImportError):
 
 
 def extra(name: str, asked_for: str) -> Any:
-    """Import and return the package of the extra ``name``.
+    """Import and return the package of the extra ``name``, or raise MissingExtraError.
 
-    Args:
-        name: a key of ``EXTRAS``.
-        asked_for: the option, method or module that needs the extra, as the user wrote it.
-
-    Raises:
-        MissingExtraError: the folder is not installed.
+    ``asked_for``: the option, method or module that needs the extra, as the user wrote it.
     """
     found = default_extra(name)
     if found is None:

@@ -122,18 +122,7 @@ _WITHOUT_RESHARDING = {
 def resharding(
     strategy: ShardingStrategy, after_forward: bool | int | None
 ) -> tuple[ShardingStrategy, Placement]:
-    """Apply the user's ``reshard_after_forward`` to a strategy.
-
-    Args:
-        strategy: the user's strategy.
-        after_forward: True to reshard after forward, False not to reshard, None to do as the
-            strategy does. An int k means that each rank keeps 1/k of the parameters after forward,
-            so that backward all-gathers from k ranks.
-
-    Returns:
-        Two values: the resulting strategy (``FULL_SHARD`` without resharding after forward becomes
-        ``SHARD_GRAD_OP``, for example), and its placement.
-    """
+    """Apply the user's ``reshard_after_forward`` to a strategy."""
     placement = strategy.placement
     if after_forward is None:
         return strategy, placement

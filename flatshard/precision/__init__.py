@@ -137,12 +137,7 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
-    """Cast the floating point buffers of modules, once. State dicts keep the original dtypes.
-
-    Args:
-        wanted: maps each module to the dtype to which its own buffers are cast.
-        left_alone: ids of buffers that are not cast.
-    """
+    """Cast the floating point buffers of modules, once. State dicts keep the original dtypes."""
     # Record the dtypes of all buffers before any buffer is cast: modules may share a buffer, and
     # the second module must record the original dtype, too.
     for module, dtype in wanted.items():
@@ -227,10 +222,6 @@ def check_dtype(
     """Check that an optimizer can step a gradient in another dtype than the parameter.
 
     Called before a step. ``name`` is the parameter's name for the error, or None if unknown.
-
-    Raises:
-        RuntimeError: the optimizer does not accept the gradient, or would keep its state in the
-            gradient's dtype.
     """
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
@@ -263,11 +254,6 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Yield the tensors in the arguments or outputs of a module.
 
     Also finds tensors in containers, and in attributes of objects.
-
-    Args:
-        value: an argument, an output, or a container of arguments or outputs.
-        depth: how many levels of nested objects are searched. With 0, only lists, tuples and
-            mappings are searched.
     """
     if isinstance(value, Tensor):
         yield value
@@ -307,13 +293,7 @@ class PrecisionPlan:
         # Ids of parameters and buffers that are ignored, or belong to units wrapped earlier.
         left_alone: Collection[int],
     ) -> None:
-        """Choose the dtypes of all modules and parameters. The model is not changed.
-
-        Raises:
-            TypeError: a function in ``overrides`` returns a value that is not a floating point
-                dtype.
-            ValueError: the precisions ask for two dtypes of one tied parameter.
-        """
+        """Choose the dtypes of all modules and parameters. The model is not changed."""
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
         # The dtypes that users choose by the names of modules and parameters, or by a function of a
         # parameter. None: no unit has `MixedPrecision(overrides=...)`.
@@ -334,10 +314,7 @@ class PrecisionPlan:
     ) -> None:
         """Choose the dtypes of ``module``, its parameters, and its submodules, recursively.
 
-        Args:
-            module: the module.
-            precision: the precision of the parent module.
-            around: the override of the parent module. None: the parent module has no override.
+        ``precision`` and ``around``: the precision and the override of the parent module.
         """
         if module in self._precision_of or isinstance(module, ModuleProxy):
             return

@@ -142,13 +142,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, params: Mapping[str, Tensor], *, world_size: int, itemsize: int) -> FlatLayout:
-        """Return the layout of parameters in sequence, with padding for alignment.
-
-        Args:
-            params: the parameters, keyed by name. Only shapes and strides are read.
-            world_size: number of ranks that share the flat parameter.
-            itemsize: bytes per element.
-        """
+        """Return the layout of parameters in sequence, with padding for alignment."""
         align = max(1, ALIGNMENT_BYTES // itemsize)
         spans: list[ParamSpan] = []
         end = 0

@@ -66,11 +66,7 @@ class ModuleProxy(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute on the wrapper if the wrapper has it, otherwise on the wrapped module.
-
-        Raises:
-            RuntimeError: the value is a module or parameter, or a tensor that replaces a parameter.
-        """
+        """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self.__dict__.get("_modules", {}).get("module")
         # `unit.weight += 1` adds in place, and then assigns the parameter that the module holds
         # already. So there is nothing to assign.

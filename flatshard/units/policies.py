@@ -256,9 +256,6 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
 
     Only a module with parameters that are not ignored can be a unit. Some modules are never units,
     see the note in ``flatshard.units.module_tree``.
-
-    Raises:
-        ValueError: ``policy`` has an invalid setting or returned an invalid value.
     """
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
@@ -370,12 +367,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
 
 
 def as_policy(policy: Any) -> Policy | None:
-    """Check the user's ``auto_wrap_policy``, and return it.
-
-    Raises:
-        TypeError: ``policy`` has none of the three forms of a policy.
-        ValueError: ``policy`` is a string other than ``"auto"``.
-    """
+    """Check the user's ``auto_wrap_policy``, and return it."""
     expected = (
         'expected "auto", a policy object such as ModuleWrapPolicy({Block}) or a callable such '
         "as functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)"

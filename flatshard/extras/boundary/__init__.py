@@ -71,17 +71,7 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:
-    """Return a layout in which shards cut parameters only where ``boundary`` allows.
-
-    Args:
-        layout: the layout without a boundary.
-        boundary: where shards may cut a parameter.
-        itemsize: bytes per element.
-        first: the rank for the largest parameter, if each parameter is put on one rank.
-
-    Returns:
-        A layout of the same parameters, possibly in another order. Spans are ascending.
-    """
+    """Return a layout in which shards cut parameters only where ``boundary`` allows."""
     spans, world_size, lower = layout.spans, layout.world_size, layout.shard_numel
     align = max(1, ALIGNMENT_BYTES // itemsize)
     blocks = [math.lcm(block_numel(span, boundary), align) for span in spans]

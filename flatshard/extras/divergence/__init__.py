@@ -30,12 +30,7 @@ the module itself.
 
 
 def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
-    """Return the modules selected by ``allow_divergence``, with all modules inside.
-
-    Raises:
-        TypeError: ``allowed`` is not a ``Divergence``.
-        ValueError: a class, name or module is not in the model.
-    """
+    """Return the modules selected by ``allow_divergence``, with all modules inside."""
     expected = "allow_divergence: expected True, or a list of classes, names and modules"
     if isinstance(allowed, bool):
         return set(root.modules()) if allowed else set()

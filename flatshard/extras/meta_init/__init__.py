@@ -193,11 +193,6 @@ class MetaInit:
 
         If ``leave_empty`` left tensors empty, the first forward will check for values from
         ``load_state_dict``. Collective: all ranks.
-
-        Raises:
-            RuntimeError: an initialiser fails or misses a tensor. All ranks raise.
-            ValueError: ranks initialised tensors with different values, and the user has not
-                passed ``sync_module_states``. All ranks raise.
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}

@@ -19,12 +19,7 @@ from flatshard.units.module_tree import paths
 
 
 def as_overrides(value: object) -> Overrides:
-    """Check a value of ``MixedPrecision.overrides``. Returns the value, or a copy of a mapping.
-
-    Raises:
-        TypeError: ``value`` is neither a function nor a mapping of strings to floating point
-            dtypes.
-    """
+    """Check a value of ``MixedPrecision.overrides``. Returns the value, or a copy of a mapping."""
     if not isinstance(value, Mapping):
         if callable(value):
             return value

@@ -23,15 +23,7 @@ _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 
 @dataclass(eq=False)
 class Held:
-    """A block of memory that is currently allocated.
-
-    Attributes:
-        category: what the memory is for, such as ``activations``.
-        nbytes: requested size in bytes.
-        pool: the pool that contains the block.
-        start: first address of the block in the pool.
-        size: actual size in bytes; at least ``nbytes``.
-    """
+    """A block of memory that is currently allocated."""
 
     category: str
     nbytes: int

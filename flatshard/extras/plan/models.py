@@ -117,9 +117,6 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
 
     ``spec`` is the name of a preset, the path of a Hugging Face ``config.json``, or
     ``package.module:function``. The function returns a model, or a tuple of a model and its step.
-
-    Raises:
-        ValueError: ``spec`` names nothing that exists, or transformers lacks the architecture.
     """
     if spec in PRESETS:
         return partial(Llama, *PRESETS[spec], seq=seq)

@@ -80,12 +80,6 @@ class Replay:
 
     A subclass can replay another implementation of FSDP. The subclass overrides the methods that
     say when units are gathered, resharded and reduced, and what the optimizer needs.
-
-    Args:
-        trace: the trace of one forward and backward.
-        flats: the flat parameters to which the trace refers.
-        machine: the rank's device, and the links.
-        accumulate: number of backwards in a step, all but the last under ``no_sync``.
     """
 
     pool = Pool  # how torch's allocator reserves memory

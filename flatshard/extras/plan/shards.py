@@ -27,8 +27,6 @@ class FlatMemory:
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
         unit: index of the unit.
-        params: the parameters.
-        numel: number of elements of the parameters.
         parameter_bytes: bytes of this rank's shard.
         gradient_bytes: bytes of the shard's ``.grad`` after a backward that reduces gradients.
         optimizer_bytes: bytes of the optimizer's state for the shard.
@@ -42,20 +40,16 @@ class FlatMemory:
         reduced_bytes: bytes of the gradients after the reduction over all ranks.
         secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
             backward unshards the unit.
-        is_trained: whether the parameters require gradients.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
         is_single: whether the flat parameter is a single parameter without padding.
         is_freed_after: whether the unit reshards after backward.
-        placement: the properties of the unit's sharding strategy.
-        compute_dtype: dtype of the unsharded parameters.
         reduce_itemsize: bytes of an element of the unsharded gradients.
         gather_size: number of ranks in an all-gather of forward.
         regather_size: number of ranks in an all-gather of backward.
         replicas: number of ranks with the same shard, or in the second stage of a reduction.
         unsharded: the unsharded parameters, unless they are freed.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.
-        secondary: the secondary shard.
         ends: time at which the current all-gather ends.
         is_stale: whether the optimizer has changed the shard, but ``unsharded`` has old values.
         arrived: number of gradients that this backward has computed.

@@ -498,19 +498,7 @@ _STAND_INS: dict[str, Any] = {
 def trace(
     plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool, device: str
 ) -> StepTrace:
-    """Run ``step(model).backward()`` on fake tensors, and return the recorded trace.
-
-    Args:
-        plan: the unwrapped model and its units.
-        flats: the flat parameters of the units.
-        step: runs the forward and returns the loss, a tensor with one element.
-        on_gpu: whether to choose the kernels of an NVIDIA GPU.
-        device: device of the fake tensors, such as ``cpu``.
-
-    Raises:
-        CannotTraceError: an operator needs real values, or has no rule for fake tensors.
-        TypeError: ``step`` returns no scalar tensor that requires a gradient.
-    """
+    """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
     found = StepTrace.of(plan)

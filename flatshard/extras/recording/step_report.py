@@ -203,16 +203,7 @@ def sum_up(
     memory: MemoryTimeline,
     **figures: Any,
 ) -> StepReport:
-    """Make a report of a step from ranges of time, communication and memory.
-
-    Args:
-        ranges: the ranges of time in the step.
-        volume: number of communicated bytes, keyed by the unit's index and the purpose. The
-            purposes are "forward" and "backward" for all-gathers, and "reduce" for reductions. For
-            every further purpose, the unit is None.
-        memory: the memory during the step.
-        figures: all fields of the report that cannot be computed from these arguments.
-    """
+    """Make a report of a step from ranges of time, communication and memory."""
     # At every moment, the training thread does a single kind of work for a single unit, or runs
     # code outside of flatshard. So the thread's ranges never overlap, and the sum is at most the
     # step's time. All-gathers and reductions are not work of the thread, so their ranges may

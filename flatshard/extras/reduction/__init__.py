@@ -61,11 +61,6 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
 
     Collective: all ranks of the model. If a rank raises, no unit gets the hook, and all other ranks
     raise ValueError with the name of the rank and the error.
-
-    Args:
-        root: the wrapper that contains the units. It may be inside of another wrapper.
-        state: the first argument of each call of the hook.
-        hook: the user's function.
     """
     outermost = unit_of(root)
     context, world = outermost.context, outermost.topology.world
@@ -281,12 +276,7 @@ class Float8Shard:
         return packed
 
     def unpack(self, everything: Tensor, out: Tensor) -> None:
-        """Undo ``pack`` for the shards of all ranks.
-
-        Args:
-            everything: the packed shards of all ranks, of shape ``(ranks * nbytes,)``.
-            out: the tensor to fill with the elements of all shards, of shape ``(ranks * numel,)``.
-        """
+        """Undo ``pack`` for the shards of all ranks."""
         full_blocks = self.numel // BLOCK_NUMEL
         # Unpack all ranks' shards in one call: on an accelerator, launching a small kernel takes
         # longer than running the kernel.

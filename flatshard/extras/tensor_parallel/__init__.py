@@ -117,11 +117,6 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
 
     The local parts stay in the module if the ``with`` block succeeds. If the block raises, the
     DTensors are put back. Collective: all ranks of the DTensors' meshes.
-
-    Raises:
-        ValueError: a mesh shares ranks with the data parallel ranks.
-        NotImplementedError: a DTensor has placements other than Shard and Replicate, is on the meta
-            device, or has hooks or a gradient.
     """
     infos = find_params(module, ignored.ids())
     found: dict[str, tuple[ParamInfo, Any]] = {

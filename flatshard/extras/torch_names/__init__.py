@@ -145,16 +145,10 @@ ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
 
 
 def attribute(name: str, unit: Unit | None, error: AttributeError) -> Any:
-    """Return the value of attribute ``name``, not found by Python on a ``ShardedWrapper``.
+    """Return attribute ``name`` of torch's wrappers, or raise an error that names the replacement.
 
-    Args:
-        name: the name of the attribute.
-        unit: the wrapper's unit; None while the wrapper is being built or copied.
-        error: Python's error about the missing attribute.
-
-    Raises:
-        AttributeError: ``name`` is a method of torch's wrappers only, and the error names the
-            replacement. If torch's wrappers do not have the name either, raises ``error``.
+    ``unit``: None while the wrapper is being built or copied. ``error``: Python's error about the
+    missing attribute.
     """
     if name in ATTRIBUTES and unit is not None:
         return ATTRIBUTES[name](unit)
@@ -169,15 +163,10 @@ def why_missing(name: str) -> str | None:
 
 
 def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Translate keywords of torch's wrappers into keywords of ``ShardedWrapper``.
+    """Translate keywords of torch's wrappers (``extra``) into keywords of ``ShardedWrapper``.
 
-    Args:
-        extra: all keywords outside of the constructor's signature.
-        own: the constructor's own keywords and their values.
-
-    Returns:
-        Two values: a copy of ``own`` with values from ``extra`` in place of None, and a list with a
-        line of text for each keyword in ``extra`` without effect.
+    Returns ``own`` with the translated values in place of None, and a line of text for each keyword
+    that has no effect.
     """
     meant, notes = dict(own), []
     accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
@@ -227,12 +216,7 @@ _CONFIGS = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
 def read_options(
     state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any
 ) -> StateDictOptions:
-    """Convert torch's state dict type and configs into ``StateDictOptions``.
-
-    Raises:
-        NotImplementedError: the type is LOCAL_STATE_DICT, whose tensors are flat parameters.
-        TypeError: a config is not of the class that belongs to the state dict type.
-    """
+    """Convert torch's state dict type and configs into ``StateDictOptions``."""
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in _CONFIGS:
         raise NotImplementedError(
