@@ -321,6 +321,7 @@ def penalty_while_accumulating(side: Side) -> Any:
         with side.no_sync(model, replicas_only=first == 10):
             (side.loss(model, first) + _penalty(model)).backward()
             side.loss(model, first + 1).backward()
+            _penalty(model).backward()  # autograd adds it in place to what `.grad` shows
         (side.loss(model, first + 2) + _penalty(model)).backward()
         side.step(optimizer)
     return model
