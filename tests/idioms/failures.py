@@ -148,31 +148,48 @@ class _FailingSgd(torch.optim.SGD):
             raise self.error
 
 
-@idiom("an optimizer shows its parameters after a step that failed")
+class _FailingWithin(torch.optim.Optimizer):
+    """An optimizer of the user's, in whose step no other step runs."""
+
+    error: BaseException | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.add_(param.grad, alpha=-0.1)
+        if self.error is not None:
+            raise self.error
+
+
+@idiom("an optimizer shows its parameters after a step that failed", ways=("full", "no_shard"))
 def parameters_after_failed_step(side: Side) -> Any:
     # The first step of a class fails, and a later step, and one that the user interrupts.
     class FirstSeenHere(_FailingSgd):
         pass
 
+    if side.is_flatshard:
+        declare_elementwise(_FailingWithin)
     model = side.wrap(Mlp())
     params = list(model.parameters())
     # Torch hooks the step of each class at its first object. From here on, `super().step()` runs
     # the hooks inside of a step, too.
     torch.optim.SGD(params, lr=0.1)
-    optimizer = FirstSeenHere(params, lr=0.1, momentum=0.9)
-    for step, error in enumerate((Planned(), Planned(), KeyboardInterrupt())):
-        side.loss(model, step).backward()
-        optimizer.error = error
-        with contextlib.suppress(type(error)):
-            optimizer.step()
-            raise AssertionError("nothing was raised")
-        optimizer.error = None
-        assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, params)]
-        assert {*map(id, optimizer.state)} == {*map(id, params)}
-        optimizer.zero_grad()
-        other = torch.optim.SGD([{"params": optimizer.param_groups[0]["params"]}], lr=0.2)
-        side.loss(model, 10 + step).backward()
-        side.step(other)
+    first = FirstSeenHere(params, lr=0.1, momentum=0.9)
+    for optimizer in (first, _FailingWithin(params, {})):
+        for step, error in enumerate((Planned(), Planned(), KeyboardInterrupt())):
+            side.loss(model, step).backward()
+            optimizer.error = error
+            with contextlib.suppress(type(error)):
+                optimizer.step()
+                raise AssertionError("nothing was raised")
+            optimizer.error = None
+            shown = optimizer.param_groups[0]["params"]
+            assert [*map(id, shown)] == [*map(id, params)]
+            assert optimizer is not first or {*map(id, first.state)} == {*map(id, params)}
+            optimizer.zero_grad()
+            other = torch.optim.SGD([{"params": shown}], lr=0.2)
+            side.loss(model, 10 + step).backward()
+            side.step(other)
     return model
 
 
@@ -321,6 +338,7 @@ def penalty_while_accumulating(side: Side) -> Any:
         with side.no_sync(model, replicas_only=first == 10):
             (side.loss(model, first) + _penalty(model)).backward()
             side.loss(model, first + 1).backward()
+            _penalty(model).backward()  # autograd adds it in place to what `.grad` shows
         (side.loss(model, first + 2) + _penalty(model)).backward()
         side.step(optimizer)
     return model

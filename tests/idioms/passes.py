@@ -25,7 +25,11 @@ def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3
     return [*results, model]
 
 
-@idiom("a gradient penalty with a backward of its own, after another one", by_hand=True)
+@idiom(
+    "a gradient penalty with a backward of its own, after another one",
+    by_hand=True,
+    ways=("full", "grad_op", "no_shard"),
+)
 def penalty_after_a_backward(side: Side) -> Any:
     def backward(model: nn.Module, step: int) -> None:
         x = side.draw(step, ROWS, 7)
