@@ -28,6 +28,7 @@ EXTRAS = {
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory and time of training",
+    "trial_run": "runs a script under DDP and under flatshard, and compares",
     "unit_report": "tabulates units",
     "weights": "iterates over full tensors, and computes norms",
     "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",
