@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             help="run your script under DDP and under flatshard, and compare",
             description="Run a training script, not a line changed, under "
             "DistributedDataParallel and under flatshard, and compare every step. Exit status: 0 "
-            "the same, 1 differs, 2 raises, 3 cannot be compared, 4 bad input.",
+            "the same, 1 differs, 2 raises, 3 cannot be compared.",
         )
         trial.command.add_arguments(one)
     options = vars(parser.parse_args(arguments))

@@ -6,19 +6,21 @@ import argparse
 import json
 import os
 import signal
-import statistics
+import sys
 import tempfile
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
-from flatshard.extras import show_bytes
-from flatshard.extras.trial_run.compare import MULTIPLE, Difference, Noise, compare
-from flatshard.extras.trial_run.launch import Job, Run, log_tail, run
+from flatshard.extras import show_bytes, tabulate
+from flatshard.extras.trial_run.compare import MULTIPLE, Difference, Noise, Records, compare
+from flatshard.extras.trial_run.launch import failure_of, run
+from flatshard.extras.trial_run.recorder import Record
 
 SAME, DIFFERS, RAISES, NOT_COMPARED = range(4)
-_WARM_UP, _TIMED = 2, 5
+_WARM_UP, _TIMED = 2, 5  # steps
+_REMEDY = 'from flatshard import ShardedWrapper; ShardedWrapper(model, auto_wrap_policy="auto")'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exact", action="store_true", help="float64 and deterministic algorithms")
     add("--strategy", metavar="S", help="sharding strategy (default: FULL_SHARD)")
     add("--policy", default="auto", choices=("auto", "none"), help="auto_wrap_policy")
-    add("--wrap", action="store_true", help="wrap the model that the first optimizer steps")
+    add("--wrap", action="store_true", help="wrap the models that optimizers step")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="limit of one run")
     add("--json", metavar="FILE", help="write the verdict and all figures")
     add("--keep", metavar="DIR", help="keep records and the output of all ranks")
@@ -38,220 +40,165 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-@dataclass
-class Report:
-    """The verdict and what leads to it."""
-
-    verdict: int
-    text: str
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-def start(options: dict[str, Any]) -> int:
-    """Run the command. Returns the exit code: 0 same, 1 differs, 2 raises, 3 not compared.
-
-    Raises:
-        ValueError: the options, or the script, cannot be used.
-    """
-    script, is_module = options["script"], options["is_module"]
-    if is_module and find_spec(script.partition(".")[0]) is None:
-        raise ValueError(f"no module named {script!r}.")
-    if not is_module and not Path(script).is_file():
-        raise ValueError(f"no such script: {script!r}. Give the path of a Python file.")
-    for name in ("nproc_per_node", "steps"):
-        if options[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+def start(given: dict[str, Any]) -> int:
+    """Run the command. Returns the exit code: 0 same, 1 differs, 2 raises, 3 not compared."""
+    options = argparse.Namespace(**given)
+    if refused := _refused(options):
+        print(f"flatshard try: {refused}", file=sys.stderr)
+        return NOT_COMPARED
+    rank = os.environ.get("RANK", "0")
+    options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
     signal.signal(signal.SIGTERM, _interrupt)  # ends the ranks, too
-    keywords = {"sharding_strategy": options["strategy"]} if options["strategy"] else {}
-    if options["policy"] == "auto":
-        keywords["auto_wrap_policy"] = "auto"
-    with tempfile.TemporaryDirectory(prefix="flatshard-try-") as temporary:
-        folder = Path(options["keep"] or temporary).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir():
-            if old.suffix in (".pt", ".stack", ".log") or old.name.startswith("call-"):
+    with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
+        options.folder = Path(options.keep or folder).resolve()
+        options.folder.mkdir(parents=True, exist_ok=True)
+        for old in [*options.folder.iterdir()] if "RANK" not in os.environ else []:
+            if old.suffix in (".pt", ".log", ".stack") or old.name.startswith("call-"):
                 old.unlink()
-        job = Job(
-            [script, *options["arguments"]],
-            is_module=is_module,
-            world_size=int(os.environ.get("WORLD_SIZE", options["nproc_per_node"])),
-            folder=folder,
-            timeout=options["timeout"],
-            settings={name: options[name] for name in ("steps", "exact", "wrap")}
-            | {"keywords": keywords},
-        )
-        ranks, steps = job.world_size, options["steps"]
-        print(
-            f"{script}, {ranks} ranks, {steps} steps each: DistributedDataParallel, then "
-            "ShardedWrapper in its place\n",
-            flush=True,
-        )
-        report = _try(job, steps)
-    print(report.text)
-    if options["json"]:
-        verdict = ("same", "differs", "raises", "not compared")[report.verdict]
-        facts = {"verdict": verdict, "text": report.text, **report.figures}
-        Path(options["json"]).write_text(json.dumps(facts, indent=1) + "\n")
-    return report.verdict
+        verdict, text, figures = _try(options)
+    if rank == "0":
+        print(text)
+    if options.json and rank == "0":
+        name = ("same", "differs", "raises", "not compared")[verdict]
+        report = {"verdict": name, "text": text, **figures}
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    return verdict
+
+
+def _refused(options: argparse.Namespace) -> str:
+    """Return why the options cannot be used, or an empty string."""
+    script = options.script
+    if options.is_module and find_spec(script.partition(".")[0]) is None:
+        return f"no module named {script!r}."
+    if not options.is_module and not Path(script).is_file():
+        return f"no such script: {script!r}. Give the path of a Python file."
+    if "RANK" in os.environ and not options.keep:
+        return "under torchrun, give --keep DIR: a new folder that all hosts share."
+    too_few = min(options.nproc_per_node, options.steps) < 1
+    return "--nproc-per-node and --steps must be at least 1." if too_few else ""
 
 
 def _interrupt(*_: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _try(job: Job, steps: int) -> Report:
-    reference = run(job, "ddp")
-    if (failure := reference.failure) is not None:
-        text = f"Your script fails under DistributedDataParallel, too: {_show(job, 'ddp', failure)}"
-        return Report(NOT_COMPARED, text)
-    first = reference.records[0]
-    num_steps = _num_steps(reference)
-    if not first["wrapped"]:
-        text = "The script made no DistributedDataParallel, FSDP or ShardedWrapper. Give --wrap to wrap the model that its optimizer steps."
-        return Report(NOT_COMPARED, text)
+def _try(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
+    """Return the verdict, a text and the figures."""
+    reference = run(options, "ddp")
+    if (failed := failure_of(reference)) is not None:
+        text = f"Your script fails under DistributedDataParallel, too: {_failure(failed)}"
+        return NOT_COMPARED, text, {}
+    num_steps = max([0, *(key[0] for key in reference[0].events if key[1] == "value")])
+    if not reference[0].wrapped:
+        text = "The script used no DistributedDataParallel, FSDP or ShardedWrapper."
+        return NOT_COMPARED, f"{text} To wrap the models that its optimizers step: --wrap.", {}
     if not num_steps:
-        return Report(NOT_COMPARED, "The script ended without an optimizer step.")
-    sharded = run(job, "sharded")
-    lines = _lines_to_change(sharded, job)
-    if (failure := sharded.failure) is not None:
-        text = f"Raises under flatshard, not under DistributedDataParallel:\n{_show(job, 'sharded', failure)}\n{lines}"
-        return Report(RAISES, text, {"lines": _findings(sharded)})
+        return NOT_COMPARED, "The script ended without an optimizer step.", {}
+    sharded = run(options, "sharded")
+    figures: dict[str, Any] = {"steps": num_steps, "lines": _lines(sharded)}
+    lines = "".join(
+        f"\n  {one['line']}\n      {one['what']}\n      write: {one['write']}"
+        for one in figures["lines"]
+    )
+    lines = f"\n\nTo keep it, change:{lines}" if lines else ""
+    if (failed := failure_of(sharded)) is not None:
+        text = f"Raises under flatshard, not under DistributedDataParallel: {_failure(failed)}"
+        return RAISES, text + lines, figures
     noise = None
-    differences = compare(reference.records, sharded.records, None)
-    if differences:
-        again = run(job, "noise")
-        if (failure := again.failure) is not None:
-            return Report(
-                NOT_COMPARED,
-                f"The second run under DistributedDataParallel failed: {_show(job, 'noise', failure)}",
-            )
-        noise = Noise(reference.records, again.records)
-        if noise.last_step < 1 and noise.unstable is not None:
-            return Report(NOT_COMPARED, _unstable(noise.unstable))
-        differences = compare(reference.records, sharded.records, noise)
-    last_step = num_steps if noise is None else min(num_steps, noise.last_step)
-    figures = {
-        "steps": last_step,
-        "largest": max((one.units for one in differences), default=0.0),
-        "ddp": _costs(reference, job),
-        "flatshard": _costs(sharded, job),
-        "lines": _findings(sharded),
-        "differences": [one._asdict() for one in differences if one.units > MULTIPLE][:100],
-    }
-    table = _table(reference, sharded, differences, last_step)
+    if differences := compare(reference, sharded, None):
+        again = run(options, "noise")
+        if (failed := failure_of(again)) is not None:
+            return NOT_COMPARED, f"The second run with DDP failed: {_failure(failed)}", figures
+        noise = Noise(reference, again)
+        if noise.last_step < 1:
+            return NOT_COMPARED, _unstable(noise.unstable), figures
+        differences = compare(reference, sharded, noise)
+    last = min(num_steps, noise.last_step) if noise else num_steps
+    figures |= {"compared": last, "ddp": _costs(reference), "flatshard": _costs(sharded)}
+    figures["largest"] = max((one.units for one in differences), default=0.0)
     worst = next((one for one in differences if one.units > MULTIPLE), None)
+    figures["first"] = worst and worst._asdict()
+    verdict, text = SAME, "The same numbers, within rounding."
     if worst is not None:
-        text = f"{table}\n\nDiffers: {_described(worst)}.\n{_cost_table(figures)}\n{lines}"
-        return Report(DIFFERS, text, figures)
-    noted = ""
-    if last_step < num_steps:
-        noted = (
-            f" From step {last_step + 1} on, rounding alone changes the run too much to compare."
-        )
-    text = f"{table}\n\nThe same numbers, within rounding.{noted}\n{_cost_table(figures)}\n{lines}"
-    if num_steps < steps:
-        text += f"\nThe script ended after {num_steps} of {steps} steps. Give --steps {num_steps} if that is all."
-        return Report(NOT_COMPARED, text, figures)
-    return Report(SAME, text, figures)
+        verdict, text = DIFFERS, f"Differs: {_described(worst)}."
+    elif num_steps < options.steps:
+        verdict = NOT_COMPARED
+        text += f" But the script ended after {num_steps} steps: give --steps {num_steps}."
+    if last < num_steps:
+        text += f" From step {last + 1} on, rounding alone changes too much to compare."
+    size = f"{options.script}, {options.nproc_per_node} ranks, {num_steps} steps each:"
+    title = f"{size} DistributedDataParallel, then ShardedWrapper in its place\n\n"
+    table = _table(reference[0], sharded[0], differences, last)
+    return verdict, f"{title}{table}\n\n{text}\n\n{_cost_table(figures)}{lines}", figures
 
 
-def _num_steps(one: Run) -> int:
-    return max((key[0] for key in one.records[0]["events"] if key[1] == "value"), default=0)
+def _failure(record: Record) -> str:
+    return record.failure + (f"\n  at {record.line}" if record.line else "")
 
 
-def _show(job: Job, name: str, failure: dict[str, Any]) -> str:
-    line = f"\n  at {failure['line']}" if failure["line"] else ""
-    text = failure["text"]
-    if failure["how"] in ("died", "exited"):
-        text += f"; its last line: {log_tail(job, name, failure['rank'])}"
-    return f"rank {failure.get('rank', 0)}: {text}{line}"
+def _lines(records: Records) -> list[dict[str, str]]:
+    """Return the lines that a program that stays with flatshard changes."""
+    found = {
+        (line, f"{name} makes this wrapper"): _REMEDY
+        for record in records.values()
+        for line, name in record.wrapped.items()
+        if name != "ShardedWrapper"
+    }
+    for record in records.values():
+        found |= record.findings
+    return [{"line": line, "what": what, "write": found[line, what]} for line, what in found]
 
 
-def _unstable(one: Difference) -> str:
-    what = f"{one.kind} {one.name!r} on rank {one.rank} at step {one.step}"
+def _unstable(one: Difference | None) -> str:
+    if one is None:
+        return "Cannot be compared: rounding alone changes the first gradients by 5 % and more."
     return (
-        f"Cannot be compared: the {what} differs between two runs of the same program"
-        f"{f' ({one.line})' if one.line else ''}. Seed all random numbers that the program draws "
-        "(torch.manual_seed, random.seed, numpy.random.seed, DataLoader(generator=...)), and do "
-        "not let data depend on time, on files of an earlier run, or on the order of threads."
+        f"Cannot be compared: {one.kind} {one.name!r} of rank {one.rank} at step {one.step} "
+        f"differs between two runs of the same program. {one.line}\nSeed the random numbers that "
+        "the program draws (torch.manual_seed, random.seed, numpy.random.seed, generator=... of a "
+        "DataLoader). Let data not depend on time, on files of an earlier run, or on threads."
     )
 
 
 def _described(one: Difference) -> str:
-    place = f", where the program is at {one.line}" if one.line else ""
-    size = f"{one.size:.1e} of its largest element, " if one.size == one.size else ""
+    place = f", at {one.line}" if one.line else ""
     return (
-        f"step {one.step}, {one.kind} {one.name!r}, rank {one.rank}: {size}"
-        f"{one.units:.3g} times the rounding noise (limit: {MULTIPLE:.0f}){place}"
+        f"step {one.step}, {one.kind} {one.name!r}, rank {one.rank}: {one.size:.1e} of its largest "
+        f"element, {one.units:.3g} times the rounding noise (limit: {MULTIPLE:.0f}){place}"
     )
 
 
-def _table(reference: Run, sharded: Run, differences: list[Difference], last: int) -> str:
-    rows = [
-        "  step    loss, DDP   loss, flatshard   largest difference (in units of rounding noise)"
-    ]
+def _table(one: Record, other: Record, differences: list[Difference], last: int) -> str:
+    rows = [["step", "loss, DDP", "loss, flatshard", "largest difference, in units of noise"]]
     for step in sorted({1, 2, 5, *range(10, last, 10), last} & {*range(1, last + 1)}):
-        losses = []
-        for one in (reference, sharded):
-            facts = one.records[0]["events"].get((step, "loss", "loss"))
-            losses.append("-" if facts is None else f"{float(facts[6][0]):.6f}")
-        here = max(
-            (one for one in differences if one.step == step),
-            key=lambda one: one.units,
-            default=None,
-        )
-        text = "0" if here is None else f"{here.units:.2g}  {here.kind} {here.name}"
-        rows.append(f"  {step:>4} {losses[0]:>12} {losses[1]:>17}   {text}")
-    return "\n".join(rows)
+        losses = [record.events.get((step, "loss", "loss")) for record in (one, other)]
+        here = [each for each in differences if each.step == step]
+        most = max(here, key=lambda each: each.units, default=None)
+        text = f"{most.units:.2g}  {most.kind} {most.name}" if most else "0"
+        shown = [f"{float(loss.values[0]):.6f}" if loss else "-" for loss in losses]
+        rows.append([f"{step}", *shown, text])
+    return tabulate(rows, numbers=(0, 1, 2))
 
 
-def _costs(one: Run, job: Job) -> dict[str, Any]:
-    times = [record["times"][_WARM_UP - 1 :] for record in one.records.values()]
-    is_timed = all(len(each) >= _TIMED for each in times)
+def _costs(records: Records) -> dict[str, Any]:
+    times = records[0].times[_WARM_UP - 1 :]
     return {
-        "memory": max(record["peak"] - record["baseline"] for record in one.records.values()),
-        "seconds": statistics.median(times[0]) if is_timed else None,
-        "sent": max(record["sent"] for record in one.records.values()),
+        "memory": max(one.memory for one in records.values()),
+        "seconds": median(times) if len(times) >= _TIMED else None,
+        "written": max(one.written for one in records.values()),
     }
 
 
 def _cost_table(figures: dict[str, Any]) -> str:
-    rows = [f"\n  {'':<36} {'DDP':>12} {'flatshard':>12}"]
+    rows = [["", "DDP", "flatshard", ""]]
     for name, text in (
-        ("memory", "peak memory per rank, above imports"),
-        ("seconds", "time per step (median)"),
-        ("sent", "bytes written in the last step"),
+        ("memory", "peak memory per rank, without imports"),
+        ("seconds", f"time per step, median of {_TIMED} or more"),
+        ("written", "bytes written to sockets and files, last step"),
     ):
-        one, other = figures["ddp"][name], figures["flatshard"][name]
-        if one is None or other is None:
-            rows.append(f"  {text:<36} (needs {_WARM_UP + _TIMED} steps)")
-            continue
-        shown = [f"{v * 1000:.1f} ms" if name == "seconds" else show_bytes(v) for v in (one, other)]
-        ratio = f"{other / one:.2f}" if one else ""
-        rows.append(f"  {text:<36} {shown[0]:>12} {shown[1]:>12}   {ratio}")
-    return "\n".join(rows)
-
-
-def _findings(one: Run) -> list[dict[str, str]]:
-    found = {}
-    for record in one.records.values():
-        for line, what, remedy in record["findings"]:
-            found.setdefault((line, what), {"line": line, "what": what, "remedy": remedy})
-    return list(found.values())
-
-
-def _lines_to_change(one: Run, job: Job) -> str:
-    """Return a text with the lines that a program keeps flatshard with."""
-    wrapped = {tuple(each): None for record in one.records.values() for each in record["wrapped"]}
-    rows = []
-    for line, name in wrapped:
-        if name != "ShardedWrapper":
-            rows.append(
-                f'  {line}\n      write ShardedWrapper(..., auto_wrap_policy="auto") for {name}; from flatshard import ShardedWrapper'
-            )
-    for each in _findings(one):
-        rows.append(
-            f"  {each['line']}\n      {each['what']}"
-            + (f"\n      {each['remedy']}" if each["remedy"] else "")
-        )
-    return "\nTo keep it, change:\n" + "\n".join(rows) if rows else ""
+        both = figures["ddp"][name], figures["flatshard"][name]
+        shown = ["-" if one is None else show_bytes(one) for one in both]
+        if name == "seconds" and None not in both:
+            shown = [f"{1000 * one:.1f} ms" for one in both]
+        rows.append([text, *shown, f"{both[1] / both[0]:.2f}" if both[0] and both[1] else ""])
+    return tabulate(rows, numbers=(1, 2, 3))

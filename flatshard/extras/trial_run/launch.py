@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import signal
 import socket
+import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,46 +17,28 @@ import torch
 
 from flatshard.extras.trial_run.program import line_in
 from flatshard.extras.trial_run.rank import run_script
+from flatshard.extras.trial_run.recorder import Record
 
 _GRACE = 15.0  # seconds in which other ranks may end after one has failed
 
 
-@dataclass
-class Job:
-    """What all runs have in common."""
-
-    command: list[str]  # the script or module, and its arguments
-    is_module: bool
-    world_size: int
-    folder: Path
-    timeout: float
-    settings: dict[str, Any] = field(default_factory=dict)  # for every rank, see ``rank``
-
-
-@dataclass
-class Run:
-    """The records of one run, by rank; ``failure``: why it did not end by itself."""
-
-    records: dict[int, dict[str, Any]]
-    failure: dict[str, Any] | None = None
-
-
-def run(job: Job, name: str) -> Run:
-    """Run the script once on all ranks. ``name``: ddp, sharded or noise."""
+def run(options: argparse.Namespace, name: str) -> dict[int, Record]:
+    """Run the script once, and return the records of all ranks. ``name``: ddp, sharded, noise."""
+    print(f"[{name}] ", end="", file=sys.stderr, flush=True)
     outside = "RANK" in os.environ  # torchrun has started this process for one rank
-    ranks = [int(os.environ["RANK"])] if outside else list(range(job.world_size))
-    port = os.environ.get("MASTER_PORT") or str(_free_port())
-    settings = {**job.settings, "run": name, "folder": str(job.folder), "is_module": job.is_module}
-    settings |= {"MASTER_PORT": port}
+    ranks = [int(os.environ["RANK"])] if outside else list(range(options.nproc_per_node))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
     pids: dict[int, int] = {}
     statuses: dict[int, int] = {}
     began, failed_at, late = time.monotonic(), 0.0, ""
     try:
         for rank in ranks:
             if not (pid := os.fork()):  # torch is loaded already, which a new process would repeat
-                _become_rank(job, settings, rank, outside=outside)
+                _become_rank(options, name, rank, "" if outside else port)
             pids[rank] = pid
-        while len(statuses) < len(pids):
+        while len(statuses) < len(pids) and not late:
             for rank in pids.keys() - statuses:
                 pid, status = os.waitpid(pids[rank], os.WNOHANG)
                 if pid:
@@ -64,34 +47,45 @@ def run(job: Job, name: str) -> Run:
             failed_at = failed_at or now * any(statuses.values())
             if failed_at and now > failed_at + _GRACE:
                 break
-            if now > began + job.timeout:
-                late = f"no end within {job.timeout:.0f} seconds (--timeout)"
+            if now > began + options.timeout:
+                late = f"no end within {options.timeout:.0f} seconds (--timeout)"
                 _signal(pids, signal.SIGUSR1)  # writes the stacks
                 time.sleep(1.0)
-                break
             time.sleep(0.02)
     finally:
         _signal(pids, signal.SIGKILL)  # also DataLoaders' workers
         for rank in pids.keys() - statuses:
             statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
-    return _read(job, name, statuses, late)
+        print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
+    return {rank: _read(options, name, rank, statuses.get(rank), late) for rank in _all(options)}
 
 
-def _become_rank(job: Job, settings: dict[str, Any], rank: int, *, outside: bool) -> NoReturn:
+def failure_of(records: dict[int, Record]) -> Record | None:
+    """Return the record with the cause of a failed run, or None."""
+    # A process that ended without a record is a cause. An error of flatshard names the cause; other
+    # ranks' errors often follow from a lost peer.
+    failed = [one for one in records.values() if one.failure]
+    return min(failed, key=lambda one: (bool(one.events), not one.is_ours), default=None)
+
+
+def _all(options: argparse.Namespace) -> range:
+    return range(int(os.environ.get("WORLD_SIZE", options.nproc_per_node)))
+
+
+def _become_rank(options: argparse.Namespace, name: str, rank: int, port: str) -> NoReturn:
     """Run the script in this process, which was forked for one rank."""
     os.setsid()
-    log = os.open(job.folder / f"{settings['run']}-{rank}.log", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    log = os.open(options.folder / f"{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    size = str(job.world_size)
-    if outside:  # a prefix of the keys in torchrun's store
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = settings["run"]
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    size = str(options.nproc_per_node)
+    if port:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
+        os.environ |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     else:
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size, "RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = settings["MASTER_PORT"]
-    run_script(job.command, settings, rank)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = name  # a prefix of keys in torchrun's store
+    run_script(options, name, rank)
 
 
 def _signal(pids: dict[int, int], number: signal.Signals) -> None:
@@ -100,46 +94,18 @@ def _signal(pids: dict[int, int], number: signal.Signals) -> None:
             os.killpg(pid, number)
 
 
-def _read(job: Job, name: str, statuses: dict[int, int], late: str) -> Run:
-    """Read the records. The failure is the first one: that of the oldest file."""
-    files = {rank: job.folder / f"{name}-{rank}.pt" for rank in range(job.world_size)}
-    until = time.monotonic() + _GRACE  # under torchrun: for the records of other processes
-    while len(statuses) < job.world_size and time.monotonic() < until:
-        if all(path.exists() for path in files.values()):
-            break
+def _read(options: Any, name: str, rank: int, status: int | None, late: str) -> Record:
+    file: Path = options.folder / f"{name}-{rank}.pt"
+    until = time.monotonic() + _GRACE * (status is None)  # another process of torchrun writes it
+    while not file.exists() and time.monotonic() < until:
         time.sleep(0.1)
-    there = sorted((path.stat().st_mtime, rank) for rank, path in files.items() if path.exists())
-    records = {rank: torch.load(files[rank], weights_only=True) for _, rank in there}
-    failures = [
-        {**one["end"], "rank": rank}
-        for rank, one in records.items()
-        if one["end"]["how"] not in ("enough", "ended")
-    ]
-    # An error of flatshard names the cause; other ranks' errors often follow from a lost peer.
-    failures.sort(key=lambda one: not one["is_ours"])
-    for rank, path in files.items():
-        if not path.exists() and (late or statuses.get(rank, 0) != -signal.SIGKILL):
-            stack = path.with_suffix(".stack")
-            found = re.findall(
-                r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else ""
-            )
-            line = line_in((file, int(number)) for file, number in found)
-            text = late or f"the process ended with status {statuses.get(rank)}"
-            one = {"how": "died", "text": text, "line": line, "is_ours": False, "rank": rank}
-            failures.insert(0 if not late else len(failures), one)
-    if len(records) < job.world_size and not failures:
-        failures = [{"how": "died", "text": "a rank left no record", "line": "", "is_ours": False}]
-    return Run(dict(sorted(records.items())), failures[0] if failures else None)
-
-
-def log_tail(job: Job, name: str, rank: int) -> str:
-    """Return the last line that a rank has written."""
-    path = job.folder / f"{name}-{rank}.log"
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    if file.exists():
+        return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    log, stack = (file.with_suffix(end) for end in (".log", ".stack"))
+    said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    found = re.findall(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
+    line = line_in((path, int(number)) for path, number in found)
+    ended = late or f"the process of rank {rank} ended with status {status}"
+    if status == -signal.SIGKILL and not late:
+        ended = f"rank {rank} did not end after another rank had failed"
+    return Record(failure=f"{ended}; its last words: {(said or ['none'])[-1]}", line=line)

@@ -1,4 +1,4 @@
-"""Finds the line of the user's program in a stack, and what flatshard says of the line."""
+"""Finds the line of the user's program in a stack."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_LIBRARIES = (
-    OURS,
-    f"{sysconfig.get_path('stdlib')}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    "<",
-)
+_STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_LIBRARIES = (OURS, _STDLIB, f"{Path(torch.__file__).parent}{os.sep}", "<")
 
 
 def line_in(frames: Iterable[tuple[str, int]]) -> str:
@@ -27,24 +23,18 @@ def line_in(frames: Iterable[tuple[str, int]]) -> str:
     ``frames`` are paths and line numbers, innermost first. If no frame is the program's own, the
     line is the first one in an installed package other than torch.
     """
-    known = [(path, number) for path, number in frames if not path.startswith(_LIBRARIES)]
-    own = [one for one in known if f"{os.sep}site-packages{os.sep}" not in one[0]] or known
-    if not own:
-        return ""
-    path, number = own[0]
+    ours = [
+        (path, number)
+        for path, number in frames
+        if not path.startswith(_LIBRARIES) or (_PACKAGES in path and path.startswith(_STDLIB))
+    ]
+    known = [one for one in ours if not one[0].startswith(_LIBRARIES[2:])]
+    path, number = next((one for one in known if _PACKAGES not in one[0]), (*known, ("", 0))[0])
     text = linecache.getline(path, number).strip()
-    shown = os.path.relpath(path)
-    return f"{path if shown.startswith('..') else shown}:{number}" + (
-        f": {text[:100]}" * bool(text)
-    )
+    shown = os.path.relpath(path) if path else ""
+    return f"{path if shown.startswith('..') else shown}:{number}: {text[:100]}" if path else ""
 
 
 def current_line() -> str:
     """Return the line of the user's program that this thread runs."""
     return line_in((f.f_code.co_filename, number) for f, number in traceback.walk_stack(None))
-
-
-def line_of_error(trace: TracebackType | None) -> tuple[str, bool]:
-    """Return the program's line in a traceback, and whether flatshard raised the error."""
-    frames = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(trace)][::-1]
-    return line_in(frames), bool(frames) and frames[0][0].startswith(OURS)

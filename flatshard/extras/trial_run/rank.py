@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -17,102 +18,86 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # optimizers import it: load it once, before ranks are forked
+import torch.multiprocessing
 
-from flatshard.extras.trial_run.program import OURS, current_line, line_of_error
+from flatshard.extras.trial_run.program import OURS, current_line, line_in
 from flatshard.extras.trial_run.recorder import Enough, Recorder
 from flatshard.extras.trial_run.wrappers import Replacement
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-def run_script(command: list[str], given: dict[str, Any], rank: int) -> NoReturn:
-    """Run the script as this rank, write the record, and end the process."""
+def run_script(options: argparse.Namespace, name: str, rank: int) -> NoReturn:
+    """Run the script as this rank of the run ``name``, write the record, and end the process."""
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.argv = command
+    file = options.folder / f"{name}-{rank}"
+    faulthandler.register(signal.SIGUSR1, file=file.with_suffix(".stack").open("w"))
     torch.set_num_threads(1)
-    file = Path(given["folder"]) / f"{given['run']}-{rank}"
-    stacks = file.with_suffix(".stack").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-    torch.manual_seed(1234 + rank)
-    random.seed(1234 + rank)
-    with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed(1234 + rank)
-    if given["exact"]:
+    for seed in (torch.manual_seed, random.seed, _seed_numpy):
+        seed(1234 + rank)  # scripts that set no seed can be compared, too
+    if options.exact:
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
-    recorder = Recorder(given["steps"], perturbs=given["run"] == "noise", exact=given["exact"])
-    is_sharded = given["run"] == "sharded"
-    keywords = given["keywords"]
-    replacement = Replacement(recorder, is_sharded, keywords if is_sharded else {}, file.parent)
-    replacement.install()
-    recorder.install()
-    _watch_warnings(recorder)
-    _follow_spawn()
-    end = _run(given["is_module"])
-    record = {
-        name: getattr(recorder, name)
-        for name in ("events", "lines", "findings", "wrapped", "times", "peak", "baseline", "sent")
-    }
+    recorder = Recorder(options.steps, perturbs=name == "noise", exact=options.exact)
+    Replacement(recorder, options, is_sharded=name == "sharded").install()
+    warnings.warn = _recording(warnings.warn, recorder)  # type: ignore[assignment]
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = _spawn
+    _run(options, recorder)
     unfinished = file.with_suffix(".part")
-    torch.save({**record, "end": end}, unfinished)
+    torch.save(recorder.record, unfinished)
     unfinished.rename(file.with_suffix(".pt"))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if end["how"] in ("enough", "ended") else 1)  # no other rank waits for the exit
+    os._exit(1 if recorder.record.failure else 0)  # what runs at exit may wait for other ranks
 
 
-def _run(is_module: bool) -> dict[str, Any]:
-    """Run the script of ``sys.argv`` as ``__main__``. Returns how it ended."""
+def _seed_numpy(seed: int) -> None:
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed)
+
+
+def _run(options: argparse.Namespace, recorder: Recorder) -> None:
+    sys.argv = [options.script, *options.arguments]
+    record = recorder.record
     try:
-        if is_module:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if options.is_module:
+            sys.path[0] = ""
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            sys.path[0] = str(Path(options.script).resolve().parent)
+            runpy.run_path(options.script, run_name="__main__")
     except Enough:
-        return {"how": "enough"}
+        pass
     except SystemExit as error:
-        if error.code in (None, 0):
-            return {"how": "ended"}
-        return {"how": "exited", "text": f"exit status {error.code}", "line": "", "is_ours": False}
+        record.failure = f"exit status {error.code}" if error.code else ""
     except BaseException as error:
         traceback.print_exc()
-        line, is_ours = line_of_error(error.__traceback__)
-        text = f"{type(error).__name__}: {error}"
-        return {"how": "raised", "text": text, "line": line, "is_ours": is_ours}
-    return {"how": "ended"}
+        trace = traceback.walk_tb(error.__traceback__)
+        frames = [(frame.f_code.co_filename, number) for frame, number in trace][::-1]
+        record.failure, record.line = f"{type(error).__name__}: {error}", line_in(frames)
+        record.is_ours = frames[0][0].startswith(OURS)
 
 
-def _watch_warnings(recorder: Recorder) -> None:
-    """Record flatshard's warnings, with the line of the program."""
-    warn: Any = warnings.warn
+def _recording(warn: Any, recorder: Recorder) -> Any:
+    """Return ``warnings.warn``, which records flatshard's warnings."""
 
     def watched(message: Any, category: Any = None, stacklevel: int = 1, **kwargs: Any) -> None:
         if sys._getframe(1).f_code.co_filename.startswith(OURS):
-            recorder.findings.append((current_line(), str(message), ""))
+            recorder.record.findings[current_line(), str(message)] = ""
         warn(message, category, stacklevel + 1, **kwargs)
 
-    warnings.warn = watched  # type: ignore[assignment]
+    return watched
 
 
-class _OtherRanks(RuntimeError):
-    """The script starts another number of ranks than the command."""
-
-
-def _follow_spawn() -> None:
-    """Let ``mp.spawn`` call the function of this rank, in this process."""
-    import torch.multiprocessing as mp
-
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        world_size = int(os.environ["WORLD_SIZE"])
-        if nprocs != world_size:
-            raise _OtherRanks(
-                f"the script starts {nprocs} ranks by itself (torch.multiprocessing.spawn), but "
-                f"`flatshard try` has {world_size}. Pass --nproc-per-node {nprocs}."
-            )
-        fn(int(os.environ["RANK"]), *args)
-
-    mp.spawn = mp.start_processes = spawn
+def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    """Call the function of this rank here, in the place of ``torch.multiprocessing.spawn``."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if nprocs != world_size:
+        raise ValueError(
+            f"the script starts {nprocs} ranks by itself (torch.multiprocessing.spawn), and "
+            f"`flatshard try` has {world_size}. Give --nproc-per-node {nprocs}."
+        )
+    fn(int(os.environ["RANK"]), *args)

@@ -1,11 +1,11 @@
 """``Recorder``: what one rank computes in each step, small enough to keep for every tensor.
 
 [Note: facts]
-Of a tensor are kept: a sum of squares, a sum with pseudo-random signs (a checksum that notices
-swapped elements), and elements at fixed positions, all of them if the tensor is small. Each rank
-records only the range that it holds. Sums over ranges add up, so the launcher can compare a sharded
-tensor with a full one, and recording needs no communication: an optimizer that only one rank steps
-cannot make the others wait.
+For each tensor, a rank records a sum of squares, a sum with pseudo-random signs (a checksum that
+notices swapped elements), and elements at fixed positions: all elements of small tensors. A rank
+records only its own range of a sharded tensor. Sums over ranges add up, so a sharded tensor can be
+compared with a full one, and recording needs no communication: if only one rank steps an optimizer,
+it does not wait for the others.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flatshard.extras.trial_run.program import current_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
-_DDP: Any = nn.parallel.DistributedDataParallel  # before any name is replaced
+DDP: Any = nn.parallel.DistributedDataParallel  # read before the name is replaced
+Key = tuple[int, str, str]  # step, kind of tensor, name
 _SAMPLES, _WHOLE, _CHUNK = 512, 2048, 1 << 20
 
 
@@ -38,20 +44,35 @@ class Enough(SystemExit):
 
 
 class Facts(NamedTuple):
-    """A tensor's range on one rank: see the note above."""
+    """A range of a tensor, see the note above."""
 
     shape: tuple[int, ...]
     eps: float  # of the dtype; 0 for integers
-    offset: int  # the range in memory order: [offset, stop)
-    stop: int
-    sums: Tensor
-    positions: Tensor  # of the recorded elements, in the full tensor
-    values: Tensor
+    offset: int  # of the range, in memory order
+    numel: int  # of the range
+    sums: Tensor  # (2,)
+    values: Tensor  # the elements at `_positions`
 
 
-def facts_of(tensor: Tensor, like: Tensor | None = None) -> Facts:
-    """Return the facts of a tensor. ``like``: the parameter, for a gradient."""
-    like = tensor if like is None else like
+@dataclass
+class Record:
+    """What a rank has recorded, and how its run ended."""
+
+    # The value is the state of a generator (int), or None if a parameter has no gradient.
+    events: dict[Key, Any] = field(default_factory=dict)
+    lines: dict[Key, str] = field(default_factory=dict)  # of the program
+    findings: dict[tuple[str, str], str] = field(default_factory=dict)  # line, what: remedy
+    wrapped: dict[str, str] = field(default_factory=dict)  # line: name of the wrapper
+    times: list[float] = field(default_factory=list)  # of steps, without the time of recording
+    memory: int = 0  # peak
+    written: int = 0  # bytes per step
+    failure: str = ""
+    line: str = ""  # at which the run failed
+    is_ours: bool = False  # whether flatshard raised the error
+
+
+def facts_of(tensor: Tensor, like: Tensor) -> Facts:
+    """Return the facts of a tensor. ``like``: the tensor, or for a gradient the parameter."""
     if isinstance(like, FlatShardTensor):
         shape, offset = like.spec.shape, like.spec.offset
         flat = like.local.detach() if like is tensor else local_grad(tensor, like.spec)
@@ -59,20 +80,19 @@ def facts_of(tensor: Tensor, like: Tensor | None = None) -> Facts:
         tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         shape, offset = tuple(tensor.shape), 0
         flat = tensor.permute(memory_order(like)).reshape(-1)
-    eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() or flat.is_complex() else 0.0
     if flat.is_complex():
         shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
-    numel, stop = torch.Size(shape).numel(), offset + flat.numel()
-    chosen = _positions(numel)
-    chosen = chosen[(chosen >= offset) & (chosen < stop)]
-    values = flat[(chosen - offset).to(flat.device)].to("cpu", torch.float64)
+    chosen = _positions(torch.Size(shape).numel())
+    chosen = chosen[(chosen >= offset) & (chosen < offset + flat.numel())] - offset
     sums = torch.zeros(2, dtype=torch.float64)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].double()
         index = torch.arange(offset + start, offset + start + part.numel(), device=part.device)
         signs = 1 - 2 * ((index * 0x9E3779B97F4A7C1 >> 40) & 1)
         sums += torch.stack([part.square().sum(), (part * signs).sum()]).cpu()
-    return Facts(shape, eps, offset, stop, sums, chosen, values)
+    eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+    values = flat[chosen.to(flat.device)].to("cpu", torch.float64)
+    return Facts(shape, eps, offset, flat.numel(), sums, values)
 
 
 @functools.cache
@@ -92,46 +112,31 @@ class Recorder:
         ``exact``: cast floating point inputs to float64.
         """
         self.num_steps, self.perturbs, self.exact = num_steps, perturbs, exact
-        self.events: dict[tuple[int, str, str], Any] = {}
-        self.lines: dict[tuple[int, str, str], str] = {}
-        self.findings: list[tuple[str, str, str]] = []  # line, what happened, what to write
-        self.wrapped: list[tuple[str, str]] = []  # line, and the name of the replaced wrapper
-        self.models: list[Any] = []
-        self.times: list[float] = []
-        self.peak, self.baseline = 0, _resident("VmRSS")
-        self.sent_before = self.sent = 0
+        self.record, self.models = Record(), list[Any]()
         self._counts: dict[torch.optim.Optimizer, int] = {}
         self._names: dict[int, str] = {}
-        self._aside, self._began, self._is_over = 0.0, 0.0, False
+        self._aside, self._began, self._written = 0.0, 0.0, 0
+        self._baseline = _status("VmRSS")
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        torch.autograd.backward = self._recording_loss(torch.autograd.backward)
 
-    def install(self) -> None:
-        """Register hooks of all optimizers, and of the outermost backward."""
-        from torch.optim import optimizer as torch_optim
-
-        torch_optim.register_optimizer_step_pre_hook(self._before_step)
-        torch_optim.register_optimizer_step_post_hook(self._after_step)
-        backward: Any = torch.autograd.backward
-
+    def _recording_loss(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
             losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
             if len(losses) == 1 and losses[0].numel() == 1:
-                with self._paused():
+                with self.paused():
                     self._add("loss", "loss", losses[0])
             backward(tensors, *args, **kwargs)
 
-        torch.autograd.backward = recorded
-
-    @property
-    def step(self) -> int:
-        """The number of the step that runs, from 1."""
-        return max(self._counts.values(), default=0) + 1
+        return recorded
 
     def add_model(self, model: Any, replaced: str) -> None:
         """Record the initial values of a wrapped model, whose wrapper was called ``replaced``."""
-        with self._paused():
+        with self.paused():
             self.models.append(model)
-            self.wrapped.append((current_line(), replaced))
+            self.record.wrapped[current_line()] = replaced
             for name, param in named(model, "parameters"):
                 self._add("initial value", self._prefix(model) + name, param, step=0)
 
@@ -142,48 +147,48 @@ class Recorder:
             _perturb(model)
         if self.exact:
             args, kwargs = tree_map(_as_double, (args, kwargs))
-        with self._paused():
-            self._add_all("input", model, (args, kwargs))
+        self._add_all("input", model, (args, kwargs))
         out = forward(*args, **kwargs)
-        with self._paused():
-            self._add_all("output", model, out)
+        self._add_all("output", model, out)
         return out
 
     def _add_all(self, kind: str, model: Any, values: Any) -> None:
-        tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
-        for index, one in enumerate(tensors):
-            self._add(kind, f"{self._prefix(model)}{kind} {index}", one)
+        with self.paused():
+            tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+            for index, one in enumerate(tensors):
+                self._add(kind, f"{self._prefix(model)}{kind} {index}", one)
 
     def _prefix(self, model: Any) -> str:
-        index = next(i for i, one in enumerate(self.models) if one is model)
+        # After `fully_shard`, two objects with the same attributes are the model.
+        index = [one.__dict__ is model.__dict__ for one in self.models].index(True)
         return f"model {index + 1}: " if index else ""
 
-    def _add(self, kind: str, name: str, tensor: Any, *, like: Any = None, step: int = -1) -> None:
-        key = (self.step if step < 0 else step, kind, name)
+    def _add(self, kind: str, name: str, value: Any, *, like: Any = None, step: int = -1) -> None:
+        key = (max(self._counts.values(), default=0) + 1 if step < 0 else step, kind, name)
         count = 1
-        while key in self.events:
+        while key in self.record.events:
             count += 1
             key = (*key[:2], f"{name} ({count})")
-        if isinstance(tensor, Tensor):
-            tensor = tuple(facts_of(tensor, like)) if tensor.device.type != "meta" else None
-        self.events[key] = tensor
-        self.lines[key] = current_line() if kind in ("input", "output", "loss") else ""
+        if isinstance(value, Tensor):
+            value = facts_of(value, value if like is None else like)
+        self.record.events[key] = value
+        if kind in ("input", "output", "loss", "gradient", "value"):
+            self.record.lines[key] = current_line()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over:
             os._exit(0)  # the program has caught `Enough`
-        if _is_nested() or len(args) > 1 or kwargs:
-            return
-        with self._paused(is_step=True):
-            self._add_step(optimizer, "gradient")
+        if not (_is_nested() or len(args) > 1 or kwargs):
+            with self.paused(is_step=True):
+                self._add_params(optimizer, "gradient")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _is_nested():
             return
-        with self._paused(is_step=True):
+        with self.paused(is_step=True):
             if len(args) > 1 or kwargs:  # a closure has computed the gradients
-                self._add_step(optimizer, "gradient")
-            self._add_step(optimizer, "value")
+                self._add_params(optimizer, "gradient")
+            self._add_params(optimizer, "value")
             step = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             for model in self.models:
                 for name, buffer in named(model, "buffers"):
@@ -191,68 +196,71 @@ class Recorder:
             for name, state in _generators():
                 self._add("random generator", name, zlib.crc32(state), step=step)
         if step == max(self._counts.values()):
-            now = time.perf_counter()
+            now, written = time.perf_counter(), _written()
             if self._began:
-                self.times.append(now - self._began - self._aside)
+                self.record.times.append(now - self._began - self._aside)
+            self.record.written, self._written = written - self._written, written
             self._began, self._aside = now, 0.0
-            sent = _written()
-            self.sent, self.sent_before = sent - self.sent_before, sent
-        counts = self._counts.values()
-        if min(counts) >= self.num_steps or max(counts) >= 3 * self.num_steps:
-            self._is_over = True
+        if self._is_over:
             raise Enough(0)
 
-    def _add_step(self, optimizer: Any, kind: str) -> None:
+    @property
+    def _is_over(self) -> bool:
+        counts = self._counts.values()
+        return min(counts, default=0) >= self.num_steps or max(counts, default=0) >= (
+            3 * self.num_steps
+        )
+
+    def _add_params(self, optimizer: Any, kind: str) -> None:
         step = self._counts.get(optimizer, 0) + 1
         index = [*self._counts, optimizer].index(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if any(id(param) not in self._names for param in params):
-            self._names = {
-                id(param): self._prefix(model) + name
-                for model in reversed(self.models)
-                for name, param in named(model, "parameters")
-            }
-        line = current_line()
+            for model in self.models:  # outer models come later
+                for name, param in named(model, "parameters"):
+                    self._names[id(param)] = self._prefix(model) + name
         # Backward computes the gradient of the last parameter first.
         for number, param in list(enumerate(params))[:: -1 if kind == "gradient" else 1]:
-            name = self._names.get(id(param))
-            if name is None:
-                name = self._names[id(param)] = f"optimizer {index + 1}, parameter {number}"
+            unnamed = f"optimizer {index + 1}, parameter {number}"
             tensor = param.grad if kind == "gradient" else param
-            self._add(kind, name, tensor, like=param, step=step)
-            self.lines[step, kind, name] = line
+            self._add(kind, self._names.get(id(param), unnamed), tensor, like=param, step=step)
 
     @contextlib.contextmanager
-    def _paused(self, *, is_step: bool = False) -> Iterator[None]:
+    def paused(self, *, is_step: bool = False) -> Iterator[None]:
         """Leave the time and memory of recording out of the figures."""
         began = time.perf_counter()
+        on_gpu = torch.cuda.is_initialized()
         if is_step:
-            self.peak = max(self.peak, _peak())
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            now = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM") - self._baseline
+            self.record.memory = max(self.record.memory, now)
+        with torch.no_grad():
             yield
-        if is_step:
-            _reset_peak()
+        if is_step and on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        elif is_step:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self._aside += time.perf_counter() - began
 
 
 def named(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield ``parameters`` or ``buffers`` with their names in the unwrapped model."""
-    parallel = [name for name, one in model.named_modules() if isinstance(one, _DDP)]
+    parallel = [f"{name}." * bool(name) for name, m in model.named_modules() if isinstance(m, DDP)]
     for name, tensor in getattr(model, f"named_{kind}")():
-        for prefix in reversed([f"{one}." if one else "" for one in parallel]):
+        for prefix in reversed(parallel):
             if name.startswith(f"{prefix}module."):
-                name = prefix + name[len(prefix) + len("module.") :]
+                name = prefix + name[len(f"{prefix}module.") :]
         yield name, tensor
 
 
+@torch.no_grad()
 def _perturb(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.is_floating_point():
-                signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8)
-                step = torch.finfo(param.dtype).eps * (2.0 * signs - 1)
-                param.mul_(1 + step.to(param.device, param.dtype))
+    for param in model.parameters():
+        if param.is_floating_point():
+            signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8)
+            step = torch.finfo(param.dtype).eps * (2.0 * signs - 1)
+            param.mul_(1 + step.to(param.device, param.dtype))
 
 
 def _as_double(value: Any) -> Any:
@@ -262,11 +270,11 @@ def _as_double(value: Any) -> Any:
 
 def _generators() -> Iterator[tuple[str, bytes]]:
     yield "torch", torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         yield "torch.cuda", torch.cuda.get_rng_state().numpy().tobytes()
     yield "random", repr(random.getstate()).encode()
     if "numpy" in sys.modules:
-        yield "numpy", repr(sys.modules["numpy"].random.get_state(legacy=False)).encode()
+        yield "numpy", repr(sys.modules["numpy"].random.get_state()).encode()
 
 
 def _is_nested() -> bool:
@@ -274,28 +282,13 @@ def _is_nested() -> bool:
     frame, count = sys._getframe(2), 0
     while frame is not None:
         is_step = frame.f_code.co_name == "wrapper"
-        count += is_step and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        count += is_step and frame.f_globals.get("__name__") == torch.optim.Optimizer.__module__
         frame = frame.f_back  # type: ignore[assignment]
     return count > 1
 
 
-def _resident(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split(f"{name}:")[1].split()[0]) * 1024
-
-
-def _peak() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return _resident("VmHWM")
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+def _status(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
 def _written() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -11,7 +13,6 @@ import time
 import zlib
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,29 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard.extras.trial_run.program import current_line
-from flatshard.extras.trial_run.recorder import Recorder
+from flatshard.extras.trial_run.recorder import DDP, Recorder
 from flatshard.wrapper import ShardedWrapper
 
-_WAIT = 5.0  # seconds after which a rank takes a call for one that the other ranks do not make
-_DDP: Any = nn.parallel.DistributedDataParallel
 _FSDP = "torch.distributed.fsdp"
 
 
-@dataclass
 class Replacement:
     """The classes and functions that a run has under the names of all wrappers."""
 
-    recorder: Recorder
-    is_sharded: bool  # whether to wrap by ShardedWrapper, otherwise by DistributedDataParallel
-    keywords: dict[str, Any]  # of ShardedWrapper in the place of DistributedDataParallel
-    folder: Path  # in which ranks meet
+    def __init__(
+        self, recorder: Recorder, options: argparse.Namespace, *, is_sharded: bool
+    ) -> None:
+        """Wrap by ``ShardedWrapper`` if ``is_sharded``, otherwise by DistributedDataParallel."""
+        self.recorder, self.is_sharded, self._options = recorder, is_sharded, options
+        given = {"sharding_strategy": options.strategy}
+        given["auto_wrap_policy"] = "auto" if options.policy == "auto" else None
+        self._keywords = given if is_sharded else {}
 
     def install(self) -> None:
         """Put the classes in the place of torch's and flatshard's, in all loaded modules."""
-        self._replace(_DDP, self._class(_DDP))
+        self._replace(DDP, self._class(DDP))
         self._replace(ShardedWrapper, self._class(ShardedWrapper))
-        real = builtins.__import__
+        real, make = builtins.__import__, torch.optim.Optimizer.__init__
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             imported = real(*args, **kwargs)
@@ -53,16 +55,34 @@ class Replacement:
                 self._replace(fsdp.fully_shard, self.wrap_in_place)
             return imported
 
-        builtins.__import__ = watched  # FSDP is imported late, because its import is slow
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            make(optimizer, *args, **kwargs)
+            self._wrap_stepped(optimizer)
+
+        builtins.__import__ = watched  # imports FSDP only if the script does: the import is slow
+        if self._options.wrap:
+            torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign]
 
     def wrap_in_place(self, module: nn.Module, **given: Any) -> nn.Module:
         """Wrap a module as FSDP2's ``fully_shard`` does: the object itself becomes the wrapper."""
         inner = object.__new__(type(module))
         inner.__dict__ = module.__dict__
-        wrapper = self._class(ShardedWrapper, name="fully_shard")(inner, **given)
+        wrapper = self._class(ShardedWrapper, "fully_shard")(inner, **given)
         module.__dict__, module.__class__ = wrapper.__dict__, type(wrapper)
         module.__dict__["_kept_wrapper"] = [wrapper]  # flatshard has weak references to it
         return module
+
+    def _wrap_stepped(self, optimizer: Any) -> None:
+        """Wrap the outermost module that contains the parameters of the optimizer."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if any(id(param) in held for one in self.recorder.models for param in one.parameters()):
+            return
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        users = [one for one in modules if held <= {id(param) for param in one.parameters()}]
+        if users:
+            if not dist.is_initialized():
+                dist.init_process_group()
+            self.wrap_in_place(max(users, key=lambda one: len([*one.modules()])), **self._keywords)
 
     @staticmethod
     def _replace(original: Any, new: Any) -> None:
@@ -73,8 +93,8 @@ class Replacement:
                         setattr(module, attribute, new)
 
     def _class(self, original: Any, name: str = "") -> Any:
-        recorder, keywords, is_ddp = self.recorder, self.keywords, original is _DDP
-        base: Any = _Sharded if self.is_sharded else _DDP if is_ddp else _Reference
+        recorder, keywords, is_ddp = self.recorder, self._keywords, original is DDP
+        base: Any = _Sharded if self.is_sharded else DDP if is_ddp else _Reference
         order = list(inspect.signature(original.__init__).parameters)[2:]
 
         class Recorded(base):  # type: ignore[misc]
@@ -88,19 +108,19 @@ class Replacement:
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return recorder.forward(self, super().forward, args, kwargs)
 
-        Recorded.recorder, Recorded.folder = recorder, self.folder
+        Recorded.recorder, Recorded.options = recorder, self._options
         Recorded.__name__ = Recorded.__qualname__ = original.__name__
         Recorded.__module__ = original.__module__
         return Recorded
 
 
-class _Reference(_DDP):  # type: ignore[misc]
+class _Reference(DDP):  # type: ignore[misc]
     """DistributedDataParallel, with what programs for FSDP1 and flatshard use of a wrapper."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
-        known = inspect.signature(_DDP.__init__).parameters
+        known = inspect.signature(DDP.__init__).parameters
         named = {name: value for name, value in given.items() if name in known}
-        super().__init__(module, **named, find_unused_parameters=True)
+        super().__init__(module, **{**named, "find_unused_parameters": True})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -109,6 +129,9 @@ class _Reference(_DDP):  # type: ignore[misc]
             if name == "module":
                 raise
         return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **_: Any) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
@@ -130,38 +153,47 @@ class _Reference(_DDP):  # type: ignore[misc]
 
 
 class _Sharded(ShardedWrapper):
-    """``ShardedWrapper`` that stays usable if only some ranks take a state dict."""
+    """``ShardedWrapper`` that names the lines at which only some ranks make a collective call."""
 
     recorder: Recorder
-    folder: Path
+    options: argparse.Namespace
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        line = current_line()
-        if self._all_arrive(line):
-            return super().state_dict(*args, **kwargs)
-        what = f"only rank {dist.get_rank()} calls state_dict(), which needs every rank"
         remedy = (
             "state = flatshard.checkpoint.full_state_dict(model) on every rank; rank 0 saves it"
         )
-        self.recorder.findings.append((line, what, remedy))
+        if self._all_call("state_dict()", remedy):
+            return super().state_dict(*args, **kwargs)
+        # Let the run continue, so that it finds other lines to change. Nobody can use this state.
         tensors = [*self.named_parameters(), *self.named_buffers()]
         return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors}
 
-    def _all_arrive(self, line: str) -> bool:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        remedy = "evaluate on every rank, with the same number of batches"
+        if not torch.is_grad_enabled() and not self._all_call("the model's forward", remedy):
+            raise RuntimeError(f"only rank {dist.get_rank()} evaluates the model: {remedy}.")
+        return super().forward(*args, **kwargs)
+
+    def _all_call(self, what: str, remedy: str) -> bool:
         """Whether all ranks make this call. Ranks meet in files, which cannot deadlock."""
-        if not dist.is_initialized():
-            return True
+        line, rank = current_line(), dist.get_rank() if dist.is_initialized() else 0
+        ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         _CALLS[line] += 1
-        place = self.folder / f"call-{zlib.crc32(line.encode())}-{_CALLS[line]}"
-        (place.with_suffix(f".{dist.get_rank()}")).touch()
-        files = [place.with_suffix(f".{rank}") for rank in range(dist.get_world_size())]
-        until = time.monotonic() + _WAIT
-        while not (is_met := all(file.exists() for file in files)) and time.monotonic() < until:
-            time.sleep(0.005)
+        place = Path(self.options.folder / f"call-{zlib.crc32(line.encode())}-{_CALLS[line]}")
+        files = [place.with_suffix(f".{one}") for one in ranks]
+        with self.recorder.paused():
+            files[rank].touch()
+            until = time.monotonic() + min(15.0, self.options.timeout / 10)
+            while not (is_met := all(map(Path.exists, files))) and time.monotonic() < until:
+                time.sleep(0.002)
         # The first rank that creates the link decides for all ranks.
         with contextlib.suppress(FileExistsError):
             os.symlink("all" if is_met else "some", place)
-        return os.readlink(place) == "all"
+        if os.readlink(place) == "all":
+            return True
+        found = f"only rank {rank} calls {what}, which needs every rank"
+        self.recorder.record.findings[line, found] = remedy
+        return False
 
 
 _CALLS: Counter[str] = Counter()
