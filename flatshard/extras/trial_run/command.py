@@ -55,7 +55,7 @@ def start(given: dict[str, Any]) -> int:
         for old in [*options.folder.iterdir()] if "RANK" not in os.environ else []:
             if old.suffix in (".pt", ".log", ".stack") or old.name.startswith("call-"):
                 old.unlink()
-        verdict, text, figures = _try(options)
+        verdict, text, figures = judge(options)
     if rank == "0":
         print(text)
     if options.json and rank == "0":
@@ -82,8 +82,11 @@ def _interrupt(*_: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _try(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
-    """Return the verdict, a text and the figures."""
+def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
+    """Run the script up to three times. Returns the verdict, a text and the figures.
+
+    ``options.folder``: an empty folder for the records of all ranks.
+    """
     reference = run(options, "ddp")
     if (failed := failure_of(reference)) is not None:
         text = f"Your script fails under DistributedDataParallel, too: {_failure(failed)}"
@@ -96,11 +99,7 @@ def _try(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         return NOT_COMPARED, "The script ended without an optimizer step.", {}
     sharded = run(options, "sharded")
     figures: dict[str, Any] = {"steps": num_steps, "lines": _lines(sharded)}
-    lines = "".join(
-        f"\n  {one['line']}\n      {one['what']}\n      write: {one['write']}"
-        for one in figures["lines"]
-    )
-    lines = f"\n\nTo keep it, change:{lines}" if lines else ""
+    lines = _change_text(figures["lines"])
     if (failed := failure_of(sharded)) is not None:
         text = f"Raises under flatshard, not under DistributedDataParallel: {_failure(failed)}"
         return RAISES, text + lines, figures
@@ -139,7 +138,7 @@ def _failure(record: Record) -> str:
 def _lines(records: Records) -> list[dict[str, str]]:
     """Return the lines that a program that stays with flatshard changes."""
     found = {
-        (line, f"{name} makes this wrapper"): _REMEDY
+        (line, f"wraps the model ({name})"): _REMEDY
         for record in records.values()
         for line, name in record.wrapped.items()
         if name != "ShardedWrapper"
@@ -147,6 +146,14 @@ def _lines(records: Records) -> list[dict[str, str]]:
     for record in records.values():
         found |= record.findings
     return [{"line": line, "what": what, "write": found[line, what]} for line, what in found]
+
+
+def _change_text(lines: list[dict[str, str]]) -> str:
+    rows = ["\n\nTo keep it, change:"] if lines else []
+    for one in lines:
+        write = f"\n      write: {one['write']}" if one["write"] else ""
+        rows.append(f"  {one['line']}\n      {one['what']}{write}")
+    return "\n".join(rows)
 
 
 def _unstable(one: Difference | None) -> str:

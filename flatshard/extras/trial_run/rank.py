@@ -42,7 +42,8 @@ def run_script(options: argparse.Namespace, name: str, rank: int) -> NoReturn:
     recorder = Recorder(options.steps, perturbs=name == "noise", exact=options.exact)
     Replacement(recorder, options, is_sharded=name == "sharded").install()
     warnings.warn = _recording(warnings.warn, recorder)  # type: ignore[assignment]
-    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = _spawn
+    spawns: Any = torch.multiprocessing
+    spawns.spawn = spawns.start_processes = _spawn
     _run(options, recorder)
     unfinished = file.with_suffix(".part")
     torch.save(recorder.record, unfinished)

@@ -129,8 +129,19 @@ class Recorder:
                 with self.paused():
                     self._add("loss", "loss", losses[0])
             backward(tensors, *args, **kwargs)
+            with self.paused():  # before the program clips or scales the gradients
+                self._add_gradients()
 
         return recorded
+
+    def _add_gradients(self) -> None:
+        """Record the gradients that a backward has averaged, of the last parameter first."""
+        seen = set[int]()
+        for model in reversed(self.models):  # outer models come later
+            params = list(named(model, "parameters")) if model.require_backward_grad_sync else []
+            for name, param in reversed([one for one in params if id(one[1]) not in seen]):
+                seen.add(id(param))
+                self._add("gradient", self._prefix(model) + name, param.grad, like=param)
 
     def add_model(self, model: Any, replaced: str) -> None:
         """Record the initial values of a wrapped model, whose wrapper was called ``replaced``."""
@@ -172,7 +183,7 @@ class Recorder:
         if isinstance(value, Tensor):
             value = facts_of(value, value if like is None else like)
         self.record.events[key] = value
-        if kind in ("input", "output", "loss", "gradient", "value"):
+        if kind not in ("buffer", "random generator"):
             self.record.lines[key] = current_line()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -180,14 +191,14 @@ class Recorder:
             os._exit(0)  # the program has caught `Enough`
         if not (_is_nested() or len(args) > 1 or kwargs):
             with self.paused(is_step=True):
-                self._add_params(optimizer, "gradient")
+                self._add_params(optimizer, "gradient at the step")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _is_nested():
             return
         with self.paused(is_step=True):
             if len(args) > 1 or kwargs:  # a closure has computed the gradients
-                self._add_params(optimizer, "gradient")
+                self._add_params(optimizer, "gradient at the step")
             self._add_params(optimizer, "value")
             step = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             for model in self.models:
@@ -219,10 +230,9 @@ class Recorder:
             for model in self.models:  # outer models come later
                 for name, param in named(model, "parameters"):
                     self._names[id(param)] = self._prefix(model) + name
-        # Backward computes the gradient of the last parameter first.
-        for number, param in list(enumerate(params))[:: -1 if kind == "gradient" else 1]:
+        for number, param in enumerate(params):
             unnamed = f"optimizer {index + 1}, parameter {number}"
-            tensor = param.grad if kind == "gradient" else param
+            tensor = param if kind == "value" else param.grad
             self._add(kind, self._names.get(id(param), unnamed), tensor, like=param, step=step)
 
     @contextlib.contextmanager

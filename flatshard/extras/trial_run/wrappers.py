@@ -61,13 +61,15 @@ class Replacement:
 
         builtins.__import__ = watched  # imports FSDP only if the script does: the import is slow
         if self._options.wrap:
-            torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign]
+            torch.optim.Optimizer.__init__ = made  # type: ignore[assignment,method-assign]
 
-    def wrap_in_place(self, module: nn.Module, **given: Any) -> nn.Module:
+    def wrap_in_place(
+        self, module: nn.Module, _name: str = "fully_shard", **given: Any
+    ) -> nn.Module:
         """Wrap a module as FSDP2's ``fully_shard`` does: the object itself becomes the wrapper."""
         inner = object.__new__(type(module))
         inner.__dict__ = module.__dict__
-        wrapper = self._class(ShardedWrapper, "fully_shard")(inner, **given)
+        wrapper = self._class(ShardedWrapper, _name)(inner, **given)
         module.__dict__, module.__class__ = wrapper.__dict__, type(wrapper)
         module.__dict__["_kept_wrapper"] = [wrapper]  # flatshard has weak references to it
         return module
@@ -82,7 +84,8 @@ class Replacement:
         if users:
             if not dist.is_initialized():
                 dist.init_process_group()
-            self.wrap_in_place(max(users, key=lambda one: len([*one.modules()])), **self._keywords)
+            outermost = max(users, key=lambda one: len([*one.modules()]))
+            self.wrap_in_place(outermost, "--wrap", **self._keywords)
 
     @staticmethod
     def _replace(original: Any, new: Any) -> None:
