@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "DistributedDataParallel and under flatshard, and compare every step. Exit status: 0 "
             "the same, 1 differs, 2 raises, 3 cannot be compared.",
         )
-        trial.command.add_arguments(one)
+        trial.verdict.add_arguments(one)
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             planning.command.run(options)
         elif command == "try":
             assert trial is not None, "the command was parsed"
-            return trial.command.start(options)  # type: ignore[no-any-return]
+            return trial.verdict.start(options)  # type: ignore[no-any-return]
         elif command == "inspect":
             print(describe(**options))
         else:

@@ -4,8 +4,6 @@ The core (all packages except ``extras``, ``checkpoint`` and ``integrations``) i
 core looks an extra up in this table when a model is wrapped or an option is given, never in a step.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

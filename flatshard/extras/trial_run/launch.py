@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from flatshard.extras.trial_run.program import line_in
 from flatshard.extras.trial_run.rank import run_script
 from flatshard.extras.trial_run.recorder import Record
+from flatshard.extras.trial_run.user_line import line_in
 
 _GRACE = 15.0  # seconds in which other ranks may end after one has failed
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +21,9 @@ import torch
 import torch._dynamo  # optimizers import it: load it once, before ranks are forked
 import torch.multiprocessing
 
-from flatshard.extras.trial_run.program import OURS, current_line, line_in
 from flatshard.extras.trial_run.recorder import Enough, Recorder
-from flatshard.extras.trial_run.wrappers import Replacement
+from flatshard.extras.trial_run.stand_ins import Replacement
+from flatshard.extras.trial_run.user_line import OURS, current_line, line_in
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -55,9 +56,7 @@ def run_script(options: argparse.Namespace, name: str, rank: int) -> NoReturn:
 
 def _seed_numpy(seed: int) -> None:
     with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed(seed)
+        import_module("numpy").random.seed(seed)
 
 
 def _run(options: argparse.Namespace, recorder: Recorder) -> None:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flatshard.extras.trial_run.program import current_line
+from flatshard.extras.trial_run.user_line import current_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 

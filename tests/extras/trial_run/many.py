@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatshard.extras.trial_run import command
+from flatshard.extras.trial_run import verdict
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def options(folder: Path, *arguments: str) -> argparse.Namespace:
     """The options of a command line, with an empty folder for its records."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    verdict.add_arguments(parser)
     given = parser.parse_args(arguments)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -30,8 +30,8 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
 
 
 def say(name: str, judged: tuple[int, str, dict[str, Any]]) -> None:
-    verdict, text, figures = judged
-    print(json.dumps({"name": name, "verdict": verdict, "text": text, **figures}), flush=True)
+    code, text, figures = judged
+    print(json.dumps({"name": name, "verdict": code, "text": text, **figures}), flush=True)
 
 
 def main(folder: Path, what: str) -> None:
@@ -39,10 +39,10 @@ def main(folder: Path, what: str) -> None:
         first, _, last = what.rpartition("-")
         for seed in range(int(first or 0), int(last)):
             script = str(HERE / "random_model.py")
-            say(f"{seed}", command.judge(options(folder, "--steps", "3", script, f"{seed}")))
+            say(f"{seed}", verdict.judge(options(folder, "--steps", "3", script, f"{seed}")))
         return
     runs: dict[str, Any] = {}
-    run = command.run
+    run = verdict.run
 
     def remembered(given: argparse.Namespace, name: str) -> Any:
         if name == "sharded":
@@ -51,11 +51,11 @@ def main(folder: Path, what: str) -> None:
             runs[name] = run(given, name)
         return runs[name]
 
-    command.run = remembered  # the runs under DistributedDataParallel are the same for all faults
+    verdict.run = remembered  # the runs under DistributedDataParallel are the same for all faults
     for fault in ("", *trained.FAULTS):
         os.environ["FAULT"] = fault
         given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))
-        say(fault, command.judge(given))
+        say(fault, verdict.judge(given))
 
 
 if __name__ == "__main__":

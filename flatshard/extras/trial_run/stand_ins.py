@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard.extras.trial_run.program import current_line
 from flatshard.extras.trial_run.recorder import DDP, Recorder
+from flatshard.extras.trial_run.user_line import current_line
 from flatshard.wrapper import ShardedWrapper
 
 _FSDP = "torch.distributed.fsdp"
@@ -124,6 +125,9 @@ class _Reference(DDP):  # type: ignore[misc]
         known = inspect.signature(DDP.__init__).parameters
         named = {name: value for name, value in given.items() if name in known}
         super().__init__(module, **{**named, "find_unused_parameters": True})
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+        params = list(module.parameters())
+        self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, params)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -136,19 +140,7 @@ class _Reference(DDP):  # type: ignore[misc]
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **_: Any) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
-    @staticmethod
-    def summon_full_params(*_: Any, **__: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
+    summon_full_params = staticmethod(lambda *_, **__: nullcontext())
     optim_state_dict = ShardedWrapper.optim_state_dict
     optim_state_dict_to_load = ShardedWrapper.optim_state_dict_to_load
     set_state_dict_type = ShardedWrapper.set_state_dict_type
