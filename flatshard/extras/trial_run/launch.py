@@ -62,10 +62,8 @@ def run(options: argparse.Namespace, name: str) -> dict[int, Record]:
 
 def failure_of(records: dict[int, Record]) -> Record | None:
     """Return the record with the cause of a failed run, or None."""
-    # A process that ended without a record is a cause. An error of flatshard names the cause; other
-    # ranks' errors often follow from a lost peer.
     failed = [one for one in records.values() if one.failure]
-    return min(failed, key=lambda one: (bool(one.events), not one.is_ours), default=None)
+    return min(failed, key=lambda one: one.order, default=None)
 
 
 def _all(options: argparse.Namespace) -> range:
@@ -106,6 +104,8 @@ def _read(options: Any, name: str, rank: int, status: int | None, late: str) -> 
     found = re.findall(r'File "(.*)", line (\d+)', stack.read_text() if stack.exists() else "")
     line = line_in((path, int(number)) for path, number in found)
     ended = late or f"the process of rank {rank} ended with status {status}"
-    if status == -signal.SIGKILL and not late:
+    is_killed = status == -signal.SIGKILL and not late
+    if is_killed:
         ended = f"rank {rank} did not end after another rank had failed"
-    return Record(failure=f"{ended}; its last words: {(said or ['none'])[-1]}", line=line)
+    text = f"{ended}; its last words: {(said or ['none'])[-1]}"
+    return Record(failure=text, line=line, order=(3 if is_killed else 1, 0.0))

@@ -11,6 +11,7 @@ import random
 import runpy
 import signal
 import sys
+import time
 import traceback
 import warnings
 from importlib import import_module
@@ -73,12 +74,13 @@ def _run(options: argparse.Namespace, recorder: Recorder) -> None:
         pass
     except SystemExit as error:
         record.failure = f"exit status {error.code}" if error.code else ""
+        record.order = 2, time.time()
     except BaseException as error:
         traceback.print_exc()
         trace = traceback.walk_tb(error.__traceback__)
         frames = [(frame.f_code.co_filename, number) for frame, number in trace][::-1]
         record.failure, record.line = f"{type(error).__name__}: {error}", line_in(frames)
-        record.is_ours = frames[0][0].startswith(OURS)
+        record.order = 0 if frames[0][0].startswith(OURS) else 2, time.time()
 
 
 def _recording(warn: Any, recorder: Recorder) -> Any:

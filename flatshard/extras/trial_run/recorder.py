@@ -68,7 +68,9 @@ class Record:
     written: int = 0  # bytes per step
     failure: str = ""
     line: str = ""  # at which the run failed
-    is_ours: bool = False  # whether flatshard raised the error
+    # Of several failed ranks, the lowest has the cause: 0 for an error of flatshard, 1 for a process
+    # that ended by itself, 2 for another error, 3 for a process that had to be killed; then the time.
+    order: tuple[int, float] = (2, 0.0)
 
 
 def facts_of(tensor: Tensor, like: Tensor) -> Facts:
@@ -77,9 +79,11 @@ def facts_of(tensor: Tensor, like: Tensor) -> Facts:
         shape, offset = like.spec.shape, like.spec.offset
         flat = like.local.detach() if like is tensor else local_grad(tensor, like.spec)
     else:
-        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        tensor, is_input = tensor.detach(), like is tensor
+        if tensor.is_sparse:  # an input may be too large as a dense tensor
+            tensor = tensor.coalesce().values() if is_input else tensor.to_dense()
         shape, offset = tuple(tensor.shape), 0
-        flat = tensor.permute(memory_order(like)).reshape(-1)
+        flat = tensor.permute(memory_order(tensor if is_input else like)).reshape(-1)
     if flat.is_complex():
         shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
     chosen = _positions(torch.Size(shape).numel())
@@ -116,7 +120,7 @@ class Recorder:
         self._counts: dict[torch.optim.Optimizer, int] = {}
         self._names: dict[int, str] = {}
         self._aside, self._began, self._written = 0.0, 0.0, 0
-        self._baseline = _status("VmRSS")
+        self._baseline, self._in_backward = _status("VmRSS"), False
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._recording_loss(torch.autograd.backward)
@@ -124,11 +128,18 @@ class Recorder:
     def _recording_loss(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._in_backward:  # of a checkpoint that is recomputed
+                backward(tensors, *args, **kwargs)
+                return
             losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
             if len(losses) == 1 and losses[0].numel() == 1:
                 with self.paused():
                     self._add("loss", "loss", losses[0])
-            backward(tensors, *args, **kwargs)
+            self._in_backward = True
+            try:
+                backward(tensors, *args, **kwargs)
+            finally:
+                self._in_backward = False
             with self.paused():  # before the program clips or scales the gradients
                 self._add_gradients()
 
