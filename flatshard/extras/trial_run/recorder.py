@@ -68,8 +68,8 @@ class Record:
     written: int = 0  # bytes per step
     failure: str = ""
     line: str = ""  # at which the run failed
-    # Of several failed ranks, the lowest has the cause: 0 for an error of flatshard, 1 for a process
-    # that ended by itself, 2 for another error, 3 for a process that had to be killed; then the time.
+    # If several ranks fail, the lowest order is the cause: 0 is an error of flatshard, 1 a process
+    # that ended by itself, 2 another error, 3 a process that had to be killed. Then the time.
     order: tuple[int, float] = (2, 0.0)
 
 
