@@ -107,7 +107,9 @@ class Noise:
             if gap.norm and gap.spread < math.inf:
                 relative[key[:2]].append(gap.spread / gap.norm)
             size = gap.element / gap.largest if gap.largest else gap.element
-            is_other = key[1] == "input" and (size > CHAOS or not gap.eps)
+            # The first inputs depend on no weight, or only a little (a generator's output).
+            limit = CHAOS if key[0] > 1 else 1e-3
+            is_other = key[1] == "input" and (size > limit or not gap.eps)
             if gap.element and (key[1] == "initial value" or is_other) and key[0] <= self.last_step:
                 self.last_step, line = key[0] - 1, reference[rank].lines.get(key, "")
                 self.unstable = Difference(*key, rank, math.inf, size, line)
