@@ -182,8 +182,10 @@ class Recorder:
 
     def _prefix(self, model: Any) -> str:
         # After `fully_shard`, two objects with the same attributes are the model.
-        index = [one.__dict__ is model.__dict__ for one in self.models].index(True)
-        return f"model {index + 1}: " if index else ""
+        for index, one in enumerate(self.models):
+            if one.__dict__ is model.__dict__:
+                return f"model {index + 1}: " if index else ""
+        return "a copy: "
 
     def _add(self, kind: str, name: str, value: Any, *, like: Any = None, step: int = -1) -> None:
         key = (max(self._counts.values(), default=0) + 1 if step < 0 else step, kind, name)
