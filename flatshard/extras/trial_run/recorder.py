@@ -181,9 +181,8 @@ class Recorder:
                 self._add(kind, f"{self._prefix(model)}{kind} {index}", one)
 
     def _prefix(self, model: Any) -> str:
-        # After `fully_shard`, two objects with the same attributes are the model.
         for index, one in enumerate(self.models):
-            if one.__dict__ is model.__dict__:
+            if one is model:
                 return f"model {index + 1}: " if index else ""
         return "a copy: "
 

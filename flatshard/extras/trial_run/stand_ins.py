@@ -23,6 +23,7 @@ from torch import nn
 
 from flatshard.extras.trial_run.recorder import DDP, Recorder
 from flatshard.extras.trial_run.user_line import current_line
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper
 
 _FSDP = "torch.distributed.fsdp"
@@ -42,6 +43,9 @@ class Replacement:
 
     def install(self) -> None:
         """Put the classes in the place of torch's and flatshard's, in all loaded modules."""
+        if self.is_sharded:
+            _Sharded.recorder, _Sharded.options = self.recorder, self._options
+            nn.Module.state_dict = _watched_state_dict(nn.Module.state_dict, _Sharded)  # type: ignore
         self._replace(DDP, self._class(DDP))
         self._replace(ShardedWrapper, self._class(ShardedWrapper))
         real, make = builtins.__import__, torch.optim.Optimizer.__init__
@@ -69,10 +73,9 @@ class Replacement:
     ) -> nn.Module:
         """Wrap a module as FSDP2's ``fully_shard`` does: the object itself becomes the wrapper."""
         inner = object.__new__(type(module))
-        inner.__dict__ = module.__dict__
-        wrapper = self._class(ShardedWrapper, _name)(inner, **given)
-        module.__dict__, module.__class__ = wrapper.__dict__, type(wrapper)
-        module.__dict__["_kept_wrapper"] = [wrapper]  # flatshard has weak references to it
+        inner.__dict__, module.__dict__ = module.__dict__, {}
+        module.__class__ = self._class(ShardedWrapper, _name)
+        type(module).__init__(module, inner, **given)
         return module
 
     def _wrap_stepped(self, optimizer: Any) -> None:
@@ -112,7 +115,6 @@ class Replacement:
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return recorder.forward(self, super().forward, args, kwargs)
 
-        Recorded.recorder, Recorded.options = recorder, self._options
         Recorded.__name__ = Recorded.__qualname__ = original.__name__
         Recorded.__module__ = original.__module__
         return Recorded
@@ -147,38 +149,47 @@ class _Reference(DDP):  # type: ignore[misc]
     state_dict_type = ShardedWrapper.state_dict_type
 
 
+def _watched_state_dict(state_dict: Any, sharded: Any) -> Any:
+    """Return a ``Module.state_dict`` that records calls of only some ranks for sharded models."""
+    remedy = "state = flatshard.checkpoint.full_state_dict(model) on every rank; rank 0 saves it"
+
+    @functools.wraps(state_dict)
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        is_inner = args or kwargs.get("destination") is not None  # a call for a child
+        if is_inner or not any(isinstance(one, FlatShardTensor) for _, one in tensors):
+            return state_dict(module, *args, **kwargs)
+        if sharded.all_call("state_dict()", remedy):
+            return state_dict(module, *args, **kwargs)
+        # Let the run continue, so that it finds other lines to change. Nobody can use this state.
+        return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors}
+
+    return watched
+
+
 class _Sharded(ShardedWrapper):
     """``ShardedWrapper`` that names the lines at which only some ranks make a collective call."""
 
     recorder: Recorder
     options: argparse.Namespace
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        remedy = (
-            "state = flatshard.checkpoint.full_state_dict(model) on every rank; rank 0 saves it"
-        )
-        if self._all_call("state_dict()", remedy):
-            return super().state_dict(*args, **kwargs)
-        # Let the run continue, so that it finds other lines to change. Nobody can use this state.
-        tensors = [*self.named_parameters(), *self.named_buffers()]
-        return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors}
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         remedy = "evaluate on every rank, with the same number of batches"
-        if not torch.is_grad_enabled() and not self._all_call("the model's forward", remedy):
+        if not torch.is_grad_enabled() and not self.all_call("the model's forward", remedy):
             raise RuntimeError(f"only rank {dist.get_rank()} evaluates the model: {remedy}.")
         return super().forward(*args, **kwargs)
 
-    def _all_call(self, what: str, remedy: str) -> bool:
+    @classmethod
+    def all_call(cls, what: str, remedy: str) -> bool:
         """Whether all ranks make this call. Ranks meet in files, which cannot deadlock."""
         line, rank = current_line(), dist.get_rank() if dist.is_initialized() else 0
         ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         _CALLS[line] += 1
-        place = Path(self.options.folder / f"call-{zlib.crc32(line.encode())}-{_CALLS[line]}")
+        place = Path(cls.options.folder / f"call-{zlib.crc32(line.encode())}-{_CALLS[line]}")
         files = [place.with_suffix(f".{one}") for one in ranks]
-        with self.recorder.paused():
+        with cls.recorder.paused():
             files[rank].touch()
-            until = time.monotonic() + min(15.0, self.options.timeout / 10)
+            until = time.monotonic() + min(15.0, cls.options.timeout / 10)
             while not (is_met := all(map(Path.exists, files))) and time.monotonic() < until:
                 time.sleep(0.002)
         # The first rank that creates the link decides for all ranks.
@@ -187,7 +198,7 @@ class _Sharded(ShardedWrapper):
         if os.readlink(place) == "all":
             return True
         found = f"only rank {rank} calls {what}, which needs every rank"
-        self.recorder.record.findings[line, found] = remedy
+        cls.recorder.record.findings[line, found] = remedy
         return False
 
 

@@ -55,8 +55,13 @@ train(model, optimizer, after=after)
 
 SCRIPTS = {
     # name: options, verdict, texts of the report, script
-    "same": (["--exact"], SAME, ["The same numbers", "model, optimizer"], "train(*start())"),
-    "saves_on_rank_0": ([], SAME, ["only rank 0 calls state_dict()"], SAVES_ON_RANK_0),
+    "same": (["--exact"], SAME, ["The same numbers", "model = wrap(make())"], "train(*start())"),
+    "saves_on_rank_0": (
+        [],
+        SAME,
+        ["only rank 0 calls state_dict()", "model.module.state_dict()"],
+        SAVES_ON_RANK_0,
+    ),
     "evaluates_on_rank_0": (
         ["--timeout", "30"],
         RAISES,
@@ -72,10 +77,11 @@ train(model, optimizer, after=after)
     "raises_here_only": (
         [],
         RAISES,
-        ["NotImplementedError", "register_comm_hook", "at "],
+        ["Raises under flatshard", "at script.py"],
         """
 model, optimizer = start()
-model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook)
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1), powerSGD_hook.powerSGD_hook)
 train(model, optimizer)
 """,
     ),
