@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+import torch
+
 from flatshard.extras import show_bytes, tabulate
 from flatshard.extras.trial_run.compare import MULTIPLE, Difference, Noise, Records, compare
 from flatshard.extras.trial_run.launch import failure_of, run
@@ -49,6 +51,7 @@ def start(given: dict[str, Any]) -> int:
     rank = os.environ.get("RANK", "0")
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
     signal.signal(signal.SIGTERM, _interrupt)  # ends the ranks, too
+    torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
         options.folder.mkdir(parents=True, exist_ok=True)
