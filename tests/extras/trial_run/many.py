@@ -16,6 +16,7 @@ from flatshard.extras.trial_run import verdict
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD", "HYBRID_SHARD")
 
 
 def options(folder: Path, *arguments: str) -> argparse.Namespace:
@@ -38,8 +39,10 @@ def main(folder: Path, what: str) -> None:
     if what != "faults":
         first, _, last = what.rpartition("-")
         for seed in range(int(first or 0), int(last)):
-            script = str(HERE / "random_model.py")
-            say(f"{seed}", verdict.judge(options(folder, "--steps", "3", script, f"{seed}")))
+            words = ["--steps", "3", "--strategy", STRATEGIES[seed % len(STRATEGIES)]]
+            words += ["--nproc-per-node", "3" if seed % 5 == 4 else "2"]
+            given = options(folder, *words, str(HERE / "random_model.py"), f"{seed}")
+            say(f"{seed}", verdict.judge(given))
         return
     runs: dict[str, Any] = {}
     run = verdict.run
