@@ -83,7 +83,9 @@ def _become_rank(options: argparse.Namespace, name: str, rank: int, port: str) -
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
         os.environ |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     else:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = name  # a prefix of keys in torchrun's store
+        # Each run needs a store of its own. torchrun's store has the addresses of the last run.
+        port = str(int(os.environ["MASTER_PORT"]) + 1 + list(_GRACE).index(name))
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     run_script(options, name, rank)
 
 

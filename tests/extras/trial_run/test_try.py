@@ -15,6 +15,7 @@ from tests.combinations import THOROUGH
 from tests.extras.trial_run.trained import FAULTS
 from tests.forked_python import PYTHON
 from tests.harness import ROOT
+from tests.scripts import torchrun
 
 SAME, DIFFERS, RAISES, NOT_COMPARED = range(4)
 
@@ -311,3 +312,12 @@ def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
     assert not alarms, alarms[0]
     # Some models cannot be compared, because they do not run under DistributedDataParallel.
     assert sum(one["verdict"] == SAME for one in reports.values()) >= len(reports) / 2
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HEAD + "train(*start())")
+    words = ["flatshard", "try", "--steps", "4", "--keep", "kept", "script.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    status, out, err = torchrun(2, Path("-m"), *words, environment=environment, cwd=tmp_path)
+    assert status == SAME, out + err
+    assert out.count("The same numbers") == 1
