@@ -316,8 +316,12 @@ def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HEAD + "train(*start())")
-    words = ["flatshard", "try", "--steps", "4", "--keep", "kept", "script.py"]
+    command = tmp_path / "command.py"
+    command.write_text(
+        "from flatshard.checkpoint.command_line import main\nraise SystemExit(main())"
+    )
+    words = ["try", "--steps", "4", "--keep", "kept", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    status, out, err = torchrun(2, Path("-m"), *words, environment=environment, cwd=tmp_path)
+    status, out, err = torchrun(2, command, *words, environment=environment, cwd=tmp_path)
     assert status == SAME, out + err
     assert out.count("The same numbers") == 1
