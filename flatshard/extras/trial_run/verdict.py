@@ -128,6 +128,7 @@ def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         text += f" But the script ended after {num_steps} steps: give --steps {num_steps}."
     if last < num_steps:
         text += f" From step {last + 1} on, rounding alone changes too much to compare."
+        text += "" if options.exact else " More steps can be compared with --exact."
     size = f"{options.script}, {options.nproc_per_node} ranks, {num_steps} steps each:"
     title = f"{size} DistributedDataParallel, then ShardedWrapper in its place\n\n"
     table = _table(reference[0], sharded[0], differences, last)
@@ -161,7 +162,7 @@ def _change_text(lines: list[dict[str, str]]) -> str:
 
 def _unstable(one: Difference | None) -> str:
     if one is None:
-        return "Cannot be compared: rounding alone changes the first gradients by 5 % and more."
+        return "Cannot be compared: rounding alone changes the first gradients by 5 %. Try --exact."
     return (
         f"Cannot be compared: {one.kind} {one.name!r} of rank {one.rank} at step {one.step} "
         f"differs between two runs of the same program. {one.line}\nSeed the random numbers that "
