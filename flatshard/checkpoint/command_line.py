@@ -1,4 +1,4 @@
-"""Plans a training run, lists the tensors of a checkpoint, or converts a checkpoint."""
+"""Tries or plans a training run, lists the tensors of a checkpoint, or converts a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,12 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "plan", help="predict memory and time of training, for each sharding strategy"
         )
         planning.command.add_arguments(one)
+    trial = default_extra("trial_run")
+    if trial is not None:
+        one = commands.add_parser(
+            "try",
+            help="run your script under DDP and under flatshard, and compare",
+            description="Run a training script, not a line changed, under "
+            "DistributedDataParallel and under flatshard, and compare every step. Exit status: 0 "
+            "the same, 1 differs, 2 raises, 3 cannot be compared.",
+        )
+        trial.verdict.add_arguments(one)
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
         if command == "plan":
             assert planning is not None, "the command was parsed"
             planning.command.run(options)
+        elif command == "try":
+            assert trial is not None, "the command was parsed"
+            return trial.verdict.start(options)  # type: ignore[no-any-return]
         elif command == "inspect":
             print(describe(**options))
         else:

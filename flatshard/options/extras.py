@@ -4,8 +4,6 @@ The core (all packages except ``extras``, ``checkpoint`` and ``integrations``) i
 core looks an extra up in this table when a model is wrapped or an option is given, never in a step.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +26,7 @@ EXTRAS = {
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",
     "plan": "predicts the memory and time of training",
+    "trial_run": "runs a script under DDP and under flatshard, and compares",
     "unit_report": "tabulates units",
     "weights": "iterates over full tensors, and computes norms",
     "device_checks": "on accelerators, finds lost writes, and ranks that evaluate different units",

@@ -62,6 +62,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
     "plan": _memory_plan,
     "tensor_parallel": _dtensor,
+    "trial_run": None,
     "unit_report": lambda model: model.unit_report(),
     "weights": lambda model: flatshard.full_tensors(model),
     "recording": lambda model: model.record_steps(),

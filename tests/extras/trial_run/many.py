@@ -1,0 +1,65 @@
+"""Judges many runs in one process: `python -m tests.extras.trial_run.many FOLDER [faults|SEEDS]`.
+
+`faults`: the script ``trained`` with each of its faults. A number: this many random models. Prints
+a line of JSON for each run: its name, the verdict, the figures and the text.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from flatshard.extras.trial_run import verdict
+from tests.extras.trial_run import trained
+
+HERE = Path(__file__).parent
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD", "HYBRID_SHARD")
+
+
+def options(folder: Path, *arguments: str) -> argparse.Namespace:
+    """The options of a command line, with an empty folder for its records."""
+    parser = argparse.ArgumentParser()
+    verdict.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    given.folder = folder
+    return given
+
+
+def say(name: str, judged: tuple[int, str, dict[str, Any]]) -> None:
+    code, text, figures = judged
+    print(json.dumps({"name": name, "verdict": code, "text": text, **figures}), flush=True)
+
+
+def main(folder: Path, what: str) -> None:
+    if what != "faults":
+        first, _, last = what.rpartition("-")
+        for seed in range(int(first or 0), int(last)):
+            words = ["--steps", "3", "--strategy", STRATEGIES[seed % len(STRATEGIES)]]
+            words += ["--nproc-per-node", "3" if seed % 5 == 4 else "2"]
+            given = options(folder, *words, str(HERE / "random_model.py"), f"{seed}")
+            say(f"{seed}", verdict.judge(given))
+        return
+    runs: dict[str, Any] = {}
+    run = verdict.run
+
+    def remembered(given: argparse.Namespace, name: str) -> Any:
+        if name == "sharded":
+            return run(given, name)
+        if name not in runs:
+            runs[name] = run(given, name)
+        return runs[name]
+
+    verdict.run = remembered  # the runs under DistributedDataParallel are the same for all faults
+    for fault in ("", *trained.FAULTS):
+        os.environ["FAULT"] = fault
+        given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))
+        say(fault, verdict.judge(given))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,327 @@
+"""`flatshard try`: every verdict, bad input, planted faults, and no false alarms."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatshard.checkpoint.command_line import main
+from tests.combinations import THOROUGH
+from tests.extras.trial_run.trained import FAULTS
+from tests.forked_python import PYTHON
+from tests.harness import ROOT
+from tests.scripts import torchrun
+
+SAME, DIFFERS, RAISES, NOT_COMPARED = range(4)
+
+HEAD = """
+import os, sys, time
+import torch
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+def train(model, optimizer, steps=4, after=lambda step: None):
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    for step in range(steps):
+        x = torch.rand(8, 16)
+        (model(x) - x.sort().values).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+def start(wrap=DDP):
+    dist.init_process_group("gloo")
+    model = wrap(make())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+SAVES_ON_RANK_0 = """
+model, optimizer = start()
+def after(step):
+    if step == 1 and dist.get_rank() == 0:
+        model.module.state_dict()
+        model.state_dict()
+        optimizer.state_dict()
+train(model, optimizer, after=after)
+"""
+
+SCRIPTS = {
+    # name: options, verdict, texts of the report, script
+    "same": (["--exact"], SAME, ["The same numbers", "model = wrap(make())"], "train(*start())"),
+    "saves_on_rank_0": (
+        [],
+        SAME,
+        ["only rank 0 calls state_dict()", "model.module.state_dict()"],
+        SAVES_ON_RANK_0,
+    ),
+    "evaluates_on_rank_0": (
+        ["--timeout", "30"],
+        RAISES,
+        ["only rank 0 evaluates the model", "torch.no_grad()"],
+        """
+model, optimizer = start()
+def after(step):
+    if step == 1 and dist.get_rank() == 0:
+        with torch.no_grad(): model(torch.ones(2, 16))
+train(model, optimizer, after=after)
+""",
+    ),
+    "raises_here_only": (
+        [],
+        RAISES,
+        ["Raises under flatshard", "at script.py"],
+        """
+model, optimizer = start()
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1), powerSGD_hook.powerSGD_hook)
+train(model, optimizer)
+""",
+    ),
+    "unseeded": (
+        [],
+        NOT_COMPARED,
+        ["input 'input 0' of rank 0 at step 1", "Seed the random numbers"],
+        """
+model, optimizer = start()
+for _ in range(4):
+    torch.seed()
+    (model(torch.rand(8, 16)) - 1).square().mean().backward()
+    optimizer.step()
+""",
+    ),
+    "fails_by_itself": (
+        [],
+        NOT_COMPARED,
+        ["fails under DistributedDataParallel, too: RuntimeError: no data", "at "],
+        "start()\nraise RuntimeError('no data')",
+    ),
+    "exits": ([], NOT_COMPARED, ["exit status 7"], "sys.exit(7)"),
+    "a_rank_dies": (
+        [],
+        NOT_COMPARED,
+        ["the process of rank 1 ended with status 9"],
+        "if os.environ['RANK'] == '1': os._exit(9)\nstart()",
+    ),
+    "hangs": (
+        ["--timeout", "2"],
+        NOT_COMPARED,
+        ["no end within 2 seconds (--timeout)", "time.sleep(1000)"],
+        "time.sleep(1000)",
+    ),
+    "never_steps": ([], NOT_COMPARED, ["ended without an optimizer step"], "start()"),
+    "no_wrapper": (
+        [],
+        NOT_COMPARED,
+        ["no DistributedDataParallel", "--wrap"],
+        "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
+    ),
+    "wraps": (
+        ["--wrap"],
+        SAME,
+        ["The same numbers", "wraps the model (--wrap)"],
+        "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
+    ),
+    "too_short": ([], NOT_COMPARED, ["ended after 2 steps: give --steps 2"], "train(*start(), 2)"),
+    "other_number_of_ranks": (
+        [],
+        NOT_COMPARED,
+        ["starts 3 ranks by itself", "Give --nproc-per-node 3"],
+        "torch.multiprocessing.spawn(print, nprocs=3)",
+    ),
+    "spawns": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+def work(rank, text):
+    assert rank == int(os.environ["RANK"]) and text == "text"
+    train(*start())
+torch.multiprocessing.spawn(work, ("text",), 2)
+""",
+    ),
+    "two_optimizers": (
+        [],
+        SAME,
+        ["The same numbers", "generator = DDP"],
+        """
+dist.init_process_group("gloo")
+generator = DDP(make())
+critic = DDP(make(1))
+both = [torch.optim.Adam(one.parameters()) for one in (generator, critic)]
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    fake = generator(torch.randn(8, 16))
+    both[1].zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.rand(8, 16)).mean()).backward()
+    both[1].step()
+    both[0].zero_grad()
+    critic(fake).mean().neg().backward()
+    both[0].step()
+""",
+    ),
+    "closure": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+model, optimizer = start()
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.rand(8, 16)).square().mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    ),
+    "fsdp1": (
+        [],
+        SAME,
+        ["The same numbers", "FullyShardedDataParallel"],
+        """
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+model, optimizer = start(FullyShardedDataParallel)
+assert isinstance(model, FullyShardedDataParallel)
+def after(step):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(model.state_dict())
+    model.clip_grad_norm_(1.0)
+train(model, optimizer, after=after)
+""",
+    ),
+    "fully_shard": (
+        [],
+        SAME,
+        ["The same numbers", "wraps the model (fully_shard)"],
+        """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = make()
+fully_shard(model[0])
+fully_shard(model)
+train(model, torch.optim.Adam(model.parameters()))
+""",
+    ),
+    "flatshard": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+from flatshard import ShardedWrapper, checkpoint
+model, optimizer = start(ShardedWrapper)
+def after(step):
+    checkpoint.full_state_dict(model), checkpoint.full_optim_state_dict(model, optimizer)
+    with ShardedWrapper.summon_full_params(model):
+        model[0].weight.norm()
+    model.clip_grad_norm_(1.0)
+train(model, optimizer, after=after)
+""",
+    ),
+}
+
+
+def _try(folder: Path, script: str, *options: str) -> tuple[int, str]:
+    (folder / "script.py").write_text(HEAD + script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [PYTHON, "-m", "flatshard", "try", "--steps", "4", *options, "script.py"],
+        cwd=folder,
+        env=environment,
+        timeout=100,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_verdict(name: str, tmp_path: Path) -> None:
+    options, verdict, texts, script = SCRIPTS[name]
+    code, said = _try(tmp_path, script, *options, "--json", "report.json")
+    assert code == verdict, said
+    assert all(text in said for text in texts), said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == ("same", "differs", "raises", "not compared")[verdict]
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        (["none.py"], "no such script: 'none.py'"),
+        (["-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["--steps", "0", __file__], "must be at least 1"),
+    ):
+        assert main(["try", *words]) == NOT_COMPARED
+        error = capsys.readouterr().err
+        assert text in error
+        assert error.count("\n") == 1
+
+
+def test_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = "open(f'pid-{os.getpid()}', 'w').close()\ntime.sleep(1000)"
+    (tmp_path / "script.py").write_text(HEAD + script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [PYTHON, "-m", "flatshard", "try", "script.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    assert b"interrupted" in error
+    for file in tmp_path.glob("pid-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name.removeprefix("pid-")), 0)
+
+
+def _judge_many(folder: Path, what: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, "-m", "tests.extras.trial_run.many", str(folder / "records"), what]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    return {report["name"]: report for report in reports}
+
+
+@pytest.mark.timeout(300)
+def test_planted_faults(tmp_path: Path) -> None:
+    reports = _judge_many(tmp_path, "faults")
+    assert reports.keys() == {"", *FAULTS}
+    assert reports[""]["verdict"] == SAME, reports[""]["text"]
+    for fault, (kind, _) in FAULTS.items():
+        report = reports[fault]
+        assert report["verdict"] == DIFFERS, (fault, report["text"])
+        assert report["first"]["kind"] == kind, (fault, report["first"])
+        assert f"{kind} {report['first']['name']!r}" in report["text"]
+
+
+@pytest.mark.timeout(1800)
+def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
+    reports = _judge_many(tmp_path, "0-200" if THOROUGH else "0-4")
+    alarms = [one["text"] for one in reports.values() if one["verdict"] in (DIFFERS, RAISES)]
+    assert not alarms, alarms[0]
+    # Some models cannot be compared, because they do not run under DistributedDataParallel.
+    assert sum(one["verdict"] == SAME for one in reports.values()) >= len(reports) / 2
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HEAD + "train(*start())")
+    command = tmp_path / "command.py"
+    command.write_text(
+        "from flatshard.checkpoint.command_line import main\nraise SystemExit(main())"
+    )
+    words = ["try", "--steps", "4", "--keep", "kept", "script.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    status, out, err = torchrun(2, command, *words, environment=environment, cwd=tmp_path)
+    assert status == SAME, out + err
+    assert out.count("The same numbers") == 1
