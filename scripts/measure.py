@@ -55,7 +55,7 @@ def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print a table with a column for each key. Numbers are aligned right."""
-    from rich import print as rich_print
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
@@ -63,7 +63,8 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
         table.add_row(*map(text_of, row.values()))
-    rich_print(table)
+    console = Console()
+    Console(width=max(console.width, 16 * len(rows[0]))).print(table)
 
 
 def text_of(value: Any) -> str:
