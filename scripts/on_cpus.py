@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,8 +108,12 @@ def replace_cuda() -> None:
     for name, value in {**dict.fromkeys(NOTHING.split()), **CUDA}.items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
     event = {"record": None, "synchronize": None, "wait": None, "elapsed_time": 1.0, "query": True}
+    event |= {"wait_stream": None, "wait_event": None, "record_event": None}
     functions = {name: lambda *_, _value=value: _value for name, value in event.items()}
-    torch.cuda.Event = lambda *_, **__: SimpleNamespace(**functions)  # type: ignore[assignment,misc]
+    made: Any = torch.cuda
+    made.Stream = made.current_stream = lambda *_, **__: SimpleNamespace(**functions)
+    made.stream = lambda *_, **__: nullcontext()
+    made.Event = lambda *_, **__: SimpleNamespace(**functions)
     optimizer: Any = torch.optim.Optimizer
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         setattr(optimizer, name, lambda self: None)  # asks for the stream of a GPU
