@@ -58,13 +58,13 @@ SCRIPTS = {
     # name: options, verdict, texts of the report, script
     "same": (["--exact"], SAME, ["The same numbers", "model = wrap(make())"], "train(*start())"),
     "saves_on_rank_0": (
-        [],
+        ["--timeout", "20"],
         SAME,
         ["only rank 0 calls state_dict()", "model.module.state_dict()"],
         SAVES_ON_RANK_0,
     ),
     "evaluates_on_rank_0": (
-        ["--timeout", "30"],
+        ["--timeout", "20"],
         RAISES,
         ["only rank 0 evaluates the model", "torch.no_grad()"],
         """
@@ -307,7 +307,7 @@ def test_planted_faults(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1800)
 def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
-    reports = _judge_many(tmp_path, "0-200" if THOROUGH else "0-4")
+    reports = _judge_many(tmp_path, "0-200" if THOROUGH else "0-3")
     alarms = [one["text"] for one in reports.values() if one["verdict"] in (DIFFERS, RAISES)]
     assert not alarms, alarms[0]
     # Some models cannot be compared, because they do not run under DistributedDataParallel.

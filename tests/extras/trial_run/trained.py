@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "buffers not broadcast": ("buffer", _no_broadcast),
     "other random numbers": ("output", _draw_before_forward),
     "weight decay on biases": ("value", _decay_everything),
-    "clipped by a local norm": ("gradient", _local_norm),
+    "clipped by a local norm": ("gradient at the step", _local_norm),
 }
 
 
