@@ -79,7 +79,7 @@ def idioms(options: argparse.Namespace) -> str:
             return try_ranks(*arguments, timeout=seconds, preload=preload)
 
         expected: list[Any] = []
-        oracle = "by hand" if IDIOMS[name].is_by_hand else "ddp"
+        oracle = "by hand" if IDIOMS[name].by_hand else "ddp"
         failed = cell(lambda found, keep=expected: keep.extend(found) or Cell("right"), oracle)
         table[name] = {
             side: say(f"{name}, {side}", cell(partial(judge, expected or failed), side))

@@ -17,7 +17,7 @@ from lib.command_line import Parser, at_least
 from lib.output import write_json
 
 sys.path.append(str(Path(__file__).with_name("measure")))
-NAMES = ("checkpoints", "construction", "offload", "watching", "weights", "world_size")
+NAMES = ("changes", "checkpoints", "construction", "offload", "watching", "weights", "world_size")
 
 
 def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
@@ -76,7 +76,8 @@ def text_of(value: Any) -> str:
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in NAMES:
-        sys.exit(f"{__doc__}\nNAME: {', '.join(NAMES)}")
+        print(f"usage: measure.py {{{','.join(NAMES)}}} ...\n\n{__doc__}")
+        sys.exit(0 if name in ("-h", "--help") else 2)
     module = importlib.import_module(name)
     args = parse_args(module, arguments)
     title, rows = module.measure(args)

@@ -484,8 +484,8 @@ class Gradients:
             # One call makes the views of all parameters.
             views = reduced.split_with_sizes(self._shard_pieces)[1::2]
             put = put_grad if reduced.dtype is self._params[0].sharded.dtype else set_grad
-            for param, view, is_used in zip(self._params, views, used, strict=True):
-                if not is_used:
+            for param in self._params:
+                if not used[index := param.index]:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
@@ -493,7 +493,7 @@ class Gradients:
                     # of Tensor takes several times as long.
                     grad: Tensor = kept
                     kept.__dict__ = {
-                        "local": view,
+                        "local": views[index],
                         "flat": reduced,
                         "spec": param.spec,
                         "role": GRADIENT,

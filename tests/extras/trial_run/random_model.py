@@ -1,4 +1,4 @@
-"""Trains a random model of ``scripts/fuzz.py`` under DistributedDataParallel."""
+"""Trains a random model of ``tests/parity/random_models.py`` under DistributedDataParallel."""
 
 import random
 import sys
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 # Ranks may skip none of these. A checkpoint of the reentrant kind fails under
 # DistributedDataParallel with `find_unused_parameters`.
@@ -17,7 +17,7 @@ NOT_FOR_DDP = ("by_rank", "reentrant", "reader")
 
 
 def main(seed: int) -> None:
-    from lib.fuzz_models import BOXES, LEAVES, WIDTH, Box, build
+    from tests.parity.random_models import BOXES, LEAVES, WIDTH, Box, build
 
     choices = random.Random(seed)
 
