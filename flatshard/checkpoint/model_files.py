@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
 from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
 from flatshard.checkpoint.safetensors import Plan, as_saved, find_tensors, plan_files
+from flatshard.options.extras import extra
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
 
@@ -34,6 +36,7 @@ def save_safetensors(
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
+    merge_lora: bool = False,
 ) -> None:
     """Save the unwrapped model's state dict as safetensors; all ranks write into the same file.
 
@@ -68,19 +71,27 @@ def save_safetensors(
             ``model.safetensors.index.json``.
         metadata: strings for the header of each file; ``{"format": "pt"}`` is added.
         dtype: the dtype in which floating point tensors are saved.
+        merge_lora: merge PEFT's LoRA adapters, and save the model without adapters, as an
+            inference engine loads it; see ``flatshard.full_tensors``. Then each unit is
+            all-gathered, and rank 0 writes all files.
 
     Raises:
         ValueError: on all ranks: safetensors does not support a dtype or an entry of the state
             dict, or ranks passed different arguments or models.
         OSError: on all ranks: on one of them the disk is full or fails, or permission is missing.
-        NotImplementedError: a unit trains only on some of the ranks.
+        NotImplementedError: a unit trains only on some ranks, or an adapter is no plain LoRA.
         RuntimeError: a forward or backward of the model is running.
     """
     shards, ranks = sharded(model, "save_safetensors()")
+    weights = extra("weights", "save_safetensors(merge_lora=True)") if merge_lora else None
     op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
 
     def prepare() -> tuple[Entries, Plan]:
         entries = shards.entries()
+        if weights is not None:
+            name_of = weights.MergedLora(model).name_of
+            named = ((name_of(name), one) for name, one in entries.items())
+            entries = {name: one for name, one in named if name is not None}
         first: dict[tuple[object, ...], str] = {}
         for name, one in entries.items():
             first.setdefault(one.key, name)
@@ -97,7 +108,11 @@ def save_safetensors(
         if is_first:
             incomplete.callback(plan.discard)
         ranks.on_first(plan.create, op_name)
-        ranks.agree(lambda: _write(entries, plan, is_first), op_name)
+        if weights is None:
+            ranks.agree(lambda: _write(entries, plan, is_first), op_name)
+        else:
+            merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
+            ranks.agree(partial(_write_whole, merged, plan), op_name)
         ranks.on_first(plan.commit, op_name)
         incomplete.pop_all()
     if is_first:
@@ -118,6 +133,24 @@ def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
                 part = one.local[low:high]
                 write_range(files[place.path], place, part, one.order, one.offset + low)
         files.sync()
+
+
+def _write_whole(tensors: Iterator[tuple[str, Tensor]], plan: Plan) -> None:
+    """Write full tensors on the rank that gets them. Collective: all ranks read to the end."""
+    problem: OSError | None = None
+    with OpenFiles(os.O_WRONLY) as files:
+        for name, tensor in tensors:
+            place = plan.places[name]
+            try:
+                if problem is None:
+                    write_range(
+                        files[place.path], place, tensor.reshape(-1), range(tensor.dim()), 0
+                    )
+            except OSError as error:  # raised at the end: other ranks wait for the next tensors
+                problem = error
+        files.sync()
+        if problem is not None:
+            raise problem
 
 
 def load_safetensors(

@@ -1,16 +1,20 @@
 """``full_tensors(merge_lora=True)``, against PEFT's ``merge_and_unload`` of the unwrapped model."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import full_disk, naming, run_ranks
 from tests.integrations import PRELOAD
 
 
@@ -102,6 +106,7 @@ def _merged(rank: int, world_size: int) -> None:
                 after = model.state_dict()
                 assert all(torch.equal(value, after[key]) for key, value in before.items())
     _arguments(rank)
+    _saved()
     _rounded_once()
     _refused()
 
@@ -123,6 +128,21 @@ def _arguments(rank: int) -> None:
         values = dict(flatshard.full_tensors(model, merge_lora=True, names=["head.weight"]))
     original = model.module.base_model.model.head.original_module.weight
     torch.testing.assert_close(values["head.weight"], original.full_tensor().detach())
+
+
+def _saved() -> None:
+    model = ShardedWrapper(_adapted(lambda: _config(**_EVERYTHING)))
+    expected = _adapted(lambda: _config(**_EVERYTHING)).merge_and_unload().state_dict()
+    folder: Any = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "merged.safetensors"
+    flatshard.checkpoint.save_safetensors(model, path, dtype=torch.float64, merge_lora=True)
+    found = load_file(path)
+    torch.testing.assert_close(found, {n: v.double() for n, v in expected.items()})
+    dist.barrier()
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        flatshard.checkpoint.save_safetensors(model, path.with_name("more"), merge_lora=True)
+    assert load_file(path).keys() == expected.keys()
 
 
 def _rounded_once() -> None:

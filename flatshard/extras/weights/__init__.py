@@ -22,7 +22,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.weights.changes import WeightChange as WeightChange
 from flatshard.extras.weights.changes import WeightChanges as WeightChanges
 from flatshard.extras.weights.changes import apply_changes as apply_changes
-from flatshard.extras.weights.lora import MergedLora
+from flatshard.extras.weights.lora import MergedLora as MergedLora
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory.buffers import BufferCache
 from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
