@@ -508,7 +508,10 @@ def _serve(setup: _Setup, pipe: Connection) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_destroyed()
-    gc.collect()
+    # The first collection runs finalizers, which keep the call's communicators alive until the
+    # second one. Left for `gc.freeze`, they and the threads of their groups would stay for good.
+    for _ in range(2):
+        gc.collect()
     ended = (_State.ENDED, time.monotonic(), None)
     if lost:
         text = "raised where nobody sees it, " + "\n".join(lost)
