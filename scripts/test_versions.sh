@@ -58,7 +58,7 @@ fi
 parts=1
 if [ $# -eq 0 ]; then
     set -- tests/checkpoint tests/state tests/parity tests/tutorials/test_documents.py::test_quickstart
-    [ -n "${THOROUGH:-}" ] || parts=16
+    [ -n "${THOROUGH:-}" ] || parts=24
 fi
 
 rm -f "$folder"/row-* "$folder"/said-*
