@@ -252,7 +252,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 parameters stay unsharded from entry to exit, so no rank waits for another inside
                 the context. The exit reduces the gradients once; a rank without gradients counts
                 as zeros. Then call ``optimizer.step()``. Collective: all ranks, at entry and exit.
-                If a rank leaves by an exception, all ranks raise.
+                If a rank leaves with an exception, all ranks raise.
 
         Raises:
             RuntimeError: a forward or backward of the model is running. With ``uneven``, an
@@ -269,10 +269,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Without this call, gradients are averaged over ranks, so ranks and micro-batches with few
         tokens count too much. With it, the loss is a sum over tokens, and the gradient becomes the
         sum over all ranks and micro-batches, divided by the sum of all counts. Counts add up under
-        ``no_sync``, and are sent with the message that ends each backward. Gradients are reduced
-        as always, as averages over ranks in the reduce dtype, and then multiplied once in the
-        dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
-        larger than means.
+        ``no_sync``, and are sent in the message that ends a reducing backward. Gradients are
+        reduced as always, as averages over ranks in the reduce dtype, and then multiplied once in
+        the dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums
+        are larger than means.
 
         Call before each backward, on every rank. A rank without tokens passes 0; a rank without
         a backward in ``no_sync(uneven=True)`` need not call. No communication.

@@ -516,7 +516,10 @@ class Unit:
         self.enter(Phase.IDLE)
 
     def forget_calls(self) -> None:
-        """Forget the calls of this rank: no later backward will use their graphs."""
+        """Forget this rank's calls of the unit's modules.
+
+        Allowed only if no later backward runs through the graphs of these calls.
+        """
         self.running.clear()
         self._kept_version, self._num_calls = -1, 0
         self.end_iteration()

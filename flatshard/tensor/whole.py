@@ -21,7 +21,7 @@ from flatshard.units.layout import as_bytes
 
 
 class Moved(NamedTuple):
-    """A tensor with the shape of a parameter, which an exchange makes whole or divides."""
+    """A tensor with a parameter's shape, to gather from its parts or to scatter into parts."""
 
     spec: ShardSpec
     part: Tensor  # this rank's elements, 1-D
@@ -81,7 +81,7 @@ def _by_comm(moved: Iterable[Moved]) -> Iterable[list[Moved]]:
 
 
 def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callable[[], None]:
-    """Start to fill full tensors from parts or, if it ``divides``, parts from full tensors.
+    """Start to fill full tensors from parts or, if ``divides``, parts from full tensors.
 
     Returns a function that waits. Collective: all ranks of the group.
     """

@@ -342,6 +342,7 @@ def _judge(setting: Setting, codes: list[int], folder: Path) -> Outcome:
 
 
 @pytest.mark.distributed
+@pytest.mark.by_turns
 @pytest.mark.parametrize("call", CALLS)
 def test_lone_call(call: str) -> None:
     settings = [one for one in every(2, sample()) if one.call == call]

@@ -39,8 +39,10 @@ def count(state: RunState, number: float | Tensor) -> None:
         extension.needs_gradients(_NAME)
     if any(handle.comm_hook is not None for handle in state.handles):
         raise RuntimeError(
-            f"{_NAME}: a communication hook reduces the gradients, perhaps to another average. "
-            "Divide in the hook, or remove the hook."
+            f"{_NAME}: a communication hook is registered. Expected gradients that flatshard "
+            "averages over ranks, because they are then rescaled; a hook may return another "
+            "average. Divide by the counts in the hook and do not call average_over(), or train "
+            "without the hook."
         )
     average = state.extension("average_over")
     if average is None:
@@ -50,7 +52,7 @@ def count(state: RunState, number: float | Tensor) -> None:
 
 
 class AverageOver(StepExtension):
-    """Adds up the counts of this rank, and scales the gradients of a backward that reduces."""
+    """Scales reduced gradients to averages over the counts of all ranks and micro-batches."""
 
     name = "average_over"
     exchange_name = " and counts of average_over"
@@ -63,12 +65,12 @@ class AverageOver(StepExtension):
         self._is_running = False  # whether a backward has begun, but has not ended
 
     def give(self, number: float | Tensor) -> None:
-        """Keep ``number`` for the next backward, in place of the count of a failed forward."""
+        """Keep ``number`` for the next backward. It replaces a count that no backward has used."""
         if not (isinstance(number, Tensor) and number.is_cuda):
             self._given = float(number), None
             return
-        # Copy now, beside the work that the device has queued so far. A read at the end of backward
-        # would make the host wait for the whole backward.
+        # Queue the copy to the host now, before the backward's kernels. The end of backward then
+        # waits only for this copy. A copy queued there would wait for the whole backward.
         host = torch.empty((), dtype=torch.float64, pin_memory=True)
         host.copy_(number.detach().reshape(()), non_blocking=True)
         event = torch.cuda.Event()
@@ -148,10 +150,13 @@ class AverageOver(StepExtension):
 
 
 def _encoded(counts: list[Any]) -> bytes:
-    """Return the sum of counts as bytes, or the first wrong count.
+    """Return this rank's count for the exchange, in 8 bytes.
 
-    ``counts``: for each backward, None without a count, or a number and the event after which the
-    number is on the host.
+    The result is the sum of ``counts``, or the first count that is negative or not finite. It is
+    ``_ABSENT`` if this rank ran no backward, and ``_MISSING`` if a backward had no count.
+
+    ``counts``: one element per backward. None: the program passed no count. Otherwise a pair: the
+    number, and the CUDA event after which the number is on the host (None for a CPU number).
     """
     if not counts:
         return _ABSENT

@@ -44,7 +44,10 @@ class Enough(SystemExit):
 
 
 class Facts(NamedTuple):
-    """A range of a tensor, see the note above."""
+    """Sums and samples of this rank's range of a tensor, see [Note: facts].
+
+    The range of an unsharded tensor is the whole tensor. ``shape`` is the full tensor's.
+    """
 
     shape: tuple[int, ...]
     eps: float  # of the dtype; 0 for integers

@@ -47,13 +47,13 @@ def uneven(state: RunState) -> Iterator[None]:
             _no_steps(state),
         ):
             with torch.no_grad(), state.outside_use.unsharded(state.units):
-                if state.buffers is not None:  # as before the first forward under `no_sync`
+                if state.buffers is not None:  # now: forwards inside must not communicate
                     state.buffers.before_forward(False, under_no_sync=True)
             try:
                 yield
             except Exception as error:
                 problem = error
-            if not isinstance(problem, CollectiveError):  # which all ranks raise
+            if not isinstance(problem, CollectiveError):  # every rank raises such an error
                 _leave_together(state, problem)
         if problem is not None:
             raise problem

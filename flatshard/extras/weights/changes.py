@@ -18,7 +18,8 @@ from flatshard.units.layout import as_bytes, view_of
 _CALLER = "WeightChanges.changes()"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
-_SHARE = 0.1  # if a larger share of a unit has changed, the unit is sent whole
+# If a larger share of one rank's shard has changed, the whole flat parameter is sent.
+_SHARE = 0.1
 _ALL = -1  # in place of the number of changed values: send all values
 
 
@@ -41,17 +42,21 @@ class WeightChange(NamedTuple):
 
 
 class WeightChanges:
-    """Yields the weights of a model that have changed since the last time, rounded to a dtype.
+    """Yields the weights whose values, rounded to a dtype, have changed since the previous pass.
 
-    In reinforcement learning, a step changes 1 to 3 % of the values in bfloat16. An inference
-    engine that has the weights of the last step needs only these values. Each rank keeps one copy
-    of its shards in ``dtype``, to compare with.
+    A pass is one call of ``changes``, read to its end. The first pass yields all weights. In
+    reinforcement learning, a step changes 1 to 3 % of the values in bfloat16. An inference engine
+    that has the weights of the previous pass needs only these values. Each rank keeps one copy of
+    its shards in ``dtype``, to compare with.
 
     Example:
         ```python
         changes = flatshard.WeightChanges(model)
-        weights = {name: p.bfloat16() for name, p in flatshard.full_tensors(model)}
+        weights = {}
+        for name, tensor in flatshard.full_tensors(model):
+            weights[name] = tensor.to(torch.bfloat16, copy=True)
         for inputs, labels in batches:
+            optimizer.zero_grad()
             loss_fn(model(inputs), labels).backward()
             optimizer.step()
             flatshard.apply_changes(weights, changes.changes())
@@ -79,10 +84,10 @@ class WeightChanges:
     ) -> Iterator[WeightChange]:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
-        The parameters come unit by unit. If a tenth of one rank's part of a unit has changed,
-        the whole unit is sent. If a rank stops early, it still takes part
-        in the rest of the pass, and the next pass yields all weights on every rank. Extra memory:
-        about two copies of the largest unit in the dtype.
+        The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
+        parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
+        takes part in the rest of the pass, and the next pass yields all weights on every rank.
+        Extra memory: about two copies of the largest unit in the dtype.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -110,7 +115,10 @@ class WeightChanges:
         if shards is not None:
             shards.refuse_dtensors(_CALLER)
         items = self._read(world, ranks, digests)
-        next(items)  # start the generator: if it is dropped unread, it must still communicate
+        # Start the generator. If the user drops the iterator unread, `_read` must still take part
+        # in the exchanges, for which the other ranks wait. But if a generator is dropped before it
+        # has started, Python runs none of its code.
+        next(items)
         return items
 
     def _read(
@@ -287,12 +295,12 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
     No communication, and no process group is needed: changes may come from another process.
 
     Args:
-        tensors: tensors by name, of any dtype and device.
+        tensors: tensors by name, on any device; with digests, in the dtype of the changes or wider.
         changes: from ``WeightChanges.changes``; each change may be pickled.
 
     Raises:
-        ValueError: a name is missing in ``tensors``, a shape differs, or a tensor has not the
-            digest of the change.
+        ValueError: a name is missing in ``tensors``, a shape differs, or a tensor's checksum after
+            the change differs from the digest.
     """
     with torch.no_grad():
         for name, indices, values, digest in changes:
@@ -313,6 +321,7 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
                 if _checksum(held, places) % 2**64 != digest:
                     raise ValueError(
                         f"apply_changes: {name!r} differs from the trained model after the change. "
-                        "Expected the weights of the last pass. Pass the changes of every pass, in "
-                        "order, or make a new WeightChanges, whose first pass has all weights."
+                        "Expected that the tensor held the weights of the previous pass before the "
+                        "change. Pass the changes of every pass, in order, or make a new "
+                        "WeightChanges, whose first pass has all weights."
                     )

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# PEFT's layers whose `get_delta_weight` returns what to add to the weight of the layer below.
+# PEFT's layers whose `get_delta_weight` returns the change of the wrapped layer's weight.
 _LAYERS = "peft.tuners.lora.layer"
 
 
 class MergedLora:
-    """Names and values of a model whose LoRA adapters are merged, without a change to the model."""
+    """Names and values of the model with merged LoRA adapters. The model is not changed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Find the adapters of ``model``.
 
         Raises:
             ModuleNotFoundError: PEFT is not installed.
-            NotImplementedError: an adapter is no plain LoRA, such as DoRA or IA3.
+            NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
         """
         tuners, others = (
             import_module("peft.tuners.tuners_utils"),
             import_module("peft.utils.other"),
         )
-        self._hidden: set[str] = set()  # paths of modules whose own name the merged model lacks
+        self._hidden: set[str] = set()  # paths whose last part is absent from merged names
         self._dropped: set[str] = set()  # paths of modules that the merged model lacks
         # For the name of each weight with adapters in the model: the layers that hold the adapters.
         self._layers: dict[str, list[tuple[str, Any]]] = {}
@@ -52,7 +52,7 @@ class MergedLora:
                     self._layers.setdefault(_weight_name(dot, module), []).append((dot, module))
 
     def name_of(self, text: str) -> str | None:
-        """Return the name in the merged model of a name in the model; None: there is no such."""
+        """Translate a name in the model to the merged model; None if the merged model lacks it."""
         kept, path = [], ""
         for part in text.split("."):
             path = f"{path}.{part}" if path else part
