@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from flatshard.options.extras import extra
 
 _NAME = "no_sync(uneven=True)"
 _logger = logging.getLogger("flatshard")
+_told: weakref.WeakSet[RunState] = weakref.WeakSet()  # models whose cost was logged
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def uneven(state: RunState) -> Iterator[None]:
         raise RuntimeError(f"{_NAME} was called inside of join(). Use one of the two.")
     for extension in state.extensions:
         extension.needs_gradients(_NAME)
-    _log_cost(state)
+    _tell_cost(state)
     problem: Exception | None = None
     accumulate = [GradSync.ACCUMULATE] * len(state.units)
     try:
@@ -66,14 +68,18 @@ def uneven(state: RunState) -> Iterator[None]:
         raise
 
 
-def _log_cost(state: RunState) -> None:
-    if state.world.rank == 0 and not any(unit.stays_unsharded for unit in state.units):
-        buffers = sum(unit.buffer_bytes for unit in state.units) / 2**20
-        grads = sum(handle.reduce_plan.full_bytes for handle in state.handles) / 2**20
-        _logger.info(
-            f"{_NAME}: inside of the context, each rank holds the unsharded parameters "
-            f"({buffers:.0f} MiB) and gradients (about {grads:.0f} MiB) of the whole model."
-        )
+def _tell_cost(state: RunState) -> None:
+    """Log once per model, on rank 0, what memory the context takes."""
+    if state.world.rank != 0 or state in _told:
+        return
+    _told.add(state)
+    buffers = sum(unit.buffer_bytes for unit in state.units) / 2**20
+    grads = sum(handle.reduce_plan.full_bytes for handle in state.handles) / 2**20
+    _logger.warning(
+        f"{_NAME}: inside of the context, each rank holds the unsharded parameters "
+        f"({buffers:.0f} MiB) and gradients (about {grads:.0f} MiB) of the whole model. This is "
+        "said once."
+    )
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """``no_sync(uneven=True)``: ranks with different numbers of micro-batches, against plain models."""
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +145,12 @@ def _alone(rank: int, world_size: int) -> None:
             assert_same(model, expected)
             for _ in range(2):  # the ranks take the same steps together again
                 loss_of(model(inputs), case.batch(9, ROWS)[1]).backward()
+    model = case.wrap(case.model())
+    with mock.patch.object(logging.getLogger("flatshard"), "warning") as said:
+        for _ in range(2):
+            with model.no_sync(uneven=True):
+                evaluate()
+    assert said.call_count == (rank == 0)
     model = case.wrap(case.model())
     hook = Averaging()
     model.register_comm_hook("state", hook)
