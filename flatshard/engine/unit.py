@@ -89,7 +89,7 @@ class Unit:
     # empty and no state dict filled the tensor. None: no tensor was left empty.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether a `param_init_fn` is running. Construction calls the function for every module, so
-    # `apply` and conversions inside of the function must not go into other units.
+    # `apply` and conversions inside of the function skip wrapped submodules.
     is_initialising = False
 
     def __init__(

@@ -99,7 +99,7 @@ def check_not_summoned(units: Iterable[Unit], action: str) -> None:
 
 
 def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
-    """Raise RuntimeError if modules outside of a wrapper share a unit with its modules."""
+    """Raise RuntimeError if the wrapper shares a unit with modules outside of the wrapper."""
     inside, own = set(wrapper.modules()), unit_of(wrapper)
     for unit in units_in(wrapper):
         if not inside.issuperset(unit.modules):

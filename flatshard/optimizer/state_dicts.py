@@ -169,7 +169,8 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # Gather the values of one name in one unit together: all ranks hold about equal parts of them.
+    # Gather a unit's tensors of one kind of state (such as "exp_avg") together. A few ranks may
+    # hold all of one parameter's state, but all ranks hold about equal parts of the unit's state.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
     for name, value in chain(*(named_values(state).items() for state in own.values())):

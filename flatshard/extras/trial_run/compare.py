@@ -1,10 +1,10 @@
 """Compares the records of two runs, in units of the rounding noise that a third run shows.
 
 [Note: units]
-The unit of a tensor at a step is the largest of: its difference between the reference and the run
-whose weights were changed by one unit in the last place, up to this step; the median of these
-differences, relative to the tensors' sizes, over all tensors of the same kind; and twice the
-precision of the dtype.
+The unit of a tensor at a step is the largest of three numbers. First: the largest difference, up to
+this step, between the tensor in the reference and in the third run, whose weights were changed by
+one unit in the last place. Second: the median of these differences, relative to the tensors' sizes,
+over all tensors of the same kind. Third: twice the precision of the dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MULTIPLE = 100.0
 """A difference counts if it is more than this many units."""
 
 CHAOS = 0.05
-"""Steps are compared until noise changes half of the gradients by more than this part."""
+"""Steps are compared until noise changes half of the gradients by more than this fraction."""
 
 Records = dict[int, Record]
 
@@ -44,7 +44,7 @@ class _Gap(NamedTuple):
     element: float  # largest difference of a recorded element
     spread: float  # the norm of the difference, estimated from recorded elements
     whole: float  # difference of the norms, or of the checksums
-    largest: float  # element of the reference
+    largest: float  # largest absolute value in the reference
     norm: float  # of the reference
     eps: float
     root: float  # of the number of elements
@@ -95,7 +95,7 @@ class Noise:
     def __init__(self, reference: Records, noise: Records) -> None:
         """Measure the differences between two runs of the reference."""
         self.last_step = max(key[0] for one in reference.values() for key in one.events)
-        self.unstable: Difference | None = None  # differs for another reason than rounding
+        self.unstable: Difference | None = None  # the first difference that rounding cannot explain
         self._own: dict[tuple[Key, int], tuple[float, float]] = {}
         self._level: dict[tuple[int, str], float] = defaultdict(float)
         highest: dict[Any, Any] = defaultdict(lambda: (0.0, 0.0))
@@ -107,7 +107,8 @@ class Noise:
             if gap.norm and gap.spread < math.inf:
                 relative[key[:2]].append(gap.spread / gap.norm)
             size = gap.element / gap.largest if gap.largest else gap.element
-            # The first inputs depend on no weight, or only a little (a generator's output).
+            # In step 1, inputs depend on no weight, or only slightly (the output of a generator
+            # model), so any larger difference of inputs has another cause than rounding.
             limit = CHAOS if key[0] > 1 else 1e-3
             is_other = key[1] == "input" and (size > limit or not gap.eps)
             if gap.element and (key[1] == "initial value" or is_other) and key[0] <= self.last_step:

@@ -110,5 +110,5 @@ def _read(options: Any, name: str, rank: int, status: int | None, late: str) -> 
     is_killed = status == -signal.SIGKILL and not late
     if is_killed:
         ended = f"rank {rank} did not end after another rank had failed"
-    text = f"{ended}; its last words: {(said or ['none'])[-1]}"
+    text = f"{ended}; last line of its output: {(said or ['none'])[-1]}"
     return Record(failure=text, line=line, order=(3 if is_killed else 1, 0.0))

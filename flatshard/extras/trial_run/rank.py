@@ -52,7 +52,7 @@ def run_script(options: argparse.Namespace, name: str, rank: int) -> NoReturn:
     unfinished.rename(file.with_suffix(".pt"))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if recorder.record.failure else 0)  # what runs at exit may wait for other ranks
+    os._exit(1 if recorder.record.failure else 0)  # exit handlers may wait for other ranks
 
 
 def _seed_numpy(seed: int) -> None:

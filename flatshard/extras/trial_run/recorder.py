@@ -53,7 +53,7 @@ class Facts(NamedTuple):
     eps: float  # of the dtype; 0 for integers
     offset: int  # of the range, in memory order
     numel: int  # of the range
-    sums: Tensor  # (2,)
+    sums: Tensor  # (2,): sum of squares, sum with pseudo-random signs
     values: Tensor  # the elements at `_positions`
 
 
@@ -64,7 +64,7 @@ class Record:
     # The value is the state of a generator (int), or None if a parameter has no gradient.
     events: dict[Key, Any] = field(default_factory=dict)
     lines: dict[Key, str] = field(default_factory=dict)  # of the program
-    findings: dict[tuple[str, str], str] = field(default_factory=dict)  # line, what: remedy
+    findings: dict[tuple[str, str], str] = field(default_factory=dict)  # (line, problem) -> remedy
     wrapped: dict[str, str] = field(default_factory=dict)  # line: name of the wrapper
     times: list[float] = field(default_factory=list)  # of steps, without the time of recording
     memory: int = 0  # peak
@@ -131,7 +131,7 @@ class Recorder:
     def _recording_loss(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # of a checkpoint that is recomputed
+            if self._in_backward:  # nested: checkpointing recomputes in backward
                 backward(tensors, *args, **kwargs)
                 return
             losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
@@ -149,7 +149,7 @@ class Recorder:
         return recorded
 
     def _add_gradients(self) -> None:
-        """Record the gradients that a backward has averaged, of the last parameter first."""
+        """Record the gradients that a backward has averaged, the last parameter first."""
         seen = set[int]()
         for model in reversed(self.models):  # outer models come later
             params = list(named(model, "parameters")) if model.require_backward_grad_sync else []
@@ -303,7 +303,7 @@ def _generators() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_nested() -> bool:
-    """Whether the step whose hooks run is a part of another optimizer's step."""
+    """Whether the running hook belongs to a step that another optimizer's step called."""
     frame, count = sys._getframe(2), 0
     while frame is not None:
         is_step = frame.f_code.co_name == "wrapper"

@@ -121,7 +121,7 @@ class Replacement:
 
 
 class _Reference(DDP):  # type: ignore[misc]
-    """DistributedDataParallel, with what programs for FSDP1 and flatshard use of a wrapper."""
+    """DistributedDataParallel with the attributes that FSDP1 and flatshard programs use."""
 
     def __init__(self, module: nn.Module, **given: Any) -> None:
         known = inspect.signature(DDP.__init__).parameters
@@ -161,7 +161,7 @@ def _watched_state_dict(state_dict: Any, sharded: Any) -> Any:
             return state_dict(module, *args, **kwargs)
         if sharded.all_call("state_dict()", remedy):
             return state_dict(module, *args, **kwargs)
-        # Let the run continue, so that it finds other lines to change. Nobody can use this state.
+        # Return zeros, so that the run continues and finds other lines to change.
         return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors}
 
     return watched
