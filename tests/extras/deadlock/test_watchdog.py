@@ -93,7 +93,7 @@ def _another_wrapper(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
 @pytest.mark.uncoalesced  # the message names one layer
 def test_one_rank_runs_more(phases: int) -> None:
-    run_ranks(_runs_more, 2, phases, group_timeout=3)
+    run_ranks(_runs_more, 2, phases, group_timeout=6)
 
 
 def _runs_more(rank: int, world_size: int, phases: int) -> None:
