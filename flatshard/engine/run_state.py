@@ -143,7 +143,7 @@ class RunState:
     def check_between_steps(self, caller: str) -> RunState:
         """Clean up after a step that failed. Raises RuntimeError inside a forward or backward."""
         self.forward.recover()
-        if self.root.stays_unsharded and caller != "no_sync()":
+        if self.root.stays_unsharded:
             raise RuntimeError(
                 f"{caller} was called inside of no_sync(uneven=True), where ranks do not meet. "
                 "Call it outside of the context."

@@ -266,7 +266,10 @@ def accumulating(
             "no_sync: expected uneven=True without max_bytes and replicas_only, which reduce in "
             "every backward, and so need the same number of backwards on all ranks."
         )
-    context.check_between_steps("no_sync()" if is_plain and not uneven else "no_sync(...)")
+    if context.root.stays_unsharded and is_plain and not uneven:
+        yield  # `no_sync(uneven=True)` around this context accumulates already
+        return
+    context.check_between_steps("no_sync()")
     if uneven:
         with extra("uneven", "no_sync(uneven=True)").uneven(context):
             yield

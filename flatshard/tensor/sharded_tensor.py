@@ -437,7 +437,7 @@ class FlatShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
-            original = self.spec._original()
+            original = self.spec.original
             is_kept = original is not None and before is original.kept_grad
             if is_kept and before is not None and before is not value:
                 # If nothing else refers to the gradient, free its memory, so that the object may be

@@ -113,17 +113,21 @@ class AverageOver(StepExtension):
         if all(piece in (_MISSING, _ABSENT) for piece in pieces):
             return  # no rank has passed a count: average over ranks
         counts = {rank: self._checked(rank, piece) for rank, piece in said.items()}
+        if not any(counts.values()):
+            raise RuntimeError(
+                f"{_NAME}, {unit_text(state.root.name)}: the counts of all ranks add up to 0, and "
+                "no gradient can be divided by 0. Expected at least one token. Skip the step."
+            )
         totals = {
             unit: math.fsum(counts[rank] for rank in unit.topology.world.ranks)
             for unit in state.units
         }
-        if empty := next((unit for unit, total in totals.items() if total == 0), None):
-            raise RuntimeError(
-                f"{_NAME}: the counts of all ranks that train {unit_text(empty.name)} add up to 0, "
-                "and no gradient can be divided by 0. Skip the step instead."
-            )
         for handle in state.handles:
-            handle.grads.scale = handle.topology.world.size / totals[handle.unit]
+            # Some units train only on a part of the ranks. If none of these ranks has a token, the
+            # unit's gradients are zero, and need no scale. Other ranks do not see this total, so
+            # this rank must not raise.
+            size = handle.topology.world.size
+            handle.grads.scale = size / (totals[handle.unit] or size)
 
     def _checked(self, rank: int, piece: bytes) -> float:
         """Return the count that ``rank`` has sent. Raises RuntimeError if the count is wrong."""

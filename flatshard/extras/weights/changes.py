@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.wrappers import handles_in, model_shards
+from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import as_bytes, view_of
 
 _CALLER = "WeightChanges.changes()"
@@ -28,8 +30,8 @@ class WeightChange(NamedTuple):
 
     Attributes:
         name: the name in the unwrapped model; of a tied parameter, the first name.
-        indices: indices of the changed elements, int64, 1-D, ascending, as ``Tensor.put_`` takes
-            them. None: ``values`` are all elements.
+        indices: indices of the changed elements, int64, 1-D, as ``Tensor.put_`` takes them. None:
+            ``values`` are all elements.
         values: the new values, 1-D, or in the tensor's shape if ``indices`` is None.
         digest: checksum of the full tensor with the new values, for ``apply_changes``; None if
             ``digests`` was not asked for, and for buffers.
@@ -163,6 +165,7 @@ class WeightChanges:
         if old is None or handle.layout.padded_numel > torch.iinfo(_POSITION).max:
             return None
         is_changed = _words(self._rounded(handle)) != _words(old)
+        handle.page_out()
         if int(torch.count_nonzero(is_changed)) > _SHARE * handle.layout.shard_numel:
             return None
         return is_changed.nonzero().view(-1)
@@ -245,38 +248,30 @@ class WeightChanges:
                 positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
                 values = torch.cat([part[end:].clone().view(kept.dtype) for part, end in found])
         positions = positions.to(torch.int64)
-        for param in handle.params:
-            span = param.span
-            ends = positions.new_tensor([span.start, span.end])
-            start, end = torch.searchsorted(positions, ends).tolist()
-            if end > start:
-                indices, some = positions[start:end] - span.start, values[start:end]
-                if param.spec.order != tuple(sorted(param.spec.order)):
-                    indices, order = _logical(indices, param.spec).sort()
-                    some = some[order]
-                yield param, indices, some
+        bounds = [end for param in handle.params for end in (param.span.start, param.span.end)]
+        # One search, and one wait for an accelerator, for all parameters of the unit.
+        ends = torch.searchsorted(positions, positions.new_tensor(bounds)).tolist()
+        for param, start, end in zip(handle.params, ends[::2], ends[1::2], strict=True):
+            if start < end:
+                indices = _row_major(positions[start:end] - param.span.start, param.spec)
+                yield param, indices, values[start:end]
 
 
 def _words(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_WORDS[tensor.element_size()])
 
 
-def _logical(indices: Tensor, spec: Any) -> Tensor:
-    """Return indices in the order of rows, of indices in a parameter's memory order."""
-    in_memory = [spec.shape[axis] for axis in spec.order]
-    result, strides = torch.zeros_like(indices), [1] * len(spec.shape)
-    for axis in reversed(range(len(spec.shape) - 1)):
-        strides[axis] = strides[axis + 1] * spec.shape[axis + 1]
-    rest = indices
-    for axis, length in zip(reversed(spec.order), reversed(in_memory), strict=True):
-        result += rest % length * strides[axis]
-        rest = rest // length
-    return result
+def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
+    """Return the row-major indices of elements, from their indices in memory order."""
+    if spec.order == tuple(range(len(spec.order))):
+        return indices
+    rows = torch.arange(math.prod(spec.shape), device=indices.device).view(spec.shape)
+    return rows.permute(spec.order).reshape(-1)[indices]
 
 
-def _checksum(values: Tensor, indices: Tensor) -> int:
+def _checksum(values: Tensor, indices: Tensor) -> Tensor:
     """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
-    return int((_words(values).to(torch.int64).view(-1) * (indices + 1)).sum())  # modulo 2**64
+    return (_words(values).to(torch.int64).view(-1) * (indices + 1)).sum()  # modulo 2**64
 
 
 def _digests(handle: FlatParamHandle, shard: Tensor) -> list[int]:
@@ -285,8 +280,8 @@ def _digests(handle: FlatParamHandle, shard: Tensor) -> list[int]:
     for param in handle.params:
         own = shard[param.local.start : param.local.end]
         places = torch.arange(own.numel(), device=own.device) + param.spec.offset
-        sums.append(_checksum(own, _logical(places, param.spec)))
-    return sums
+        sums.append(_checksum(own, _row_major(places, param.spec)))
+    return torch.stack(sums).tolist()  # type: ignore[no-any-return]
 
 
 def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:
@@ -318,7 +313,7 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
             if digest is not None:
                 held = target.detach().to(values.dtype)
                 places = torch.arange(held.numel(), device=held.device)
-                if _checksum(held, places) % 2**64 != digest:
+                if int(_checksum(held, places)) % 2**64 != digest:
                     raise ValueError(
                         f"apply_changes: {name!r} differs from the trained model after the change. "
                         "Expected that the tensor held the weights of the previous pass before the "

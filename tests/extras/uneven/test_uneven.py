@@ -186,9 +186,7 @@ def _bad_use(rank: int, world_size: int) -> None:
     leave(optimizer.step, re.escape("SGD.step() was called inside of the context"))
     leave(lambda: model(inputs[:, 1:]), "shapes")
     leave(lambda: ShardedWrapper.summon_full_params(model).__enter__(), "summon_full_params")
-    leave(
-        lambda: model.no_sync(max_bytes=1).__enter__(), re.escape("no_sync(...) was called inside")
-    )
+    leave(lambda: model.no_sync(max_bytes=1).__enter__(), re.escape("no_sync() was called inside"))
     with pytest.raises(ValueError, match="uneven=True without max_bytes"):
         model.no_sync(uneven=True, max_bytes=1).__enter__()
     with pytest.raises(RuntimeError, match="inside of join"), model.join():
