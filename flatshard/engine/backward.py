@@ -138,7 +138,11 @@ class Backward:
         )
 
     def run_empty(self) -> None:
-        """Take part in the end of a backward, without gradients of this rank's own. Collective."""
+        """Run a backward that computes no gradients on this rank. Collective.
+
+        The rank takes part in the end of the backward, where gradients are reduced. Gradients that
+        the rank has accumulated in earlier backwards are reduced, too.
+        """
         for handle in self._state.handles:
             handle.count_trainable()
         with torch.enable_grad(), temporarily([self], is_empty=True):

@@ -267,7 +267,7 @@ def accumulating(
             "every backward, and so need the same number of backwards on all ranks."
         )
     if context.root.stays_unsharded and is_plain and not uneven:
-        yield  # `no_sync(uneven=True)` around this context accumulates already
+        yield  # the enclosing `no_sync(uneven=True)` already accumulates
         return
     context.check_between_steps("no_sync()")
     if uneven:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,11 +43,17 @@ def run_script(options: argparse.Namespace, name: str, rank: int) -> NoReturn:
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder(options.steps, perturbs=name == "noise", exact=options.exact)
+    recorder.end = partial(_end, file, recorder)
     Replacement(recorder, options, is_sharded=name == "sharded").install()
     warnings.warn = _recording(warnings.warn, recorder)  # type: ignore[assignment]
     spawns: Any = torch.multiprocessing
     spawns.spawn = spawns.start_processes = _spawn
     _run(options, recorder)
+    _end(file, recorder)
+
+
+def _end(file: Path, recorder: Recorder) -> NoReturn:
+    """Write the record, and end the process."""
     unfinished = file.with_suffix(".part")
     torch.save(recorder.record, unfinished)
     unfinished.rename(file.with_suffix(".pt"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 import sys
 import time
@@ -34,7 +33,8 @@ from flatshard.extras.trial_run.user_line import current_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
-DDP: Any = nn.parallel.DistributedDataParallel  # read before the name is replaced
+# torch's own class: `stand_ins` later replaces the class in all modules outside of flatshard.
+DDP: Any = nn.parallel.DistributedDataParallel
 Key = tuple[int, str, str]  # step, kind of tensor, name
 _SAMPLES, _WHOLE, _CHUNK = 512, 2048, 1 << 20
 
@@ -111,6 +111,8 @@ def _positions(numel: int) -> Tensor:
 
 class Recorder:
     """Records the steps of one rank."""
+
+    end: Callable[[], object]  # writes the record, and ends the process; set by `rank`
 
     def __init__(self, num_steps: int, *, perturbs: bool, exact: bool) -> None:
         """Record ``num_steps`` steps of each optimizer, then end the script.
@@ -203,7 +205,7 @@ class Recorder:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over:
-            os._exit(0)  # the program has caught `Enough`
+            self.end()  # the program has caught `Enough`, and goes on
         if not (_is_nested() or len(args) > 1 or kwargs):
             with self.paused(is_step=True):
                 self._add_params(optimizer, "gradient at the step")

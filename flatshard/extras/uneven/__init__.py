@@ -108,7 +108,9 @@ def _leave_together(state: RunState, problem: Exception | None) -> None:
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     counts = state.extension("average_over") is not None
-    everyone = state.world.host.gather_unless_equal((text, counts), f"leaving {_NAME}")
+    everyone = state.world.host.gather_unless_equal(
+        (text, counts), "leaving no_sync with uneven=True"
+    )
     for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
         if theirs is not None and problem is None:
             raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")

@@ -248,12 +248,12 @@ def _choose(
 def _units(
     flats: _Flats, rest: list[Item], dtype: torch.dtype | None, *, is_local: bool
 ) -> Iterator[list[Item]]:
-    """Yield the chosen tensors of one flat parameter after another, then ``rest``.
+    """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
-    Collective. Each all-gather starts before the tensors of the flat parameter before are yielded.
-    All ranks start the all-gathers at the same items, also ranks that get no tensors: otherwise a
-    collective of the user's program between two items could come before an all-gather on one rank
-    and after it on another, and NCCL would deadlock.
+    Collective. The all-gather of the next flat parameter starts before the tensors of the current
+    flat parameter are yielded. All ranks that read items start each all-gather at the same item.
+    Otherwise, if the user's program runs a collective between two items, the collective could come
+    before an all-gather on one rank and after it on another, and NCCL would deadlock.
     """
     # Memory for the last, the present and the next flat parameter. A cache does not reuse memory in
     # which the consumer still holds a tensor.
@@ -295,7 +295,11 @@ def _start(
 def _items(
     units: Iterable[list[Item]], limit: int | None, dtype: torch.dtype | None
 ) -> Iterator[list[Item]]:
-    """Yield lists of at most ``limit`` bytes of tensors in ``dtype``, or of a single tensor."""
+    """Group the tensors of ``units``, in order, into lists of at most ``limit`` bytes.
+
+    Sizes are those after the caller's cast to ``dtype``. A tensor larger than ``limit`` gets a list
+    of its own. If ``limit`` is None, each list contains one tensor. The last list may be empty.
+    """
     bucket: list[Item] = []
     size = 0
     for name, tensor in chain.from_iterable(units):

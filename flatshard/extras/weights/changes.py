@@ -202,7 +202,10 @@ class WeightChanges:
                     yield WeightChange(name, None, new.clone())
 
     def _whole(self, handle: FlatParamHandle) -> Iterator[tuple[Any, None, Tensor]]:
-        """All-gather a flat parameter. Collective: all ranks of the shard group."""
+        """All-gather a flat parameter; yield ``(parameter, None, all values)`` per parameter.
+
+        Collective: all ranks of the shard group.
+        """
         rounded = self._rounded(handle)
         self._kept[handle] = (
             rounded if rounded.dtype != handle.flat_param.dtype else rounded.clone()

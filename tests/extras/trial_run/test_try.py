@@ -104,6 +104,17 @@ for _ in range(4):
         ["fails under DistributedDataParallel, too: RuntimeError: no data", "at "],
         "start()\nraise RuntimeError('no data')",
     ),
+    "goes_on_after_any_exception": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+model, optimizer = start()
+for attempt in range(3):
+    try: train(model, optimizer, steps=8)
+    except BaseException: pass
+""",
+    ),
     "exits": ([], NOT_COMPARED, ["exit status 7"], "sys.exit(7)"),
     "a_rank_dies": (
         [],
