@@ -243,7 +243,8 @@ class Backward:
             grad = grad.to_dense()
         # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
         # record of arrived gradients, which may still contain the gradients of the last backward.
-        self.begin()
+        if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
+            self.begin()
         grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
         for watcher in self._state.watchers:
             watcher.on_grad(unit, handle.params[index], grad)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,8 +38,6 @@ from flatshard.tensor.sharded_tensor import (
     GRADIENT,
     UNREDUCED,
     FlatShardTensor,
-    Origin,
-    Source,
     local_range,
 )
 from flatshard.units.layout import part_of, view_of
@@ -74,10 +71,6 @@ class Gradients:
             params: the original parameters of the flat parameter.
         """
         self._params, self._layout = params, plan.flat.layout
-        # Sizes of the pieces of this rank's shard: padding, parameter, padding, ..., padding.
-        bounds = [x for one in params for x in (one.local.start, one.local.end)]
-        pieces = pairwise([0, *bounds, self._layout.shard_numel])
-        self._shard_pieces = [end - start for start, end in pieces]
         # Whether the flat parameter is a single parameter without padding, such as an embedding.
         self._is_single = self._layout.padded_numel == self._layout.spans[0].numel
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
@@ -117,6 +110,14 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
+        # The flat gradient as a list: zeros for each range of padding, None for each parameter.
+        numels = self._layout.piece_numels
+        zeros = torch.zeros(max(numels[::2]), dtype=plan.dtypes.reduce_dtype, device=plan.device)
+        self._pieces = [
+            None if position % 2 else zeros[:numel]
+            for position, numel in enumerate(numels)
+            if position % 2 or numel
+        ]
         for param in self._params:
             param.kept_grad = None  # it may have another dtype or device
 
@@ -331,24 +332,29 @@ class Gradients:
 
         The tensor is zero for parameters without a gradient.
         """
-        spans = self._layout.spans
+        spans, dtype = self._layout.spans, self.dtypes.reduce_dtype
         if self._is_single and self.slots:
             # This gradient is the whole flat gradient, and may be large. So send it without a copy.
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
-            return whole.to(self.dtypes.reduce_dtype)
+            return whole.to(dtype)
+        # Join the gradients by one kernel: a kernel per parameter would take longer than copies.
+        # All stored gradients are dense, so 1-D views with the elements in memory order exist.
+        indices = sorted(self._separate)
+        slots = [self.slots[index] for index in indices]
+        flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
+        if len(flat) == len(spans) and all(one.dtype is dtype for one in flat):  # the usual case
+            gradients = iter(flat)
+            full = torch.cat([next(gradients) if one is None else one for one in self._pieces])
+            self._empty()
+            return full
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
             zero([buffer[span.start : span.end] for span in absent])
-        if self._separate:
-            # Make all views with one call and all copies with one kernel: a call and a kernel
-            # per parameter would take longer than the copies.
+        if flat:
             places = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
-            # All stored gradients are dense, so 1-D views with the elements in memory order exist.
-            slots = [self.slots[index] for index in self._separate]
-            flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
-            torch._foreach_copy_([places[index] for index in self._separate], flat)
+            torch._foreach_copy_([places[index] for index in indices], flat)
         self._empty()
         return buffer
 
@@ -481,24 +487,16 @@ class Gradients:
         if self.scale != 1.0:
             reduced.mul_(self.scale)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # One call makes the views of all parameters.
-            views = reduced.split_with_sizes(self._shard_pieces)[1::2]
             put = put_grad if reduced.dtype is self._params[0].sharded.dtype else set_grad
             for param in self._params:
-                if not used[index := param.index]:
+                if not used[param.index]:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
                     # Reuse the object of an earlier gradient: creating a new object of a subclass
                     # of Tensor takes several times as long.
                     grad: Tensor = kept
-                    kept.__dict__ = {
-                        "local": views[index],
-                        "flat": reduced,
-                        "spec": param.spec,
-                        "role": GRADIENT,
-                        "origin": Origin(Source.GRADIENTS, is_fixed=True),
-                    }
+                    kept.__dict__ = {"flat": reduced, "spec": param.spec, "role": GRADIENT}
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):

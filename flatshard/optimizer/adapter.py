@@ -327,13 +327,19 @@ class BucketAdapter(OptimizerAdapter):
                 already.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            states = optimizer.state
+            # By id, because looking up a tensor calls a function of Python, `Tensor.__hash__`.
+            present = dict(zip(map(id, states), states.values(), strict=True))
             for group in groups:
                 before, new = group["params"], list[Any]()
                 left = [one for one in before if id(one) not in stepped] if stepped else before
                 for item in find_buckets(left, self._known):
-                    buckets = item.swap_in(optimizer.state) if isinstance(item, ParamBucket) else []
-                    self._buckets += buckets
-                    new += [bucket.param for bucket in buckets] or [item]
+                    if isinstance(item, ParamBucket):
+                        buckets = item.swap_in(states, present)
+                        self._buckets += buckets
+                        new += [bucket.param for bucket in buckets]
+                    else:
+                        new.append(item)
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
                     continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
@@ -389,10 +395,17 @@ class BucketState(dict[str, Any]):
         super().__init__(values)
         self._made_of = tuple(self.values())
 
-    def is_unchanged(self, state: object) -> bool:
-        """Whether ``state`` is this object, and still has the values with which it was made."""
-        same = map(operator.is_, self.values(), self._made_of)
-        return state is self and len(self) == len(self._made_of) and all(same)
+    @staticmethod
+    def are_unchanged(own: Sequence[BucketState], found: Iterable[object]) -> bool:
+        """Whether ``found`` are these states, which still have their values from the beginning."""
+        # Few calls of Python functions, because this is checked for each parameter in each step.
+        made_of = [state._made_of for state in own]
+        values, before = map(chain.from_iterable, (map(dict.values, own), made_of))
+        return (
+            all(map(operator.is_, found, own))
+            and [*map(len, own)] == [*map(len, made_of)]
+            and all(map(operator.is_, values, before))
+        )
 
 
 def apart(state: State) -> State:
@@ -457,18 +470,20 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     The parameters are neighbours in a shard, and their gradients are neighbours in a flat gradient.
     """
     first = params[position]
-    found, grad, flat = [first], _flat_grad(first), first.flat
-    if grad is None:
+    found, flat_grad, flat = [first], _flat_grad(first), first.flat
+    if flat_grad is None:
         return found
     end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
     # Loop over indices: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
-        if _flat_grad(param) is not grad or param.flat is not flat:
+        if not isinstance(param, FlatShardTensor) or param.flat is not flat:
             break
-        # There may be padding between two neighbours. The optimizer steps the padding, too.
-        spec = param.spec
-        if not 0 <= spec.start - end < padding:
+        # The condition of `_flat_grad`, without a call for each parameter. There may be padding
+        # between two neighbours. The optimizer steps the padding, too.
+        grad, spec = get_grad(param), param.spec
+        is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
+        if not is_view or grad.flat is not flat_grad or not 0 <= spec.start - end < padding:
             break
         end = spec.start + spec.numel
         found.append(param)
@@ -493,7 +508,7 @@ class ParamBucket:
         first = params[0]
         self._params, self._flat, self._start = list(params), first.flat, first.spec.start
         # State of each member: views of the bucket's state.
-        self._states = {param: BucketState({}) for param in params}
+        self._states = [BucketState({}) for _ in params]
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
@@ -522,22 +537,23 @@ class ParamBucket:
         """A list of one bucket per member, for steps in which the states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
-    def swap_in(self, states: MutableMapping[Any, State]) -> list[ParamBucket]:
+    def swap_in(
+        self, states: MutableMapping[Any, State], present: dict[int, State]
+    ) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
-        ``states`` is ``optimizer.state``. Returns the buckets to step: this bucket, or one bucket
-        per member if the members' states cannot be joined, for example because their numbers of
-        steps differ.
+        ``states`` is ``optimizer.state``, and ``present`` has the same values by the parameters'
+        ids. Returns the buckets to step: this bucket, or one bucket per member if the members'
+        states cannot be joined, for example because their numbers of steps differ.
         """
         shared: State | None = self._shared
         # Usually the states of the members are the views that `swap_out` made, and the bucket's
         # state is up to date. Otherwise, in the first step and after somebody has assigned or
         # loaded state, join the members' states.
-        present = map(states.get, self._states)
-        if not all(map(BucketState.is_unchanged, self._states.values(), present)):
+        if not BucketState.are_unchanged(self._states, map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
-                return [bucket for one in self.divided for bucket in one.swap_in(states)]
+                return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
             # The joined state is a copy. Free the members' states now, to lower the peak memory:
             # the step allocates temporary tensors.
             for param in self._params:
@@ -567,10 +583,10 @@ class ParamBucket:
             return
         # If the optimizer has updated its state in place, as most do, the views that the members
         # got after the last step are still right. Otherwise make new views.
-        if not self._shared.is_unchanged(shared):
+        if not BucketState.are_unchanged([self._shared], [shared]):
             self._split(shared, states)
-        if states.get(self._params[0]) is not self._states[self._params[0]]:
-            states.update(self._states)
+        if states.get(self._params[0]) is not self._states[0]:
+            states.update(zip(self._params, self._states, strict=True))
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
@@ -615,10 +631,10 @@ class ParamBucket:
         if target is not None:
             state_to_target(shared, self.param.shape, target)
         self._shared = BucketState(shared)
+        self._states = []
         for one in self._params:
-            self._states[one] = BucketState(
-                {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
-            )
+            views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
+            self._states.append(BucketState(views))
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:

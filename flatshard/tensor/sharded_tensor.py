@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partialmethod
+from functools import cached_property, partialmethod
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -283,15 +283,22 @@ class FlatShardTensor(torch.Tensor):
 
     # These are plain attributes instead of properties, because reading a property of a tensor calls
     # `__torch_function__`, which is slow.
-    local: Tensor
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
-    origin: Origin
     role: str
     # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
     # DTensor, instead of the shape and strides of this rank's part of the DTensor.
     shows_unsplit = False
+
+    # `__new__` sets both attributes, but `Gradients.publish` sets neither: few programs read them.
+    @cached_property
+    def local(self) -> Tensor:
+        return self.flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
+
+    @cached_property
+    def origin(self) -> Origin:
+        return Origin(Source.GRADIENTS, is_fixed=True)
 
     @staticmethod
     def __new__(
@@ -437,7 +444,7 @@ class FlatShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
-            original = self.spec.original
+            original = self.spec._original()
             is_kept = original is not None and before is original.kept_grad
             if is_kept and before is not None and before is not value:
                 # If nothing else refers to the gradient, free its memory, so that the object may be
