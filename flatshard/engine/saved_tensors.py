@@ -34,7 +34,9 @@ class SavedView(tuple[Any, ...]):
     """The tuple that autograd saves for a view of an unsharded buffer.
 
     Contains the flat parameter's handle, the view's size, stride and offset, and the shard's
-    version at the time of saving. Not a ``NamedTuple``, because creating one takes longer.
+    version at the time of saving. For a full parameter itself, the parameter stands in place of the
+    size, and stays valid as long as the buffer. Not a ``NamedTuple``, because creating one takes
+    longer.
     """
 
     __slots__ = ()
@@ -153,6 +155,8 @@ class SavedTensors:
             handle, copies = found
             if handle.buffer._version != handle.clean_version:
                 state.edits.check_values(handle)
+            if type(tensor) is nn.Parameter and not copies:
+                return SavedView((handle, tensor, None, 0, handle.gathered_version))
             # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
             # another dtype, or a lazily conjugated or negated view.
             reinterprets = tensor.dtype != handle.buffer.dtype
@@ -188,7 +192,7 @@ class SavedTensors:
                     "needs the values of the forward. Run backward before the modification, or run "
                     "forward again."
                 )
-            return handle.buffer.as_strided(size, stride, offset)
+            return size if stride is None else handle.buffer.as_strided(size, stride, offset)
 
         # Keep Dynamo from tracing the hooks: Dynamo cannot represent units and handles in a graph.
         return untraced(pack), untraced(unpack)
