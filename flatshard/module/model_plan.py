@@ -24,14 +24,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.settings import Settings
 from flatshard.engine.unit import Unit
-from flatshard.module.wrappers import (
-    handles_in,
-    modules_apart,
-    named_wrappers,
-    other_roots,
-    units_in,
-    wrappers_in,
-)
+from flatshard.module import wrappers
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
@@ -120,13 +113,13 @@ class ModelPlan:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
         # The wrappers that the module contains already, outermost first.
-        self.wrappers = wrappers_in(module)
+        self.wrappers = wrappers.wrappers_in(module)
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
         self.left_alone = _sharded_ids(module) | ignored.ids()
         # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
         # these buffers differ between groups of ranks.
-        for inner in modules_apart(units_in(module), world_size):
+        for inner in wrappers.modules_apart(wrappers.units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
@@ -221,7 +214,7 @@ SHARED_REMEDY = (
 
 
 def _sharded_ids(module: nn.Module) -> set[int]:
-    return {id(param) for handle in handles_in(module) for param in handle.sharded}
+    return {id(param) for handle in wrappers.handles_in(module) for param in handle.sharded}
 
 
 def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
@@ -253,7 +246,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
     _check_wrappers(module, given["auto_wrap_policy"])
-    units = units_in(module)
+    units = wrappers.units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
@@ -430,21 +423,21 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
                 f"ShardedWrapper: module {name or '(root)'!r} is a {type(inner).__name__}, which "
                 "would reduce gradients by itself. Wrap its .module instead."
             )
-    for unit in units_in(module):
+    for unit in wrappers.units_in(module):
         for extension in unit.context.extensions:
             if not extension.is_made_anew:
                 raise ValueError(
                     f"ShardedWrapper: {extension.name}() was called on a part of the module. First "
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
-    check_frozen(other_roots(module))
-    if policy is not None and (wrappers := named_wrappers(module)):
-        first, name = next(iter(wrappers.items()))
+    check_frozen(wrappers.other_roots(module))
+    if policy is not None and (inside := wrappers.named_wrappers(module)):
+        first, name = next(iter(inside.items()))
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
             f"ShardedWrapper (around a {first.__class__.__name__}; "
-            f"{len(wrappers)} ShardedWrappers in all). "
+            f"{len(inside)} ShardedWrappers in all). "
             "Leave out the policy: then the outer wrapper takes all parameters that are not in "
             "a unit. Or wrap the model once, with the policy."
         )

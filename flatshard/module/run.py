@@ -12,10 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from flatshard.comm.settings import as_flag
 from flatshard.engine.backward import Backward
@@ -27,15 +23,8 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory.buffers import prepare_allocator
+from flatshard.module import wrappers
 from flatshard.module.model_plan import check_frozen
-from flatshard.module.wrappers import (
-    handles_in,
-    modules_apart,
-    named_wrappers,
-    other_roots,
-    unit_of,
-    units_in,
-)
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
@@ -58,10 +47,10 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     identifies the model, and is the same on all ranks; if None, the model gets a new number.
     """
     names: dict[Unit, list[str]] = {}
-    for wrapper, name in named_wrappers(root).items():
-        names.setdefault(unit_of(wrapper), []).append(name)
+    for wrapper, name in wrappers.named_wrappers(root).items():
+        names.setdefault(wrappers.unit_of(wrapper), []).append(name)
     for unit, own_names in names.items():
-        unit.rename(own_names, is_root=unit is unit_of(root))
+        unit.rename(own_names, is_root=unit is wrappers.unit_of(root))
     # Put the units in registration order, the root last, as a guess of the execution order. The
     # first forward records the real order.
     first, *rest = names
@@ -137,10 +126,10 @@ class RootChecks:
         # Keep only a weak reference. The hooks of every unit inside keep this object, and the
         # program may drop the outermost wrapper, and use a unit inside in another model.
         self._root = weakref.ref(root)
-        self._ignored, self._shared = units[-1].ignored, other_roots(root)
+        self._ignored, self._shared = units[-1].ignored, wrappers.other_roots(root)
         self.writes = WriteThrough()
         # The modules that only some of the model's ranks train.
-        self._apart = modules_apart(units, units[-1].topology.world.size)
+        self._apart = wrappers.modules_apart(units, units[-1].topology.world.size)
         self._num_registered = -1  # the global `_num_registered` at the last check
         self._modules = list(root.module.modules())
 
@@ -192,9 +181,9 @@ class RootChecks:
 
         In the first forward, also raise if a tensor has no values.
         """
-        handles, world = handles_in(root), self.context.world
+        handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:
-            for unit in units_in(root):
+            for unit in wrappers.units_in(root):
                 if unit.check_loaded is not None:
                     unit.check_loaded(root, world)
             if any(handle.flat_param.device.type == "cpu" for handle in handles):
@@ -224,8 +213,8 @@ class RootChecks:
 def _install() -> None:
     # Register at a model's first check, not at import: torch calls these hooks for every assignment
     # to any module of the process, which takes time.
-    register_module_module_registration_hook(_registered)
-    register_module_parameter_registration_hook(_registered)
+    nn.modules.module.register_module_module_registration_hook(_registered)
+    nn.modules.module.register_module_parameter_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
@@ -283,7 +272,7 @@ def accumulating(
 
 def plan_backward(model: nn.Module, *, reduces: bool) -> None:
     """Make the next backward reduce or accumulate gradients, even if forward planned otherwise."""
-    for root in units_in(model, nested=False):
+    for root in wrappers.units_in(model, nested=False):
         for unit in root.context.units:
             unit.sync = GradSync.FULL if reduces else GradSync.ACCUMULATE
         root.context.accumulates = not reduces
@@ -329,7 +318,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
             "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
             "rank0_only=False and make the same edit on every rank."
         )
-    units = units_in(module, nested=recurse)
+    units = wrappers.units_in(module, nested=recurse)
     for context in dict.fromkeys(unit.context for unit in units):
         context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
@@ -342,7 +331,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
 
 def _check_owns_parameters(module: nn.Module) -> None:
     """Raise RuntimeError if a unit outside of ``module`` owns a parameter in ``module``."""
-    inside = {id(param.spec) for handle in handles_in(module) for param in handle.params}
+    inside = {id(param.spec) for handle in wrappers.handles_in(module) for param in handle.params}
     for part in module.modules():
         for value in (*part._parameters.values(), *vars(part).values()):
             if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:

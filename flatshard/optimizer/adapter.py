@@ -161,7 +161,7 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
     """Return the adapter of an optimizer, the same in all steps.
 
-    An element-wise optimizer gets a adapter at the first step, any other optimizer at the first
+    An element-wise optimizer gets an adapter at the first step, any other optimizer at the first
     step with sharded parameters.
 
     Raises:
@@ -266,15 +266,15 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 class OptimizerAdapter:
     """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
 
-    A adapter must not hold a reference to its optimizer: the adapter exists as long as the
+    An adapter must not hold a reference to its optimizer: the adapter exists as long as the
     optimizer, and the reference would keep both alive forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer``. A adapter that steps all parameters here, by itself, returns
-        a dummy optimizer, whose ``step()`` changes nothing. A adapter may also set
+        Usually returns ``optimizer``. An adapter that steps all parameters here, by itself, returns
+        a dummy optimizer, whose ``step()`` changes nothing. An adapter may also set
         ``closure.loss``.
         """
         return optimizer

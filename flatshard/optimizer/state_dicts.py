@@ -24,19 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.adapter import (
-    all_params,
-    apart,
-    is_elementwise,
-    is_torchs_own,
-    map_state,
-    named_values,
-    numbers_in,
-    part_per_element,
-    shared_state,
-    shown,
-    with_inner,
-)
+from flatshard.optimizer import adapter
+from flatshard.optimizer.adapter import apart, is_elementwise, map_state, numbers_in, with_inner
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
@@ -136,7 +125,7 @@ def with_shards(
         if asked:
             check_order(asked, spec)
         is_number = is_saving or name in numbers
-        part = part_per_element(spec, value, is_local=is_local, is_number=is_number)
+        part = adapter.part_per_element(spec, value, is_local=is_local, is_number=is_number)
         if part is not None:
             if is_saving:
                 return state_shard(part, spec, f"{name} of")
@@ -173,7 +162,7 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
     # hold all of one parameter's state, but all ranks hold about equal parts of the unit's state.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
-    for name, value in chain(*(named_values(state).items() for state in own.values())):
+    for name, value in chain(*(adapter.named_values(state).items() for state in own.values())):
         if isinstance(value, StateShard):
             found.setdefault((value.spec.unit, name), []).append(value)
     full: dict[int, Tensor] = {}
@@ -235,7 +224,7 @@ def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None
 def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
     """Return the optimizer's parameters, keyed as in a state dict (by position or name)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    return dict(zip(keys, all_params(optimizer), strict=False))
+    return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
 def with_shared(
@@ -272,7 +261,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
             _check_stamp(optimizer, group[STAMP])
             del group[STAMP]  # not before the check, so that the next step raises again
         # Check only torch's optimizers: those of other libraries may work without some options.
-        if not optimizer.defaults.keys() <= group.keys() and is_torchs_own(optimizer):
+        if not optimizer.defaults.keys() <= group.keys() and adapter.is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(
                 f"{kind}.step(): a parameter group has no option {missing!r}, only "
@@ -301,11 +290,11 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         return
     stamp, asked = _stamp(optimizer), torch_request()
     if is_elementwise(optimizer) and (asked is None or stamp is None):
-        state_dict["state"] = {key: shown(state) for key, state in state_dict["state"].items()}
+        state_dict["state"] = {k: adapter.shown(one) for k, one in state_dict["state"].items()}
     # Even if "state" is empty, `shared_state` compares the ranks' groups (NorMuon's momenta).
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
-            named = with_shared(optimizer, state_dict, shared_state(optimizer))
+            named = with_shared(optimizer, state_dict, adapter.shared_state(optimizer))
             states = with_shards(optimizer, named, is_saving=True)["state"]
             device = torch.device("cpu") if asked.cpu_offload else None
             if asked.full_state_dict:
@@ -370,7 +359,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
-    specs = [one.spec for one in all_params(optimizer) if isinstance(one, FlatShardTensor)]
+    specs = [one.spec for one in adapter.all_params(optimizer) if isinstance(one, FlatShardTensor)]
     if not specs:
         return None
     comm, places = specs[-1].comm, [spec.place for spec in specs]

@@ -17,31 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import checksum, raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.optimizer.adapter import (
-    BucketAdapter,
-    Closure,
-    Optimizer,
-    OptimizerAdapter,
-    adapter_of,
-    all_params,
-    at_step,
-    extensions,
-    step_groups,
-    stepping,
-    unhooked,
-    with_inner,
-)
+from flatshard.optimizer import adapter as adapters
+from flatshard.optimizer.adapter import Optimizer, adapter_of, stepping, unhooked
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import check_dtype, get_dtype, get_grad
-from flatshard.tensor import reduction_ops
+from flatshard.tensor import reduction_ops, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
-from flatshard.tensor.sharded_tensor import (
-    ASSIGNED,
-    UNREDUCED,
-    FlatShardTensor,
-    local_range,
-    untraced,
-)
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
 from flatshard.units.module_tree import unit_text
 
 
@@ -106,9 +88,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         _restore_after_failure(optimizer)
     # Restore optimizers whose steps have failed. If an outer optimizer (Lookahead) is stepping
     # `optimizer` now, nothing has failed.
-    if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
+    if stepping and not any(optimizer in adapters.with_inner(outer) for outer in stepping):
         restore_all()
-    for extension in extensions:
+    for extension in adapters.extensions:
         extension.before_step(optimizer)
     # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
     # users, and `_end` before all post hooks of users. Move both in each step, because users may
@@ -121,7 +103,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _steps_a_model(optimizer: Optimizer) -> bool:
     """Whether the optimizer has parameters or state of a wrapped model."""
     return any(STAMP in group for group in optimizer.param_groups) or any(
-        is_wrapped(param) or "flattened_as" in param.__dict__ for param in all_params(optimizer)
+        is_wrapped(p) or "flattened_as" in p.__dict__ for p in adapters.all_params(optimizer)
     )
 
 
@@ -147,16 +129,16 @@ def _begin(
         def run() -> Any:
             with torch.enable_grad():
                 result = given()
-            for extension in extensions:
+            for extension in adapters.extensions:
                 extension.before_step(optimizer)
             _check_params(optimizer)  # again: the closure's backward computes the gradients
             return result
 
-        is_early = type(adapter) is not OptimizerAdapter and adapter.needs_loss(optimizer)
-        closure = Closure(run, optimizer, is_early=is_early)
+        is_early = type(adapter) is not adapters.OptimizerAdapter and adapter.needs_loss(optimizer)
+        closure = adapters.Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
     # While an optimizer is stepping, this step is a part of its step.
-    for record in () if stepping else at_step:
+    for record in () if stepping else adapters.at_step:
         record(optimizer)
     stepping[optimizer] = adapter
     stepped = adapter.begin(optimizer, closure)
@@ -177,7 +159,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_params(optimizer: Optimizer) -> None:
     """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
-    if ASSIGNED:
+    if sharded_tensor.ASSIGNED:
         _check_assigned(optimizer)
     unreduced = bool(UNREDUCED)
     with torch._C.DisableTorchFunctionSubclass():
@@ -212,8 +194,8 @@ def _check_assigned(optimizer: Optimizer) -> None:
     would drift apart. Collective: all ranks that train the parameters.
     """
     sums: dict[Communicator, dict[str, object]] = {}
-    for param in all_params(optimizer):
-        if param in ASSIGNED and type(param.grad) is Tensor:
+    for param in adapters.all_params(optimizer):
+        if param in sharded_tensor.ASSIGNED and type(param.grad) is Tensor:
             for comm in (param.spec.comm, param.spec.replicas):
                 sums.setdefault(comm, {})[param.spec.name] = checksum(param.grad)
     for comm, mine in sums.items():
@@ -244,7 +226,7 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
         NotImplementedError: the optimizer changes an option of a group in each step.
     """
     adapter = adapter_of(optimizer)
-    assert isinstance(adapter, BucketAdapter), "element-wise"
+    assert isinstance(adapter, adapters.BucketAdapter), "element-wise"
     # Make a separate group for each part, so that one bucket holds parameters of only one part. A
     # bucket is one range of a flat shard, and other parameters may lie between two parts.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
@@ -254,10 +236,10 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
                 for param in part.params:
                     check_dtype(optimizer, part.group, param, _name_of(param))
             adapter.swap_in(optimizer, narrow)
-            changed = step_groups(optimizer, narrow)
+            changed = adapters.step_groups(optimizer, narrow)
     finally:
         adapter.undo(optimizer)
-        for extension in extensions:
+        for extension in adapters.extensions:
             for part in parts:
                 extension.after_part(optimizer, part.params)
     if changed is not None:
@@ -342,6 +324,6 @@ def clip_grad_norm_(
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
     # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
     # dispatch in Python. torch reads only the attribute `grad` of each parameter.
-    ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
+    ranges: Any = [SimpleNamespace(grad=sharded_tensor.local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed, check_same_state
 from flatshard.engine.unit import Unit
-from flatshard.optimizer import state_dicts
-from flatshard.optimizer.adapter import (
-    is_elementwise,
-    map_state,
-    named_values,
-    numbers_in,
-    part_per_element,
-    shared_state,
-)
+from flatshard.optimizer import adapter, state_dicts
+from flatshard.optimizer.adapter import map_state, named_values
 from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.state.full_params import worlds_of
 from flatshard.state.model_state import without_ddp_prefix
@@ -122,7 +115,7 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:
-    return shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
+    return adapter.shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
 
 
 def _by_name(
@@ -225,9 +218,10 @@ def state_to_load(
         # Keys of parameters in the result: names if `by_name`, otherwise positions.
         name_of = {id(param): name for name, param in model.named_parameters()}
         position = count()
-        elementwise = is_elementwise(optimizer)
+        elementwise = adapter.is_elementwise(optimizer)
         shapes = {param.fqn: param.original and param.original.spec for param in params}
-        numbers = numbers_in((shapes.get(name), state) for name, state in saved["state"].items())
+        saved_states = saved["state"].items()
+        numbers = adapter.numbers_in((shapes.get(name), state) for name, state in saved_states)
         loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
         facts: Facts = {}
         for number, group in enumerate(params.groups):
@@ -360,7 +354,7 @@ def _loaded(
     # Copy the part if it is a view of full state, because a view would keep the full state in
     # memory. Use already sharded state without a copy, as torch's load_state_dict does.
     is_full = not isinstance(value, FlatShardTensor)
-    part = part_per_element(spec, value.detach(), is_number=False)
+    part = adapter.part_per_element(spec, value.detach(), is_number=False)
     assert part is not None, "state with the parameter's shape is per element"
     return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{name} of")
 

@@ -17,19 +17,9 @@ from torch import Tensor, nn
 
 from flatshard.comm.consistency import checksum
 from flatshard.precision import tensors_in
+from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.tensor.sharded_tensor import (
-    ABOVE_AUTOGRAD,
-    HANDLERS,
-    Caller,
-    FlatShardTensor,
-    Origin,
-    Source,
-    caller_of_operator,
-    first_sharded,
-    origin_of,
-    wrote,
-)
+from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Source, first_sharded
 from flatshard.units.module_tree import unit_text
 
 aten = torch.ops.aten
@@ -82,8 +72,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.is_mutable
     if in_place and not isinstance(args[0], FlatShardTensor):
         spec.refuse(f"writing into a plain tensor with {func._schema.name}")
-    caller = caller_of_operator()
-    origin = origin_of(operands, caller)
+    caller = sharded_tensor.caller_of_operator()
+    origin = sharded_tensor.origin_of(operands, caller)
     if not in_place and (refused := _needs_full(func, operands, origin, caller)) is not None:
         if func._schema.name.endswith("_like"):
             return _full_like(func, args, kwargs)
@@ -101,7 +91,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
-        wrote(args[:1])
+        sharded_tensor.wrote(args[:1])
         _record_write(args[0], origin, func, args)
         args[0].origin.is_drawn |= origin.is_drawn and not args[0].origin.is_fixed
         return args[0]
@@ -252,8 +242,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_mutable = func._schema.is_mutable
     if not is_mutable:
         operands = [*tensors_in((args, kwargs))]
-        caller = caller_of_operator()
-        if _needs_full(func, operands, origin_of(operands, caller), caller) is not None:
+        caller = sharded_tensor.caller_of_operator()
+        origin = sharded_tensor.origin_of(operands, caller)
+        if _needs_full(func, operands, origin, caller) is not None:
             first_sharded(args, kwargs).refuse(func._schema.name)
         if torch.is_grad_enabled():
             _has_draws(func, operands)
@@ -269,11 +260,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ]
     for argument, values in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            wrote((values,))
+            sharded_tensor.wrote((values,))
             for position, value in enumerate(values):
                 if isinstance(value, FlatShardTensor) and value.origin.may_change:
                     operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
-                    _record_write(value, origin_of(operands), func, operands)
+                    _record_write(value, sharded_tensor.origin_of(operands), func, operands)
     return None
 
 
@@ -301,7 +292,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if func is aten.bernoulli.default:
         tensor.refuse("bernoulli() with its elements as probabilities")
     if tensor.is_alike and not func._schema.is_mutable:
-        caller = caller_of_operator()
+        caller = sharded_tensor.caller_of_operator()
         if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
             return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
@@ -320,7 +311,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         # memory.
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
-    wrote((tensor,))
+    sharded_tensor.wrote((tensor,))
     if not tensor.origin.is_fixed:
         tensor.origin.source = Source.OTHER
         tensor.origin.is_drawn, tensor.role = True, role
@@ -377,12 +368,12 @@ def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
 _DRAWING = "dropout alpha_dropout feature_dropout feature_alpha_dropout gumbel_softmax".split()
 for _module in (nn.functional, torch):
     _functions = (getattr(_module, name, None) for name in _DRAWING)
-    ABOVE_AUTOGRAD.update(dict.fromkeys(filter(None, _functions), _refuse_draws))
+    sharded_tensor.ABOVE_AUTOGRAD.update(dict.fromkeys(filter(None, _functions), _refuse_draws))
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
     rand_like randn_like""".split()
 
-HANDLERS.update(
+sharded_tensor.HANDLERS.update(
     _foreach=_foreach,
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys((f"{name}_" for name in (*_POINTWISE, "detach")), _pointwise),

@@ -21,18 +21,9 @@ from flatshard.comm.communicator import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.memory.offload_target import OffloadTargets
 from flatshard.options.precision import ParamPrecision
+from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import (
-    CALLERS,
-    GRADIENT,
-    OWN_ATTRIBUTES,
-    Caller,
-    FlatShardTensor,
-    LocalView,
-    Origin,
-    Source,
-    attributes_of,
-)
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin, Source
 from flatshard.tensor.unsharded import average_full_gradients, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
@@ -93,7 +84,7 @@ class FlatParameter(nn.Parameter):
     flat_layout: FlatLayout
     rank: int
     _params: Sequence[weakref.ref[OriginalParam]]
-    data = LocalView.data  # type: ignore[assignment]
+    data = sharded_tensor.LocalView.data  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -278,7 +269,7 @@ class OriginalParam:
         """
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
-        if is_first and (clashing := OWN_ATTRIBUTES & param.__dict__.keys()):
+        if is_first and (clashing := sharded_tensor.OWN_ATTRIBUTES & param.__dict__.keys()):
             raise ValueError(
                 f"parameter {self.span.name!r} has an attribute {min(clashing)!r}, but sharded "
                 "parameters use this name. Rename your attribute before wrapping."
@@ -297,7 +288,7 @@ class OriginalParam:
                     # a reference the swap below fails. Do not store the weight in a local variable
                     # for the same reason.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
-        attributes = attributes_of(param)
+        attributes = sharded_tensor.attributes_of(param)
         if is_first:
             post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
             self._waiting_hooks = param._backward_hooks, post_hooks
@@ -412,7 +403,7 @@ class OriginalParam:
         spec = self.spec
         local = chunk.narrow(0, spec.start, spec.numel)
         origin = Origin(Source.GRADIENTS, is_fixed=True)
-        return FlatShardTensor(local, spec, role=GRADIENT, flat=chunk, origin=origin)
+        return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
 
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
@@ -442,4 +433,4 @@ class OriginalParam:
 
 
 # These hooks run inside of backward, but after the gradients are averaged.
-CALLERS[id(OriginalParam.run_hooks.__code__)] = Caller.PROGRAM
+sharded_tensor.CALLERS[id(OriginalParam.run_hooks.__code__)] = sharded_tensor.Caller.PROGRAM

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
-from flatshard.tensor.sharded_tensor import (
-    ABOVE_AUTOGRAD,
-    HANDLERS,
-    UNREDUCED,
-    FlatShardTensor,
-    first_sharded,
-    local_range,
-    sharded_in,
-    wrote,
-)
+from flatshard.tensor import sharded_tensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, first_sharded, sharded_in
 from flatshard.tensor.unsharded import use_outside
 from flatshard.units.module_tree import unit_text
 
@@ -49,7 +41,7 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
     Raises:
         RuntimeError: the tensor is a gradient that was not reduced over all ranks yet.
     """
-    unit = UNREDUCED.get(tensor)
+    unit = sharded_tensor.UNREDUCED.get(tensor)
     if unit is not None:
         spec = tensor.spec
         raise RuntimeError(
@@ -235,15 +227,15 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     optimizer step. Collective: all ranks that hold elements of the gradients.
     """
     gradients, found_inf, inverse_scale = args
-    func([local_range(g) for g in gradients], found_inf, inverse_scale)
-    wrote(gradients)
+    func([sharded_tensor.local_range(g) for g in gradients], found_inf, inverse_scale)
+    sharded_tensor.wrote(gradients)
     # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
     # all ranks must use the communicators in the same order.
     for comm in dict.fromkeys(comm for g in sharded_in(gradients) for comm in g.spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
-HANDLERS.update(
+sharded_tensor.HANDLERS.update(
     linalg_vector_norm=_norm,
     _foreach_norm=_norm,
     _foreach_max=lambda func, args, _: first_sharded(args, {}).refuse(func._schema.name),
@@ -326,6 +318,6 @@ for _kind, _functions in (
     ("mean", (torch.mean, Tensor.mean)),
     ("norm", (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm)),
 ):
-    ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _kind)))
+    sharded_tensor.ABOVE_AUTOGRAD.update(dict.fromkeys(_functions, partial(_differentiable, _kind)))
 for _function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-    ABOVE_AUTOGRAD[_function] = partial(_gradients, _function)
+    sharded_tensor.ABOVE_AUTOGRAD[_function] = partial(_gradients, _function)

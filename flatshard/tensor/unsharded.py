@@ -32,18 +32,9 @@ from torch.utils import _pytree as pytree
 
 from flatshard.comm.consistency import checksum
 from flatshard.precision import tensors_in
+from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import (
-    ABOVE_AUTOGRAD,
-    GRADIENT,
-    Caller,
-    FlatShardTensor,
-    Origin,
-    Source,
-    caller_of_operator,
-    is_collective,
-    untraced,
-)
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin, Source, is_collective, untraced
 from flatshard.units.module_tree import unit_text
 
 _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
@@ -279,7 +270,8 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     """
     # In a `torch.autograd.Function`, `_averaged` gets the gradient: a fused loss computes in its
     # forward the gradient that its backward returns.
-    if caller_of_operator() is Caller.PROGRAM and (leaf := _leaf_of_program(tensor)) is not None:
+    is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
+    if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
             f"{leaf.spec.where()}: a tensor computed from the parameter ({leaf.text}) requires a "
             "gradient. The tensor is sharded, so it cannot hold this rank's gradient. Make it from "
@@ -352,7 +344,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
     local = spec.slice(part) / (spec.comm.size * spec.replicas.size)
     origin = Origin(Source.GRADIENTS, is_fixed=True, graph_task=torch._C._current_graph_task_id())
-    return FlatShardTensor(local, spec, role=GRADIENT, origin=origin)
+    return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, origin=origin)
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
@@ -383,6 +375,6 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
 
 
 # Gradients are disabled in `OutsideUse.forward`, so `full_tensor` records nothing there.
-ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
+sharded_tensor.ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
     use_outside, function=FlatShardTensor.full_tensor
 )
