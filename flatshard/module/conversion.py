@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,9 +46,16 @@ def convert(
     # that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
-    with temporarily([context], is_converting=True), _hidden(handles):
-        apply_to_module()
-        convert_buffers(root.modules(), fn)
+    with temporarily([context], is_converting=True):
+        try:
+            # Hide the parameters from torch, which would convert each parameter.
+            for module, attribute, _ in (place for handle in handles for place in handle.places):
+                module._parameters[attribute] = None
+            apply_to_module()
+            convert_buffers(root.modules(), fn)
+        finally:
+            for handle in handles:
+                handle.put_back()
     for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()
@@ -149,20 +155,3 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     twin = FlatParamHandle(plan, plan.take_params(), shard)
     twin.page_out()
     return twin
-
-
-@contextlib.contextmanager
-def _hidden(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
-    """Hide parameters from torch inside the context: torch would convert each parameter."""
-    places = [
-        (module._parameters, attribute, module._parameters[attribute])
-        for handle in handles
-        for module, attribute, _ in handle.places
-    ]
-    for module_params, attribute, _ in places:
-        module_params[attribute] = None
-    try:
-        yield
-    finally:
-        for module_params, attribute, param in places:
-            module_params[attribute] = param

@@ -138,7 +138,7 @@ class RootChecks:
         if stepping:
             restore_all()
         if self.writes.given:
-            self.writes.take_over()
+            self.writes.take_over([*self.writes.given.values()])
 
     def shared_buffers(self) -> Buffers:
         """Return the buffers to broadcast. A buffer that several modules share is returned once.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
-from flatshard.optimizer.state_dicts import check_order, is_for_rank_0, torch_request
+from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
 from flatshard.state.full_params import gather_full, original_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -63,9 +63,7 @@ class UnitStateDict:
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
 
-    def _after_save(
-        self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
-    ) -> None:
+    def _after_save(self, _: nn.Module, state_dict: StateDict, prefix: str, *rest: Any) -> None:
         if not self._leave():
             return
         options = self.requested()
@@ -101,12 +99,7 @@ class UnitStateDict:
         return StateDictOptions(not asked.full_state_dict, asked.cpu_offload, is_for_rank_0(asked))
 
     def _before_load(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *rest: Any,
+        self, module: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict, *rest: Any
     ) -> None:
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError(
@@ -145,7 +138,7 @@ class UnitStateDict:
 
 
 def _replace_by_full(
-    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions, is_saving: bool
+    handle: FlatParamHandle, state_dict: StateDict, options: StateDictOptions, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
     """Replace sharded parameters in ``state_dict`` by full copies, and return the copies.
 
@@ -173,7 +166,7 @@ def _replace_by_full(
 
 
 def _keep_sharded(
-    handle: FlatParamHandle, state_dict: dict[str, Any], options: StateDictOptions
+    handle: FlatParamHandle, state_dict: StateDict, options: StateDictOptions
 ) -> None:
     """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
 
@@ -195,7 +188,7 @@ def _keep_sharded(
 
 
 def _treat_rest(
-    state_dict: dict[str, Any], key: str, options: StateDictOptions, is_saving: bool
+    state_dict: StateDict, key: str, options: StateDictOptions, is_saving: bool
 ) -> None:
     """Apply the options to entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
@@ -234,7 +227,7 @@ def options_set(
     return temporarily(parts, options=options)
 
 
-def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
+def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[str, Any]:
     """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
 
     If the model has a child named ``module``, the prefix belongs to the model, and the names stay

@@ -71,15 +71,11 @@ class WriteThrough:
         # A state dict in a global variable is freed when the program ends. Copy nothing then:
         # torch's functions may already be gone, and the model is not used again.
         if (given := self.given.pop(id(user), None)) and not sys.is_finalizing():
-            self._take_over([given])
-
-    def take_over(self) -> None:
-        """Copy to the shards all values that users wrote into tensors of state dicts."""
-        self._take_over([*self.given.values()])
+            self.take_over([given])
 
     def check(self) -> None:
         """Copy written values to the shards; raise RuntimeError if written values are lost."""
-        self.take_over()
+        self.take_over([*self.given.values()])
         self.raise_lost()
 
     def raise_lost(self) -> None:
@@ -93,7 +89,8 @@ class WriteThrough:
                 "parameter, clone the tensor first."
             )
 
-    def _take_over(self, some: Sequence[WatchedCopy]) -> None:
+    def take_over(self, some: Sequence[WatchedCopy]) -> None:
+        """Copy to the shards the values that users wrote into ``some`` tensors of state dicts."""
         for given in some:
             state, given.state = given.state, _state(given.copy)
             if state == given.state:

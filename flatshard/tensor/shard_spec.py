@@ -193,12 +193,11 @@ class ShardSpec:
         """
         return like.new_empty_strided(self.shape, self.strides)
 
-    def detached(self) -> ShardSpec:
+    def detached(self, _: object = None) -> ShardSpec:
         """Return a copy of this spec that refers to no model, for a copy of the parameter."""
         return replace(self, _owner=lambda: None, _original=lambda: None)
 
-    def __deepcopy__(self, _: object) -> ShardSpec:
-        return self.detached()
+    __deepcopy__ = detached
 
     def refuse_part(self, operation: str) -> None:
         """Raise NotImplementedError if the parameter is the local part of a DTensor.
@@ -207,12 +206,11 @@ class ShardSpec:
         ranks raise. ``operation``: name of the operation, for the error.
         """
         if len(self.comms) > 1:
-            full = "" if self.tensor_parallel is None else f" of shape {self.tensor_parallel.shape}"
             raise NotImplementedError(
-                f"parameter {self.name!r} ({unit_text(self.unit)}, rank {self.comm.global_rank}): "
-                f"{operation} would see only this rank's part {self.shape} of a DTensor{full}. "
-                "Initialize before ShardedWrapper(model), read values from model.state_dict(), and "
-                "edit with p.copy_(...)."
+                f"{self.where()}: {operation} would see only this rank's part {self.shape} of a "
+                f"DTensor of shape {self.tensor_parallel.shape}. Initialize before "
+                "ShardedWrapper(model), read values from model.state_dict(), and edit with "
+                "p.copy_(...)."
             )
 
     def where(self, described: str | None = None) -> str:

@@ -603,9 +603,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_collective(func):
             return collective(func, args, kwargs)
@@ -630,9 +628,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     @untraced
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)

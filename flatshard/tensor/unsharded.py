@@ -58,9 +58,7 @@ class FreedParameter(nn.Parameter):
     """
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` if it reads no values, or if the model can unshard the unit now.
 
         Raises:
@@ -146,9 +144,7 @@ class GatheredView(Tensor):
 
     @classmethod
     @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # sets an attribute, and writes no element
@@ -171,9 +167,7 @@ class GatheredView(Tensor):
         return as_views(result, plain.values(), views[0].parameter)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operator that C++ code, such as a ``ProcessGroup``, calls with this view.
 
         Raises RuntimeError if the operator is a collective, or writes to the view.

@@ -259,7 +259,7 @@ class StateWrites(WriteThrough):
         if not given.copy.is_cpu:
             self._values[given] = given.copy._version, _few_words(given.copy).clone()
 
-    def _take_over(self, some: Sequence[WatchedCopy]) -> None:
+    def take_over(self, some: Sequence[WatchedCopy]) -> None:
         """Find the written tensors, and copy their values to the shards.
 
         The host waits for the device if the values of a tensor can still be copied to the shards,
@@ -271,7 +271,7 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0))
         watched = [given for given in some if given in self._values]
         for given in watched:
-            # The call of `super()._take_over` below copies this write to the shard.
+            # The call of `super().take_over` below copies this write to the shard.
             if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait
@@ -285,7 +285,7 @@ class StateWrites(WriteThrough):
                 self._mark(found)
             else:
                 self._unread.append(found)
-        super()._take_over(some)
+        super().take_over(some)
 
     def _mark(self, differences: _Differences) -> None:
         for given in differences.written():
