@@ -10,6 +10,14 @@ class OffloadError(RuntimeError):
     """The disk has too little space for the tensors that ``CPUOffload(path=...)`` stores on it."""
 
 
+def check_flags(policy: object, *names: str) -> None:
+    """Raise TypeError if one of a policy's attributes ``names`` is not a bool."""
+    for name in names:
+        if not isinstance(value := getattr(policy, name), bool):
+            kind = type(policy).__name__
+            raise TypeError(f"{kind}: {name} must be True or False, got {value!r}.")
+
+
 @dataclass(frozen=True)
 class CPUOffload:
     """Where shards, gradients and optimizer state are kept between uses.
@@ -44,11 +52,7 @@ class CPUOffload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("offload_params", "offload_optimizer", "pin_memory"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"CPUOffload: {name} must be True or False, got {getattr(self, name)!r}."
-                )
+        check_flags(self, "offload_params", "offload_optimizer", "pin_memory")
         if self.path is not None and not isinstance(self.path, str | os.PathLike):
             raise TypeError(f"CPUOffload: path must be a directory's path, got {self.path!r}.")
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatshard.options.extras import extra
+from flatshard.options.offload import check_flags
 
 # Type of `MixedPrecision.overrides`.
 Overrides: TypeAlias = (
@@ -120,11 +121,8 @@ class MixedPrecision:
                 f"MixedPrecision: gather_dtype must be None or one of {', '.join(map(str, FLOAT8))}"
                 f", got {self.gather_dtype!r}."
             )
-        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"MixedPrecision: {name} must be True or False, got {getattr(self, name)!r}."
-                )
+        flags = "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
+        check_flags(self, *flags)
         if self.keep_low_precision_grads and not HAS_GRAD_DTYPE:
             raise NotImplementedError(
                 "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "

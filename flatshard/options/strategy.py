@@ -131,23 +131,20 @@ def resharding(
             f"reshard_after_forward: expected True, False or a number of ranks, "
             f"got {after_forward!r}."
         )
+    problem = None
     # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
     if after_forward is not False and after_forward < 1:
-        raise ValueError(
-            f"reshard_after_forward={after_forward}: expected a bool or a positive number of ranks."
-        )
-    if after_forward and not placement.reshard_after_forward:
-        raise ValueError(
-            f"reshard_after_forward={after_forward}: {strategy.name} never reshards after forward. "
-            "Pass False, or sharding_strategy FULL_SHARD or HYBRID_SHARD."
-        )
+        problem = "expected a bool or a positive number of ranks."
+    elif after_forward and not placement.reshard_after_forward:
+        problem = f"{strategy.name} never reshards after forward. Pass False, or sharding_strategy "
+        problem += "FULL_SHARD or HYBRID_SHARD."
+    elif placement.over_all and after_forward > 1:
+        problem = f"{strategy.name} always shards parameters over the ranks of a node, so no other "
+        problem += "number of ranks can be chosen. Use True or False."
+    if problem is not None:
+        raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
     if after_forward is True:
         return strategy, placement
-    if placement.over_all and after_forward > 1:
-        raise ValueError(
-            f"reshard_after_forward={after_forward}: {strategy.name} always shards parameters over "
-            "the ranks of a node, so no other number of ranks can be chosen. Use True or False."
-        )
     if after_forward is False or after_forward == 1:
         strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
         return strategy, dataclasses.replace(strategy.placement, reshard_after_forward=False)

@@ -33,6 +33,10 @@ from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.units.module_proxy import ModuleProxy
 
+# The arguments of a module's forward.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 # Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
 # are cast, and a dict from each buffer's name to the buffer's original dtype.
 _CAST_BUFFERS = "_flatshard_cast_buffers"
@@ -69,9 +73,7 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     return twin
 
 
-def _cast_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _cast_arguments(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs]:
     # Cast each argument separately, so that an argument without a cast stays the same object.
     return (
         tuple(cast_floats(value, dtype) for value in args),
@@ -88,8 +90,8 @@ class UnitCasts:
     outputs: torch.dtype | None = None  # dtype of the outputs
 
     def cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, args: Args, kwargs: Kwargs, *, is_root: bool
+    ) -> tuple[Args, Kwargs] | None:
         """Return the unit's arguments after the cast, or None if the unit casts no inputs."""
         dtype = self.as_root if is_root else self.below_root
         return None if dtype is None else _cast_arguments(args, kwargs, dtype)
@@ -117,9 +119,7 @@ class ModuleCasts:
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True)
 
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
         # cannot read the dtype, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
@@ -127,7 +127,7 @@ class ModuleCasts:
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
         return _cast_arguments(args, kwargs, self._dtype or own)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after(self, module: nn.Module, args: Args, output: Any) -> Any:
         return output if self._called_with is None else cast_floats(output, self._called_with)
 
 
