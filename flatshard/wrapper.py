@@ -34,8 +34,9 @@ from flatshard.options.extras import default_extra, extra
 from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.state import model_state, optim_state
+from flatshard.state import model_state
 from flatshard.state.full_params import Request
+from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
@@ -808,10 +809,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         options = model_state.options_of(state_dicts_in(model))
         to_cpu = options.optim_offload_to_cpu if offload_to_cpu is None else offload_to_cpu
         device = torch.device("cpu") if to_cpu else None
+        state = OptimState(model, optim, units)
         if options.is_sharded:
-            return optim_state.sharded_state(model, optim, units, optim_state_dict, device)
+            return state.sharded(optim_state_dict, device)
         rank0_only = options.optim_rank0_only if rank0_only is None else rank0_only
-        return optim_state.full_state(model, optim, units, optim_state_dict, device, rank0_only)
+        return state.full(optim_state_dict, device, rank0_only)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -859,9 +861,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward or backward of the model is running.
         """
         units = units_between_steps(model, "optim_state_dict_to_load()")
-        loaded = optim_state.state_to_load(
-            model, optim, units, optim_state_dict, by_name=is_named_optimizer
-        )
+        state = OptimState(model, optim, units)
+        loaded = state.to_load(optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded

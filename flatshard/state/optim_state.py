@@ -31,63 +31,137 @@ from flatshard.units.module_tree import unit_text
 _REMEDY = "Every rank must step the same optimizer and load the same state."
 
 
-def full_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
-    state_dict: StateDict | None,
-    device: torch.device | None,  # device of the result; None: each tensor stays on its device
-    rank0_only: bool,
-) -> StateDict:
-    """Return an optimizer's full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
+@dataclass
+class OptimState:
+    """The state of an optimizer over parameters of ``model``, to save and to load."""
 
-    Collective: all ranks that train ``units``, the units in ``model``.
-    """
-    shared = _shared(optimizer)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    units: Sequence[Unit]  # the units in `model`
 
-    def prepare() -> tuple[tuple[StateDict, OptimParams], Facts]:
-        named, params = _by_name(model, optimizer, units, state_dict, shared)
-        facts: Facts = {}
-        for name, state in named["state"].items():
-            facts[f"state of {name!r}"] = "there"
-            facts |= _facts(f"of {name!r}", state if isinstance(state, dict) else {"": state})
-        facts |= _facts("of the optimizer", _rest(named))
-        return (named, params), facts
+    def full(
+        self, state_dict: StateDict | None, device: torch.device | None, rank0_only: bool
+    ) -> StateDict:
+        """Return the full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
 
-    # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
-    named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
-    whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
-    for world in worlds_of(whole):
-        values = unsharded_state(named, params)
-        gather = world.host.gather_unless_equal
-        check_same_state(values, gather, world.ranks, type(optimizer).__name__)
-    world = units[0].topology.world if units else ALONE
-    with torch.inference_mode(False), torch.no_grad():
-        full = copied(named)  # copies only this rank's parts of sharded tensors
-        state_dicts.to_full(full["state"], device, world.ranks[0] if rank0_only else None)
-    is_kept = not rank0_only or world.rank == 0
-    return copied(full, device, shares_memory=True) if is_kept else {}
+        ``device``: device of the result; None: each tensor stays on its device. Collective: all
+        ranks that train the units.
+        """
+        shared, units = self._shared(), self.units
 
+        def prepare() -> tuple[tuple[StateDict, OptimParams], Facts]:
+            named, params = self._by_name(state_dict, shared)
+            facts: Facts = {}
+            for name, state in named["state"].items():
+                facts[f"state of {name!r}"] = "there"
+                facts |= _facts(f"of {name!r}", state if isinstance(state, dict) else {"": state})
+            facts |= _facts("of the optimizer", _rest(named))
+            return (named, params), facts
 
-def sharded_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
-    state_dict: StateDict | None,
-    device: torch.device | None,
-) -> StateDict:
-    """Return an optimizer's state by parameter name, with sharded tensors for state per element.
+        # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
+        named, params = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+        whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
+        for world in worlds_of(whole):
+            values = unsharded_state(named, params)
+            gather = world.host.gather_unless_equal
+            check_same_state(values, gather, world.ranks, type(self.optimizer).__name__)
+        world = units[0].topology.world if units else ALONE
+        with torch.inference_mode(False), torch.no_grad():
+            full = copied(named)  # copies only this rank's parts of sharded tensors
+            state_dicts.to_full(full["state"], device, world.ranks[0] if rank0_only else None)
+        is_kept = not rank0_only or world.rank == 0
+        return copied(full, device, shares_memory=True) if is_kept else {}
 
-    The tensors share memory with the optimizer's state, unless they are copied to the CPU.
-    """
-    if len(worlds_of(units)) > 1:
-        raise NotImplementedError(
-            "optim_state_dict: some units train only on some of the model's ranks. Other ranks may "
-            "hold other state under the same names, but a sharded checkpoint keeps one state per "
-            "name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
-        )
-    named, _ = _by_name(model, optimizer, units, state_dict, _shared(optimizer))
-    return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
+    def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
+        """Return the state by parameter name, with sharded tensors for state per element.
+
+        The tensors share memory with the optimizer's state, unless they are copied to the CPU.
+        """
+        if len(worlds_of(self.units)) > 1:
+            raise NotImplementedError(
+                "optim_state_dict: some units train only on some of the model's ranks. Other ranks "
+                "may hold other state under the same names, but a sharded checkpoint keeps one "
+                "state per name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
+            )
+        named, _ = self._by_name(state_dict, self._shared())
+        return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
+
+    def to_load(self, state_dict: StateDict, *, by_name: bool) -> StateDict:
+        """Return this rank's part of a full state; see ``ShardedWrapper.optim_state_dict_to_load``.
+
+        Collective: all ranks that train the units.
+        """
+        optimizer = self.optimizer
+
+        def prepare() -> tuple[StateDict, Facts]:
+            _check_optimizer(optimizer)
+            state_dicts.watch(optimizer)
+            _check_form(state_dict, "an optimizer state")
+            params = OptimParams(self.model, optimizer, self.units)
+            saved = _named(state_dict, params)
+            group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
+            _check_names(group_of, [param.fqn for param in params])
+            # Keys of parameters in the result: names if `by_name`, otherwise positions.
+            name_of = {id(param): name for name, param in self.model.named_parameters()}
+            position = count()
+            elementwise = adapter.is_elementwise(optimizer)
+            shapes = {param.fqn: param.original and param.original.spec for param in params}
+            states = saved["state"]
+            numbers = adapter.numbers_in((shapes.get(name), one) for name, one in states.items())
+            loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
+            facts: Facts = {}
+            for number, group in enumerate(params.groups):
+                own = optimizer.param_groups[number]
+                keys = [name_of[id(p)] if by_name else next(position) for p in own["params"]]
+                options = _options_of_group(params.fqns(number), group_of, own)
+                loaded["param_groups"].append({**options, "params": keys})
+                for key, param in zip(keys, group, strict=True):
+                    if (fqn := param.fqn) in states:
+                        load = partial(_loaded, param, elementwise, numbers)
+                        loaded["state"][key] = map_state(load, states[fqn])
+                        facts |= _facts(f"of {fqn!r}", states[fqn])
+            for key, value in states.items():
+                if key not in group_of:
+                    loaded["state"][key] = copied(value)
+            return loaded, facts
+
+        return agreed(prepare, worlds_of(self.units), "optim_state_dict_to_load", _REMEDY)
+
+    def _shared(self) -> dict[FlatShardTensor, StateDict]:
+        is_optimizer = isinstance(self.optimizer, torch.optim.Optimizer)
+        return adapter.shared_state(self.optimizer) if is_optimizer else {}
+
+    def _by_name(
+        self, state_dict: StateDict | None, shared: dict[FlatShardTensor, StateDict]
+    ) -> tuple[StateDict, OptimParams]:
+        """Return the optimizer's state dict, keyed by parameter name, and its parameters.
+
+        The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
+        ``state_dict`` is None. State with one value per element is a sharded tensor. The state of
+        parameters in ``shared`` is taken from ``shared``.
+        """
+        optimizer = self.optimizer
+        _check_optimizer(optimizer)
+        state_dicts.watch(optimizer)
+        own = state_dicts.parts(optimizer) if state_dict is None else state_dict
+        kind = type(optimizer).__name__
+        _check_form(own, f"{kind}.state_dict()", f"Let {kind} save and load torch's form.")
+        if state_dict is None:
+            state_dicts.check_inner(optimizer, own)
+        own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
+        found = OptimParams(self.model, optimizer, self.units)
+        params = found.by_key(own)
+        own = state_dicts.with_shards(optimizer, own, is_saving=True)
+        groups = [
+            {**_options(group), "params": [params[key].fqn for key in group["params"]]}
+            for group in own["param_groups"]
+        ]
+        # A key that belongs to no parameter holds state of the whole optimizer.
+        whole = {key: value for key, value in own["state"].items() if key not in params}
+        taken = whole.keys() & {param.fqn for param in found}
+        _check_whole(optimizer, {**_rest(own), **whole}, taken)
+        state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
+        return {**_rest(own), "state": state, "param_groups": groups}, found
 
 
 def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
@@ -112,45 +186,6 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
             if isinstance(one, Tensor)
         }
     return found
-
-
-def _shared(optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, StateDict]:
-    return adapter.shared_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
-
-
-def _by_name(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
-    state_dict: StateDict | None,
-    shared: dict[FlatShardTensor, StateDict],
-) -> tuple[StateDict, OptimParams]:
-    """Return the optimizer's state dict, keyed by parameter name, and the optimizer's parameters.
-
-    The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
-    ``state_dict`` is None. State with one value per element is a sharded tensor. The state of
-    parameters in ``shared`` is taken from ``shared``.
-    """
-    _check_optimizer(optimizer)
-    state_dicts.watch(optimizer)
-    own = state_dicts.parts(optimizer) if state_dict is None else state_dict
-    kind = type(optimizer).__name__
-    _check_form(own, f"{kind}.state_dict()", f"Let {kind} save and load torch's form.")
-    if state_dict is None:
-        state_dicts.check_inner(optimizer, own)
-    own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
-    found = OptimParams(model, optimizer, units)
-    params = found.by_key(own)
-    own = state_dicts.with_shards(optimizer, own, is_saving=True)
-    groups = [
-        {**_options(group), "params": [params[key].fqn for key in group["params"]]}
-        for group in own["param_groups"]
-    ]
-    # A key that belongs to no parameter holds state of the whole optimizer.
-    whole = {key: value for key, value in own["state"].items() if key not in params}
-    _check_whole(optimizer, {**_rest(own), **whole}, {param.fqn for param in found} & whole.keys())
-    state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
-    return {**_rest(own), "state": state, "param_groups": groups}, found
 
 
 def _rest(state_dict: StateDict) -> StateDict:
@@ -190,57 +225,6 @@ def _check_form(state_dict: Any, what: str, remedy: str = _OF_RANK_0) -> None:
         return
     got = f"keys {list(state_dict)}" if isinstance(state_dict, dict) else type(state_dict).__name__
     raise ValueError(f"expected {what} with 'state' and 'param_groups', got {got}. {remedy}")
-
-
-def state_to_load(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
-    state_dict: StateDict,
-    *,
-    by_name: bool,
-) -> StateDict:
-    """Return this rank's part of a full state dict.
-
-    See ``ShardedWrapper.optim_state_dict_to_load``.
-
-    Collective: all ranks that train ``units``, the units in ``model``.
-    """
-
-    def prepare() -> tuple[StateDict, Facts]:
-        _check_optimizer(optimizer)
-        state_dicts.watch(optimizer)
-        _check_form(state_dict, "an optimizer state")
-        params = OptimParams(model, optimizer, units)
-        saved = _named(state_dict, params)
-        group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
-        _check_names(group_of, [param.fqn for param in params])
-        # Keys of parameters in the result: names if `by_name`, otherwise positions.
-        name_of = {id(param): name for name, param in model.named_parameters()}
-        position = count()
-        elementwise = adapter.is_elementwise(optimizer)
-        shapes = {param.fqn: param.original and param.original.spec for param in params}
-        saved_states = saved["state"].items()
-        numbers = adapter.numbers_in((shapes.get(name), state) for name, state in saved_states)
-        loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
-        facts: Facts = {}
-        for number, group in enumerate(params.groups):
-            own = optimizer.param_groups[number]
-            keys = [name_of[id(param)] if by_name else next(position) for param in own["params"]]
-            options = _options_of_group(params.fqns(number), group_of, own)
-            loaded["param_groups"].append({**options, "params": keys})
-            for key, param in zip(keys, group, strict=True):
-                if (fqn := param.fqn) in saved["state"]:
-                    state = saved["state"][fqn]
-                    load = partial(_loaded, param, elementwise, numbers)
-                    loaded["state"][key] = map_state(load, state)
-                    facts |= _facts(f"of {fqn!r}", state)
-        for key, value in saved["state"].items():
-            if key not in group_of:
-                loaded["state"][key] = copied(value)
-        return loaded, facts
-
-    return agreed(prepare, worlds_of(units), "optim_state_dict_to_load", _REMEDY)
 
 
 def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
