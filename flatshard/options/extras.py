@@ -20,6 +20,7 @@ EXTRAS = {
     "disk": "keeps shards, gradients and optimizer state in files",
     "reduction": "reduces by a communication hook, and all-gathers in float8",
     "deadlock": "finds ranks that wait for one another forever",
+    "auto_wrap": "chooses the modules that become units",
     "tensor_parallel": "trains parameters that are DTensors",
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",

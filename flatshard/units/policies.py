@@ -3,7 +3,7 @@
 A policy has one of three forms:
 
 - The string ``"auto"``. Units are repeated blocks and large single modules; see
-  ``flatshard.units.auto_wrap``.
+  ``flatshard.extras.auto_wrap``.
 - A callable ``policy(module, recurse, nonwrapped_numel) -> bool``, called twice for each module.
   With ``recurse=True``, the policy returns whether to visit the children of the module. If the
   policy returns False, neither the module nor any module inside is a unit, and there is no second
@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from flatshard.units.auto_wrap import AutoUnits
+from flatshard.options.extras import default_extra, extra
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
 __all__ = [  # the names in `flatshard.wrap`
@@ -260,7 +260,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
-        reasons = AutoUnits(tree).reasons()
+        asked_for = f"ShardedWrapper(auto_wrap_policy={policy!r})"
+        reasons = extra("auto_wrap", asked_for).AutoUnits(tree).reasons()
         chosen = {module: {} for module in reasons}
     elif hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(tree.module, set(tree.ignored.modules), {})
@@ -423,8 +424,9 @@ def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
 def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    size = numel(tree.params(tree.module))
-    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
+    size, blocks = numel(tree.params(tree.module)), 0
+    if size >= LARGE_MODEL_NUMEL and (auto_wrap := default_extra("auto_wrap")):
+        blocks = len(auto_wrap.AutoUnits(tree).blocks())
     if not blocks:
         return []
     return [

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard import wrap as policies
+from flatshard.options.extras import default_extra
 from tests.combinations import THOROUGH
 from tests.harness import RankError, allow_warnings, run_ranks
 from tests.outcomes import PATIENCE, Cell
@@ -43,6 +44,7 @@ from tests.parity.random_models import (
 
 CASES = int(os.environ.get("CASES", 100 if THOROUGH else 8))
 ROWS, STEPS = 3, 3
+AUTO = ["auto"] if default_extra("auto_wrap") else []  # a policy that can be deleted
 
 # ---------------------------------------------------------------- random cases
 
@@ -60,7 +62,7 @@ def _trees() -> st.SearchStrategy[list[Json]]:
 
 CHOICES: dict[str, list[Any]] = {
     "world": [1, 2, 3, 4],
-    "policy": ["none", "auto", "marked", "leaves", "layers", "boxes", "size", "all"],
+    "policy": ["none", *AUTO, "marked", "leaves", "layers", "boxes", "size", "all"],
     "strategy": [
         *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_OP"),
         *("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP"),

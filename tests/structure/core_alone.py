@@ -50,6 +50,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "join": lambda model: model.join(),
     "uneven": lambda model: model.no_sync(uneven=True).__enter__(),
     "average_over": lambda model: model.average_over(1),
+    "auto_wrap": lambda _: ShardedWrapper(nn.Linear(2, 2), auto_wrap_policy="auto"),
     "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),

@@ -34,8 +34,8 @@ from torch.utils.hooks import RemovableHandle
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan
+from flatshard.options.extras import extra
 from flatshard.precision import UnitCasts, tensors_in
-from flatshard.units.auto_wrap import AutoUnits
 from flatshard.units.module_tree import ModuleTree, unit_text
 
 _aten = torch.ops.aten
@@ -397,7 +397,8 @@ def checkpoint_blocks(modules: nn.Module | Iterable[nn.Module], kind: Checkpoint
 
 
 def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    units, inner = AutoUnits(ModuleTree(model)), set[nn.Module]()
+    auto_wrap, inner = extra("auto_wrap", "checkpointing of repeated blocks"), set[nn.Module]()
+    units = auto_wrap.AutoUnits(ModuleTree(model))
     for module in model.modules():
         if module not in inner and units.is_closed_block(module):
             inner.update(module.modules())

@@ -1,4 +1,4 @@
-"""The policy ``"auto"``: chooses units if the user names none.
+"""Extra: the policy ``"auto"``, which chooses units if the user names none.
 
 All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
 each all-gather has a fixed cost, so a unit should not have too few elements. From the root

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatshard.units.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
+from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
 from flatshard.units.ignored import Ignored
 from flatshard.units.policies import ChosenModule
 from tests.models import CASES
