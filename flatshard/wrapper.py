@@ -22,12 +22,7 @@ from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating, summon
-from flatshard.module.wrappers import (
-    handles_in,
-    state_dicts_in,
-    units_between_steps,
-    wrappers_in,
-)
+from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options.extras import default_extra, extra
@@ -954,9 +949,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return summary(self) if "_sharded_unit" in self.__dict__ else ""
 
     def plan(
-        self,
-        step: Callable[[nn.Module], Tensor],
-        optimizer: torch.optim.Optimizer | None = None,
+        self, step: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer | None = None
     ) -> RankPlan:
         """Predict the memory of this rank in a step, and compare it with the measured memory.
 

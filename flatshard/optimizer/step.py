@@ -180,11 +180,8 @@ def _check_params(optimizer: Optimizer) -> None:
                     check_dtype(optimizer, group, param, _name_of(param))
                 # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
                 if unreduced and grad in UNREDUCED:
-                    raise RuntimeError(
-                        f"{unit_text(UNREDUCED[grad])}: step() got gradients that were accumulated "
-                        "under no_sync and not reduced. Run the last backward before step() "
-                        "outside of no_sync."
-                    )
+                    where = unit_text(UNREDUCED[grad])
+                    raise RuntimeError(sharded_tensor.not_reduced(where, "step()"))
 
 
 def _check_assigned(optimizer: Optimizer) -> None:
@@ -280,10 +277,8 @@ def check_reduced(
     is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
     unit = next((h.unit_name for h in handles if h.grads.is_shown()), None)
-    error = RuntimeError(
-        f"{unit_text(unit or '')}, rank {world.rank}: clip_grad_norm_() got gradients that were "
-        "accumulated under no_sync and not reduced. Clip after a backward outside of no_sync."
-    )
+    where = f"{unit_text(unit or '')}, rank {world.rank}"
+    error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
         # Under `no_sync`, the ranks may have used different parameters, so perhaps only some ranks
         # have unreduced gradients. Exchange the errors, so that all ranks raise.

@@ -19,7 +19,7 @@ from flatshard.precision import set_grad
 from flatshard.tensor import whole
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
-from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad
+from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad, not_reduced
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
@@ -106,6 +106,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
     Collective: all ranks that train the units of ``handles``.
     """
+    op_name = "summon_full_params(with_grads=True)"
 
     def prepare() -> tuple[Any, Facts]:
         facts: Facts = {}
@@ -115,14 +116,9 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
                 is_there = param.sharded.grad is not None
                 facts[f"the gradient of {param.where}"] = "present" if is_there else "None"
                 if is_there and unreduced:
-                    raise ValueError(
-                        f"{param.where} has gradients that were accumulated under no_sync and not "
-                        "reduced. Run the last backward before summon_full_params() outside of "
-                        "no_sync."
-                    )
+                    raise ValueError(not_reduced(param.where, op_name))
         return handles, facts
 
-    op_name = "summon_full_params(with_grads=True)"
     try:
         remedy = "Set the gradient to None on every rank, or assign it on every rank."
         agreed(prepare, worlds_of(handles), op_name, remedy)

@@ -43,12 +43,8 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
     """
     unit = sharded_tensor.UNREDUCED.get(tensor)
     if unit is not None:
-        spec = tensor.spec
-        raise RuntimeError(
-            f"{unit_text(unit)}, {spec.name!r}, rank {spec.comm.rank}: cannot compute the norm or "
-            "sum of a gradient that was accumulated under no_sync and not reduced. Compute the "
-            "norm or sum after a backward outside of no_sync."
-        )
+        where = f"{unit_text(unit)}, {tensor.spec.name!r}, rank {tensor.spec.comm.rank}"
+        raise RuntimeError(sharded_tensor.not_reduced(where, "a norm or sum"))
     return tensor.local
 
 

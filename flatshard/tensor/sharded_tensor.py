@@ -691,6 +691,14 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
     )
 
 
+def not_reduced(where: str, caller: str) -> str:
+    """Return the text of an error: ``caller`` got gradients that were not reduced."""
+    return (
+        f"{where}: {caller} got gradients that were accumulated under no_sync and not reduced. Run "
+        f"the last backward before {caller} outside of no_sync."
+    )
+
+
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
     # Raise the version counter of the shard, which all views of the shard share. By this counter,
