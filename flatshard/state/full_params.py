@@ -241,22 +241,19 @@ class Summoned:
             full = whole.start_gather(parts, "summon_full_params, gradients")()
             for param, grad in zip(present, full, strict=False):
                 grads[param.index] = None if grad is None else grad.to(device)
-        if self.is_held:
-            self._show(values, grads)
-
-    def _show(self, values: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Let the modules hold new parameters that share memory with ``values``."""
-        originals = self._handle.params
-        self.copies = [nn.Parameter(values[one.index], one.requires_grad) for one in originals]
-        for one in originals:
-            self.copies[one.index].__dict__ = one.sharded.__dict__  # attributes that users set
-            set_grad(self.copies[one.index], grads[one.index])
+        if not self.is_held:
+            return
+        for one in handle.params:
+            copy = nn.Parameter(values[one.index], one.requires_grad)
+            copy.__dict__ = one.sharded.__dict__  # attributes that users set
+            set_grad(copy, grads[one.index])
+            self.copies.append(copy)
         # Compute checksums of the full parameters, and not only of this rank's part, so that all
         # ranks find the same edits. Some strategies (SHARD_OP) keep the unsharded buffer between
         # steps, and `_write_back` frees the buffer if it finds an edit. A rank that found no edit
         # would keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
-        self._handle.put(self.copies)
+        handle.put(self.copies)
 
     def close(self) -> list[str]:
         """Let the modules hold sharded parameters again, and write edits into the shard.

@@ -209,7 +209,7 @@ class OriginalParam:
         # instead of copies, so that users can still remove the hooks by the handles from torch.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
-        self.spec.original = self
+        self.spec._original = weakref.ref(self)
 
     @property
     def name(self) -> str:

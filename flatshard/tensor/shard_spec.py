@@ -157,10 +157,6 @@ class ShardSpec:
         """The parameter's ``OriginalParam``. None for a copy, and after the model was deleted."""
         return self._original()
 
-    @original.setter
-    def original(self, original: Any) -> None:
-        self._original = weakref.ref(original)
-
     @property
     def unsharded_numel(self) -> int:
         """Number of elements of the parameter, or of the whole DTensor with tensor parallelism."""

@@ -365,11 +365,8 @@ class FlatShardTensor(torch.Tensor):
     def text(self) -> str:
         """Short form of ``described``, for errors and warnings."""
         operation, _, operands = self.role.partition(" of ")
-        return (
-            f"result of {operation}() with {self.spec.name!r}"
-            if operands
-            else f"{self.role} {self.spec.name!r}"
-        )
+        what = f"result of {operation}() with" if operands else self.role
+        return f"{what} {self.spec.name!r}"
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's range."""
