@@ -255,9 +255,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 optimizer steps in backward or inside the context, or ``join`` surrounds it.
             ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
         """
-        return accumulating(
-            self._sharded_unit.context, max_bytes, replicas_only=replicas_only, uneven=uneven
-        )
+        context = self._sharded_unit.context
+        return accumulating(context, max_bytes, replicas_only=replicas_only, uneven=uneven)
 
     def average_over(self, count: float | Tensor) -> None:
         """Average the gradients of the next backward over counts, such as tokens, not over ranks.
@@ -291,9 +290,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 count is negative or not finite, all counts are 0, or only some ranks passed one.
             TypeError: ``count`` is no number.
         """
-        extra("average_over", "ShardedWrapper.average_over()").count(
-            self._sharded_unit.context, count
-        )
+        average_over = extra("average_over", "ShardedWrapper.average_over()")
+        average_over.count(self._sharded_unit.context, count)
 
     def join(
         self,

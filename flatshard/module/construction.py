@@ -118,9 +118,7 @@ def _compare(plan: ModelPlan) -> None:
     # collectives and deadlock.
     if ranks.world.size > 1:
         described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
-        units = [
-            f"{member.name}: {plan.settings_of[member.module].describe()}" for member in plan.chosen
-        ]
+        units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
         units += map(summary, plan.wrappers)

@@ -612,9 +612,7 @@ class ParamBucket:
         shared: State = {}
         for key, value in first.items():
             shapes = {param: getattr(state[key], "shape", None) for param, state in own.items()}
-            if key not in numbers and all(
-                shape == (param.spec.numel,) for param, shape in shapes.items()
-            ):
+            if key not in numbers and all(s == (p.spec.numel,) for p, s in shapes.items()):
                 shared[key] = value.new_zeros(self.param.numel())
                 for param, state in own.items():
                     shared[key][self._part(param)] = state[key]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flatshard.optimizer import adapter
-from flatshard.optimizer.adapter import apart, is_elementwise, map_state, numbers_in, with_inner
+from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_state, with_inner
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
@@ -92,11 +92,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def with_shards(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    *,
-    is_saving: bool = False,
-    asked: Any = None,
+    optimizer: Optimizer, state_dict: StateDict, *, is_saving: bool = False, asked: Any = None
 ) -> StateDict:
     """Return a copy of an optimizer's state dict in which state per element is sharded.
 
@@ -119,7 +115,8 @@ def with_shards(
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
-    numbers = () if is_saving else numbers_in((params.get(k), one) for k, one in states.items())
+    pairs = ((params.get(key), state) for key, state in states.items())
+    numbers = () if is_saving else adapter.numbers_in(pairs)
 
     def sharded(spec: ShardSpec, name: str, value: Any) -> Any:
         if asked:
@@ -206,7 +203,7 @@ def python_number(value: Any) -> Any:
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
-def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
+def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Raise ValueError if ``state_dict`` lacks state of an optimizer that ``optimizer`` steps."""
     keys = {id(param): key for key, param in params_by_key(optimizer, state_dict).items()}
     for inner in with_inner(optimizer)[1:]:
@@ -221,16 +218,14 @@ def check_inner(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None
                 )
 
 
-def params_by_key(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, Any]:
+def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]:
     """Return the optimizer's parameters, keyed as in a state dict (by position or name)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
 def with_shared(
-    optimizer: torch.optim.Optimizer,
-    state_dict: StateDict,
-    shared: dict[FlatShardTensor, StateDict],
+    optimizer: Optimizer, state_dict: StateDict, shared: dict[FlatShardTensor, StateDict]
 ) -> StateDict:
     """Return a copy of a state dict, with state from ``shared`` for the parameters found there."""
     params = params_by_key(optimizer, state_dict)
@@ -253,7 +248,7 @@ _ONE_RANKS = (
 )
 
 
-def check_state(optimizer: torch.optim.Optimizer) -> None:
+def check_state(optimizer: Optimizer) -> None:
     """Raise if the user loaded state of another rank, layout or optimizer. Called before a step."""
     watch(optimizer)
     for group in optimizer.param_groups:
@@ -270,7 +265,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def watch(optimizer: torch.optim.Optimizer) -> None:
+def watch(optimizer: Optimizer) -> None:
     """Register hooks that put the stamp into state dicts, and check the stamp at loading.
 
     Lookahead, which steps an inner optimizer, may have no hooks, because it does not call
@@ -285,7 +280,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
             one.register_load_state_dict_pre_hook(unstamped)
 
 
-def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     if optimizer in _asked_for_shards:
         return
     stamp, asked = _stamp(optimizer), torch_request()
@@ -308,10 +303,10 @@ def _add_stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
-_asked_for_shards: list[torch.optim.Optimizer] = []
+_asked_for_shards: list[Optimizer] = []
 
 
-def parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def parts(optimizer: Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()``, in which state per element is sharded."""
     asked = with_inner(optimizer)
     _asked_for_shards.extend(asked)
@@ -325,7 +320,7 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
     return any(STAMP in group for group in state_dict["param_groups"])
 
 
-def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def unstamped(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the stamp of a state dict, and return the state dict without the stamp.
 
     If the state dict has a stamp, no tensor is copied. A state dict from torch's ``set_state_dict``
@@ -342,7 +337,7 @@ def unstamped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     return with_shards(optimizer, state_dict) if is_elementwise(optimizer) else state_dict
 
 
-def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _check_stamp(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     own = _stamp(optimizer)
     if own is not None and own["layout"] == saved["layout"]:
         return
@@ -357,7 +352,7 @@ def _check_stamp(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
     )
 
 
-def _stamp(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def _stamp(optimizer: Optimizer) -> dict[str, Any] | None:
     """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
     specs = [one.spec for one in adapter.all_params(optimizer) if isinstance(one, FlatShardTensor)]
     if not specs:

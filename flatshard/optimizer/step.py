@@ -20,7 +20,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.optimizer import adapter as adapters
 from flatshard.optimizer.adapter import Optimizer, adapter_of, stepping, unhooked
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
-from flatshard.precision import check_dtype, get_dtype, get_grad
+from flatshard.precision import Args, Kwargs, check_dtype, get_dtype, get_grad
 from flatshard.tensor import reduction_ops, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
@@ -109,9 +109,7 @@ def _steps_a_model(optimizer: Optimizer) -> bool:
 
 @_restoring
 @untraced
-def _begin(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Replace the optimizer's sharded parameters by plain parameters, for the next step.
 
     ``args`` and ``kwargs`` are the arguments of ``step()``: the optimizer, and perhaps a closure.

@@ -128,9 +128,8 @@ class MixedPrecision:
                 "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "
                 f"{torch.__version__} lacks. Leave the keyword out, or install a newer torch."
             )
-        object.__setattr__(
-            self, "module_classes_to_ignore", _as_classes(self.module_classes_to_ignore)
-        )
+        classes = _as_classes(self.module_classes_to_ignore)
+        object.__setattr__(self, "module_classes_to_ignore", classes)
         if self.overrides is not None:
             read = extra("overrides", "MixedPrecision(overrides=...)").as_overrides
             object.__setattr__(self, "overrides", read(self.overrides))

@@ -6,9 +6,8 @@ name of the strategy.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -38,9 +37,7 @@ class Placement:
 
     def diverging(self) -> Placement:
         """Return a copy of this placement for a unit that ranks may skip (``allow_divergence``)."""
-        return dataclasses.replace(
-            self, reshard_after_forward=False, regather_size=None, may_diverge=True
-        )
+        return replace(self, reshard_after_forward=False, regather_size=None, may_diverge=True)
 
 
 class _SameAsTorchs(enum.Enum):
@@ -147,8 +144,8 @@ def resharding(
         return strategy, placement
     if after_forward is False or after_forward == 1:
         strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
-        return strategy, dataclasses.replace(strategy.placement, reshard_after_forward=False)
-    return strategy, dataclasses.replace(placement, regather_size=after_forward)
+        return strategy, replace(strategy.placement, reshard_after_forward=False)
+    return strategy, replace(placement, regather_size=after_forward)
 
 
 class BackwardPrefetch(_SameAsTorchs):

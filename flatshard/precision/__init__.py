@@ -33,7 +33,7 @@ from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.units.module_proxy import ModuleProxy
 
-# The arguments of a module's forward.
+# The arguments of a call.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 

@@ -374,9 +374,8 @@ class OptimParams:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
     ) -> None:
-        prefixes = {
-            module: unwrapped(f"{name}.") if name else "" for name, module in model.named_modules()
-        }
+        named = model.named_modules()
+        prefixes = {module: unwrapped(f"{name}.") if name else "" for name, module in named}
         found: dict[int, OptimParam] = {}
         for param in chain.from_iterable(handle.params for u in units for handle in u.handles):
             # A tied parameter has several places. Use the first place inside of the given model,

@@ -63,9 +63,8 @@ class WriteThrough:
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
-        self.given[id(ref)] = WatchedCopy(
-            ref, copy, _state(copy), unit, handle, param, identity(handle)
-        )
+        watched = WatchedCopy(ref, copy, _state(copy), unit, handle, param, identity(handle))
+        self.given[id(ref)] = watched
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
         # A state dict in a global variable is freed when the program ends. Copy nothing then:

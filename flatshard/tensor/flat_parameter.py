@@ -141,10 +141,8 @@ class FlatParameter(nn.Parameter):
 def is_wrapped(param: Tensor) -> bool:
     """Whether a parameter belongs to a wrapped model, sharded or not."""
     # A parameter that is not sharded, as under NO_SHARD, has a hook of the engine.
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return isinstance(param, FlatShardTensor) or any(
-        hasattr(hook, "of_flatshard") for hook in hooks.values()
-    )
+    hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+    return isinstance(param, FlatShardTensor) or any(hasattr(h, "of_flatshard") for h in hooks)
 
 
 # A function that returns the hook for an original parameter. Autograd calls the hook with the full

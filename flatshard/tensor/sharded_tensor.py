@@ -562,10 +562,8 @@ class FlatShardTensor(torch.Tensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
+        size = torch.Size
+        return [ChunkStorageMetadata(size(b.offsets), size(b.sizes)) for b in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
@@ -573,9 +571,8 @@ class FlatShardTensor(torch.Tensor):
         # Permute the view, because the dimensions may have another order in memory than in the
         # shape (channels_last, for example).
         order = self.spec.order
-        return part.view([box.sizes[d] for d in order]).permute(
-            [order.index(d) for d in range(len(order))]
-        )
+        in_shape = [order.index(d) for d in range(len(order))]
+        return part.view([box.sizes[d] for d in order]).permute(in_shape)
 
     def _boxes(self) -> Iterator[Box]:
         spec = self.spec

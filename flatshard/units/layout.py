@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -226,6 +227,9 @@ def shard_length(numel: int, multiple: int, *, itemsize: int) -> int:
 # ------------------------------------------------------------ a range as boxes
 
 
+OffsetsAndSizes: TypeAlias = Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of an n-D tensor. All sizes are at least 1."""
@@ -258,9 +262,7 @@ def boxes_of(
         position += box.numel
 
 
-def _row_major(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _row_major(shape: Sequence[int], start: int, stop: int) -> OffsetsAndSizes:
     if start >= stop:
         return
     if not shape:
@@ -277,9 +279,7 @@ def _row_major(
         yield from _in_row(last, inner, last * numel, stop)
 
 
-def _in_row(
-    row: int, inner: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(row: int, inner: Sequence[int], start: int, stop: int) -> OffsetsAndSizes:
     begin = row * math.prod(inner)
     for offsets, sizes in _row_major(inner, start - begin, stop - begin):
         yield (row, *offsets), (1, *sizes)

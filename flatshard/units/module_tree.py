@@ -44,9 +44,7 @@ class ModuleTree:
     def __init__(self, module: nn.Module, ignored: Ignored = NOTHING) -> None:
         self.module, self.ignored = module, ignored
         self._closed = ignored.modules | _read_by_others(module)
-        self.ignored_params = {
-            tensor for tensor in ignored.tensors() if isinstance(tensor, nn.Parameter)
-        }
+        self.ignored_params = {p for p in ignored.tensors() if isinstance(p, nn.Parameter)}
 
     def candidates(self) -> Iterator[nn.Module]:
         """Yield the modules that can be units, each module once, children before parents."""
