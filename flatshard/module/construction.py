@@ -45,14 +45,14 @@ from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
-from flatshard.options.extras import extra
+from flatshard.options.extras import default_extra, extra
 from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.ignored import Ignored
 from flatshard.units.layout import part_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
-from flatshard.units.policies import explain_no_match, one_unit_warning
+from flatshard.units.policies import explain_no_match
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -435,5 +435,6 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     # function runs only on rank 0, so rank 0 would wait forever.
     num_shards = plan.units[-1].settings.topology.shard.size
     if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
-        found += one_unit_warning(plan.tree)
+        if auto_wrap := default_extra("auto_wrap"):
+            found += auto_wrap.one_unit_warning(plan.tree)
     return found

@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from flatshard.options.extras import default_extra, extra
+from flatshard.options.extras import extra
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
 __all__ = [  # the names in `flatshard.wrap`
@@ -43,9 +43,6 @@ __all__ = [  # the names in `flatshard.wrap`
 ]
 
 Keywords: TypeAlias = dict[str, Any]
-
-# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
-LARGE_MODEL_NUMEL = 10_000_000
 
 
 class PolicyObject(Protocol):
@@ -419,22 +416,6 @@ def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
         "unsharded together. A policy could choose these classes, largest first: "
         f"{', '.join(options) or 'none'}."
     )
-
-
-def one_unit_warning(tree: ModuleTree) -> list[str]:
-    """Return a list with a warning if a large model with repeated blocks is a single unit."""
-    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    size, blocks = numel(tree.params(tree.module)), 0
-    if size >= LARGE_MODEL_NUMEL and (auto_wrap := default_extra("auto_wrap")):
-        blocks = len(auto_wrap.AutoUnits(tree).blocks())
-    if not blocks:
-        return []
-    return [
-        f"ShardedWrapper: all {size:,} elements of {type(tree.module).__name__} are one unit, so "
-        'every rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of '
-        f"each of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
-        "[FS-ONE-UNIT]"
-    ]
 
 
 def _show(value: object) -> str:

@@ -17,11 +17,13 @@ from typing import TypeAlias
 
 from torch import nn
 
-from flatshard.units.module_tree import ModuleTree, find_params, has_forward
+from flatshard.units.module_tree import ModuleTree, find_params, has_forward, numel
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
+# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
+LARGE_MODEL_NUMEL = 10_000_000
 # Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
 # all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
@@ -214,6 +216,21 @@ class AutoUnits:
                 what = f"repeated {name}" if kind is type(module) else "modules of the same shapes"
                 return f"one of {same[kind]} {what}"
         return f"a large {name}"
+
+
+def one_unit_warning(tree: ModuleTree) -> list[str]:
+    """Return a list with a warning if a large model with repeated blocks is a single unit."""
+    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
+    size = numel(tree.params(tree.module))
+    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
+    if not blocks:
+        return []
+    return [
+        f"ShardedWrapper: all {size:,} elements of {type(tree.module).__name__} are one unit, so "
+        'every rank holds the full model during a step. auto_wrap_policy="auto" makes a unit of '
+        f"each of {blocks} repeated blocks, so that about two blocks at a time are unsharded. "
+        "[FS-ONE-UNIT]"
+    ]
 
 
 def _shapes(module: nn.Module) -> Shapes:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from flatshard.extras.auto_wrap import LARGE_MODEL_NUMEL, one_unit_warning
 from flatshard.units.module_tree import ModuleTree
-from flatshard.units.policies import LARGE_MODEL_NUMEL, one_unit_warning
 from tests.models import CASES
 
 
