@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -202,14 +202,6 @@ def is_float_dtype(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
-# flatshard's MixedPrecision.
-_OTHER_NAMES = {
-    "_module_classes_to_ignore": "module_classes_to_ignore",
-    "param_dtype_override_fn": "overrides",
-}
-
-
 def _as_classes(value: object) -> tuple[type[nn.Module], ...]:
     classes = tuple(value) if isinstance(value, Iterable) else (value,)
     for one in classes:
@@ -236,18 +228,5 @@ def as_mixed_precision(value: object) -> MixedPrecision:
         return value
     if not hasattr(value, "param_dtype"):
         raise TypeError(f"mixed_precision: expected a MixedPrecision policy, got {value!r}.")
-    ours = MixedPrecision.__dataclass_fields__
-    fields: dict[str, Any] = {}
-    for name, given in vars(value).items():
-        name = _OTHER_NAMES.get(name, name)
-        if name in ours:
-            fields[name] = given
-        elif given is not None and given is not False:
-            raise NotImplementedError(
-                f"mixed_precision: {name}={given!r} is not supported. Leave {name} out. The "
-                f"supported options are {', '.join(ours)}."
-            )
-    # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
-    # has only `cast_forward_inputs`, which also applies to the root.
-    fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
-    return MixedPrecision(**fields)
+    torch_names = extra("torch_names", f"mixed_precision={type(value).__name__}(...)")
+    return torch_names.as_mixed_precision(value)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
+from flatshard.options.precision import MixedPrecision
 from flatshard.state.model_state import StateDictOptions
 
 
@@ -207,6 +208,33 @@ def _only(device_ids: Sequence[Any]) -> Any:
             "trains on one device. Pass one index, or device_id."
         )
     return device_ids[0]
+
+
+# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
+# flatshard's MixedPrecision.
+_OTHER_FIELDS = {
+    "_module_classes_to_ignore": "module_classes_to_ignore",
+    "param_dtype_override_fn": "overrides",
+}
+
+
+def as_mixed_precision(policy: Any) -> MixedPrecision:
+    """Convert a precision policy of FSDP1 or FSDP2 into flatshard's."""
+    ours = MixedPrecision.__dataclass_fields__
+    fields: dict[str, Any] = {}
+    for name, given in vars(policy).items():
+        name = _OTHER_FIELDS.get(name, name)
+        if name in ours:
+            fields[name] = given
+        elif given is not None and given is not False:
+            raise NotImplementedError(
+                f"mixed_precision: {name}={given!r} is not supported. Leave {name} out. The "
+                f"supported options are {', '.join(ours)}."
+            )
+    # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
+    # has only `cast_forward_inputs`, which also applies to the root.
+    fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
+    return MixedPrecision(**fields)
 
 
 # Prefix of the names of torch's config classes, keyed by the name of the state dict type.
