@@ -46,16 +46,19 @@ def convert(
     # that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
+    # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
+    # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
+    places = [(m._parameters, name) for handle in handles for m, name, _ in handle.places]
+    hidden = [params[name] for params, name in places]
     with temporarily([context], is_converting=True):
         try:
-            # Hide the parameters from torch, which would convert each parameter.
-            for module, attribute, _ in (place for handle in handles for place in handle.places):
-                module._parameters[attribute] = None
+            for params, name in places:
+                params[name] = None
             apply_to_module()
             convert_buffers(root.modules(), fn)
         finally:
-            for handle in handles:
-                handle.put_back()
+            for (params, name), param in zip(places, hidden, strict=False):
+                params[name] = param
     for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()
