@@ -8,12 +8,5 @@ from flatshard.options.extras import extra
 
 extra("weights", "flatshard.full_tensors()")
 
-from flatshard.extras.weights import (  # noqa: E402
-    TensorName,
-    WeightChange,
-    WeightChanges,
-    apply_changes,
-    full_tensors,
-)
-
-__all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]
+from flatshard.extras.weights import *  # noqa: E402, F403
+from flatshard.extras.weights import __all__ as __all__  # noqa: E402

@@ -32,6 +32,8 @@ from flatshard.units.layout import view_of
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
+__all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]
+
 
 class TensorName(str):
     """The name of a tensor in the unwrapped model.
