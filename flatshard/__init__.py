@@ -16,21 +16,9 @@ from flatshard.wrapper import ShardedWrapper, sharded_modules
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CollectiveError",
-    "FlatParameter",
-    "FlatShardTensor",
-    "MixedPrecision",
-    "OffloadError",
-    "ReduceMode",
-    "ShardedWrapper",
-    "ShardingStrategy",
-    "declare_elementwise",
-    "leave_empty",
-    "sharded_modules",
-]
+__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ReduceMode", "ShardingStrategy"]
+__all__ += ["FlatParameter", "FlatShardTensor", "ShardedWrapper", "sharded_modules"]
+__all__ += ["CollectiveError", "OffloadError", "declare_elementwise", "leave_empty"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,16 +31,10 @@ from torch import nn
 from flatshard.options.extras import extra
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
-__all__ = [  # the names in `flatshard.wrap`
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+# The names in `flatshard.wrap`.
+__all__ = ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "wrap"]
+__all__ += ["lambda_auto_wrap_policy", "size_based_auto_wrap_policy"]
+__all__ += ["transformer_auto_wrap_policy"]
 
 Keywords: TypeAlias = dict[str, Any]
 
