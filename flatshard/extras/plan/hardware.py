@@ -97,7 +97,7 @@ class Device:
 
     def seconds(self, op: Op, busy: float = 0.0) -> float:
         """Return the duration of an operator. ``busy``: seconds until running collectives end."""
-        rate = self.attention_flops if op.kind == "attention" else self.flops
+        rate = self.attention_flops if op.is_attention else self.flops
         rate = self.conv_flops or rate if "convolution" in op.name else rate
         seconds = self.slowed(op.flops / rate, busy)
         return max(seconds, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)

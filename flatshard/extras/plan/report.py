@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from flatshard.extras import tabulate
-from flatshard.extras.plan.fusion import compiled
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
@@ -112,7 +111,6 @@ class Target:
     dtype: str | MixedPrecision = "bf16"
     optimizer: str | float = "adamw"
     checkpoint: Checkpointing = "none"
-    compile: bool = False
     accumulate: int = 1
     strategy: str | Sequence[str] = STRATEGIES
     auto_wrap_policy: Policy | None = "auto"
@@ -151,8 +149,6 @@ class Target:
             auto_wrap_policy=self.auto_wrap_policy,
             mixed_precision=self.precision,
         )
-        if self.compile:
-            traced.trace = compiled(traced.trace)
         node = self.per_node
         found = [
             self._choice(traced, strategy, ranks)
@@ -345,7 +341,6 @@ def plan(
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.
             - ``checkpoint``: the kind of activation checkpointing: ``"none"`` (default),
               ``"block"`` or ``"selective"``.
-            - ``compile``: whether ``torch.compile`` compiles each block. Default False.
             - ``accumulate``: number of backwards per step, for gradient accumulation. All except
               the last run under ``no_sync``. Default 1.
             - ``strategy``: names of the sharding strategies to compare. Default: all.
