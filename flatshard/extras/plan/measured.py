@@ -89,7 +89,7 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
     outcome = Replay(traced.trace, flats, machine).run()
     predicted = {
         **outcome.persistent,
-        "unsharded": max(held.get("unsharded", 0) for _, held in outcome.timeline),
+        "unsharded": outcome.highest.get("unsharded", 0),
         "peak": outcome.peak_bytes,
     }
     return RankPlan(predicted, measured, outcome)

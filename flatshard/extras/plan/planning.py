@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from flatshard.extras import tabulate
-from flatshard.extras.plan.allocator import Held
 from flatshard.extras.plan.hardware import DEVICES, Machine, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.replay import Replay
@@ -175,24 +174,11 @@ def predict(
     plan, flats = plan_flats(model, world_size=world_size, **keywords)
     device = replace(DEVICES["h100"], is_gpu=collectives == "nccl")
     empty = _empty_trace(plan, flats)
-    replay = _Peaks(empty, flats, Machine(device, transport=collectives))
-    step_bytes = replay.run().peak_bytes
+    outcome = Replay(empty, flats, Machine(device, transport=collectives)).run()
     units = [UnitMemory(u.name, [f for f in flats if f.unit == u.number]) for u in plan.units]
-    peaks = replay.gathered_bytes, replay.gradient_bytes, step_bytes
+    peaks = [outcome.highest.get(kind, 0) for kind in ("unsharded", "gradients")]
+    peaks.append(outcome.peak_bytes)
     return MemoryPlan("total", flats, units, empty.buffer_bytes, *peaks)
-
-
-class _Peaks(Replay):
-    """A replay that also finds the peaks of unsharded parameters and of gradients."""
-
-    gathered_bytes = gradient_bytes = 0
-
-    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
-        held, totals = super().allocate(nbytes, category, stream), self.totals
-        gradients = sum(totals[kind] for kind in ("gradients", "reduction", "temporary"))
-        self.gathered_bytes = max(self.gathered_bytes, totals["unsharded"])
-        self.gradient_bytes = max(self.gradient_bytes, gradients)
-        return held
 
 
 def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
