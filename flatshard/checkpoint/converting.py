@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint.folder import log_speed, zip_stream
-from flatshard.checkpoint.ranges import OpenFiles, write_range
-from flatshard.checkpoint.safetensors import as_saved, plan_files
+from flatshard.checkpoint.safetensors import as_saved, plan_files, write_whole
 from flatshard.checkpoint.sources import open_source
 
 FORMATS = ("safetensors", "torch")
@@ -108,11 +107,7 @@ def _write_safetensors(
     plan = plan_files(like, final, size, ties)
     try:
         plan.create()
-        with OpenFiles(os.O_WRONLY) as files:
-            for name, place in plan.places.items():
-                value = read(name).reshape(-1)
-                write_range(files[place.path], place, value, range(len(place.shape)), 0)
-            files.sync()
+        write_whole(plan, ((name, read(name)) for name in plan.places))
         plan.commit()
     finally:
         plan.discard()

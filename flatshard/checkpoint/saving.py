@@ -29,7 +29,7 @@ from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
 from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
-from flatshard.comm.consistency import check_same_state
+from flatshard.comm.consistency import check_same_state, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -393,8 +393,10 @@ class Save:
                     no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
+            error: Any
             rank, (error, _) = next(iter(raised.failures.items()))
-            raise ranks.told_by(rank, error, self.op_name) from raised
+            kind, text = sendable(error)
+            raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
         def sum_up() -> dict[str, FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
