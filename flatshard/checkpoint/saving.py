@@ -380,7 +380,7 @@ class Save:
         from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
-        begun = time.monotonic()
+        writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.global_rank}")
             # Suppress the warning of DCP in a single process: saving without other processes is
@@ -388,7 +388,7 @@ class Save:
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
-                    storage_writer=dcp_files.Writer(folder),
+                    storage_writer=writer,
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
@@ -400,14 +400,11 @@ class Save:
 
         def sum_up() -> dict[str, FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
-            own_file.write_bytes(own)
+            with writer.fs.create_stream(own_file, "wb") as stream:
+                stream.write(own)
             folders.sync(own_file)
             folders.sync(folder)
-            # torch's writer calls a rank's files `__RANK_NUMBER.distcp`. Rank 0 also writes
-            # `.metadata`.
-            mine = [own_file, *folder.glob(f"__{ranks.rank}_*")]
-            mine += [folder / ".metadata"] if ranks.rank == 0 else []
-            return {file.name: folders.record_of(file) for file in mine}
+            return writer.fs.records
 
         records = ranks.gather(ranks.agree(sum_up, self.op_name), self.op_name)
 
