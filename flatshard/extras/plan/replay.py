@@ -39,7 +39,6 @@ class Outcome:
         seconds: duration of one step.
         compute_seconds: duration of the step's operators and of the optimizer, and on CPUs of the
             collectives' work that does not overlap with a wait.
-        link_seconds: time in which the step's collectives use the link.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
             bytes that this rank sends to other nodes.
     """
@@ -51,7 +50,6 @@ class Outcome:
     reserved_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
-    link_seconds: float = 0.0
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
@@ -167,7 +165,6 @@ class Replay:
         device, sent = self.machine.device, nbytes * (size - 1) / size
         self._owed += sent * device.byte_seconds + (size > 1) * device.start_seconds
         self._link_free = max(self._link_free, self.clock) + seconds
-        self.outcome.link_seconds += seconds
         self.outcome.sent_bytes[size > in_node] += sent
         return self._link_free
 
@@ -305,16 +302,13 @@ class Replay:
         """
         units = [unit for unit in expected if self._needed(unit, backward=backward)]
         for place, unit in enumerate(units):
-            if place and not self._fits_ahead(unit):
+            under_way = {flat.unit for flat in self.flats if flat.ends is not None} | {unit}
+            ahead = sum(_gathered_bytes(self.of_unit[one]) for one in under_way)
+            if place and not (self._sockets and ahead <= self._budget):
                 return
             if not (backward and unit in self._outstanding):
                 for flat in self._needed(unit, backward=backward):
                     self._start_gather(flat, backward=backward)
-
-    def _fits_ahead(self, unit: int) -> bool:
-        under_way = {flat.unit for flat in self.flats if flat.ends is not None} | {unit}
-        fits = sum(_gathered_bytes(self.of_unit[one]) for one in under_way) <= self._budget
-        return self._sockets and fits
 
     def _needs_soon(self, unit: int) -> bool:
         """Whether the unit stays unsharded after forward, because backward begins with this unit.

@@ -231,11 +231,6 @@ class TrainingPlan:
         fastest = max((one.samples_per_second for one in fitting), default=0)
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
-    @property
-    def _shown(self) -> Choice:
-        """The best choice; if nothing fits, the choice with the smallest peak."""
-        return self.best or min(self.choices, key=_peak_bytes)
-
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
         return {
@@ -265,7 +260,8 @@ class TrainingPlan:
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def __str__(self) -> str:
-        shown, rows = self._shown, [one.cells() for one in self.choices]
+        shown = self.best or min(self.choices, key=_peak_bytes)
+        rows = [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
