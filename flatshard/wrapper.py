@@ -22,12 +22,7 @@ from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating, summon
-from flatshard.module.wrappers import (
-    handles_in,
-    state_dicts_in,
-    units_between_steps,
-    wrappers_in,
-)
+from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options.extras import default_extra, extra
@@ -40,7 +35,10 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
 
-if TYPE_CHECKING:  # never at runtime: these folders can be deleted
+if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extras can be deleted
+    from torch.distributed.fsdp.api import StateDictSettings
+    from torch.nn.modules.module import _IncompatibleKeys
+
     from flatshard.extras.plan.measured import RankPlan
     from flatshard.extras.recording.step_report import StepReport
     from flatshard.extras.step_in_backward import StepInBackward
@@ -726,7 +724,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
             return self.state_dict()
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
         Tensors are cast to the model's dtypes. DistributedDataParallel's ``module.`` prefix is
@@ -872,7 +872,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> Any:
+    ) -> StateDictSettings:
         """Set the format of ``state_dict()`` and ``optim_state_dict()``; call it on all ranks.
 
         Example:
@@ -917,7 +917,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return before
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> Any:
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Return the setting of ``set_state_dict_type``, as torch's ``StateDictSettings``.
 
         Raises:
@@ -953,9 +953,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return summary(self) if "_sharded_unit" in self.__dict__ else ""
 
     def plan(
-        self,
-        step: Callable[[nn.Module], Tensor],
-        optimizer: torch.optim.Optimizer | None = None,
+        self, step: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer | None = None
     ) -> RankPlan:
         """Predict the memory of this rank in a step, and compare it with the measured memory.
 

@@ -283,8 +283,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
         frozenset[nn.Module]().union(
-            *(inner.modules() for inner in tops),
-            *(unit.ignored.modules for unit in units),
+            *(inner.modules() for inner in tops), *(unit.ignored.modules for unit in units)
         ),
         frozenset(places).union(*(unit.ignored.places for unit in units)),
         tuple(names.values()),
