@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from torch.distributed.fsdp.api import StateDictSettings
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from flatshard.extras.plan.measured import RankPlan
+    from flatshard.extras.plan.planning import RankPlan
     from flatshard.extras.recording.step_report import StepReport
     from flatshard.extras.step_in_backward import StepInBackward
 

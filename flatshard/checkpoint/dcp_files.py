@@ -51,9 +51,8 @@ class Files(dcp.FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with zip_stream(path) as stream:
             yield stream
-            # Torch writes the metadata under a temporary name, and then renames the file.
-            name = Path(path).name.removesuffix(".tmp")
-            self.records[name] = FileRecord(stream.tell(), stream.crc32)
+        # Torch writes the metadata under a temporary name, and then renames the file.
+        self.records[Path(path).name.removesuffix(".tmp")] = stream.record
 
 
 # ---------------------------------------------------------------- reading

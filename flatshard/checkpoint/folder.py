@@ -171,13 +171,14 @@ def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
 
 
 class ZipStream(io.BufferedWriter):
-    """A file for ``torch.save``. ``crc32`` is the checksum of all bytes written so far."""
+    """A file for ``torch.save``. ``record``: length and checksum of all bytes written so far."""
 
-    crc32 = 0
+    record = FileRecord(0, 0)
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return super().write(data)
+        count = super().write(data)
+        self.record = FileRecord(self.record.bytes + count, zlib.crc32(data, self.record.crc32))
+        return count
 
     def flush(self) -> None:
         # After an error, torch's wrapper of this stream flushes it when the wrapper is deleted.

@@ -10,8 +10,13 @@ raise, and the command ``flatshard plan`` does not exist.
 """
 
 from flatshard.extras.plan.hardware import Device
-from flatshard.extras.plan.measured import RankPlan, plan_wrapped  # noqa: F401
-from flatshard.extras.plan.planning import MemoryPlan, UnitMemory, predict
+from flatshard.extras.plan.planning import (  # noqa: F401
+    MemoryPlan,
+    RankPlan,
+    UnitMemory,
+    plan_wrapped,
+    predict,
+)
 from flatshard.extras.plan.report import TrainingPlan, add_arguments, plan, run  # noqa: F401
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
