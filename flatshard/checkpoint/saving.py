@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
@@ -329,7 +330,11 @@ class Save:
         write = partial(self._write, snapshot, own)
         _pending = PendingSave(self.path, write) if async_ else None
         if not async_:
-            write()
+            # `dcp_files.Files` computes a checksum of each file, so torch need not compute others.
+            # An async save leaves the setting alone: the program may call torch.save meanwhile.
+            config: Any = serialization.config
+            with config.patch("save.compute_crc32", False):
+                write()
         return _pending
 
     @property
