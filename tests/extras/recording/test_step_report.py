@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from flatshard.engine.events import Kind
+from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
 from flatshard.extras.recording.step_report import (
-    MemorySample,
-    MemoryTimeline,
     Range,
     StepReport,
     sum_up,
