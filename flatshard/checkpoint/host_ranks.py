@@ -74,8 +74,10 @@ class HostRanks:
         except Exception as raised:
             error = raised
         told = self.gather_unless_equal(error and sendable(error), op_name)
-        for rank, (kind, text) in ((rank, one) for rank, one in enumerate(told) if one):
-            raise kind(f"{op_name}, rank {self.ranks[rank]}: {text}") from error
+        for rank, one in enumerate(told):
+            if one is not None:
+                kind, text = one
+                raise kind(f"{op_name}, rank {self.ranks[rank]}: {text}") from error
         return cast(T, result)
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
