@@ -146,19 +146,6 @@ class Replay:
             self.totals[held.category] -= held.nbytes
             held.pool.free(held)
 
-    def copy(self, held: Held, nbytes: int, category: str) -> Held:
-        """Copy a block into a new block of another size, and free the old block."""
-        made = self.allocate(nbytes, category)
-        self.free(held)
-        return made
-
-    def move(self, held: Held, category: str) -> Held:
-        """Change the category under which the bytes of ``held`` are counted."""
-        self.totals[held.category] -= held.nbytes
-        self.totals[category] += held.nbytes
-        held.category = category
-        return held
-
     def send(self, nbytes: float, size: int, in_node: int) -> float:
         """Start a collective, and return the time at which the collective ends."""
         seconds = self.machine.collective_seconds(nbytes, size, in_node)
@@ -250,7 +237,9 @@ class Replay:
             self.now("all-gather of", unit)
             self.unshard(unit)
             if mark.what == "enter backward" or not self.in_backward:
-                self.prefetch(unit)
+                order = self.order[::-1] if self.in_backward else self.order
+                after = order[order.index(unit) + 1 :] if unit in order else []
+                self._start_expected(after, backward=self.in_backward)
         elif mark.what == "leave" and not self.in_backward:
             self.reshard(unit)
             if self._needs_soon(unit):
@@ -287,12 +276,6 @@ class Replay:
                 self.wait(flat.ends)
                 self.free(flat.source)
                 flat.ends = flat.source = None
-
-    def prefetch(self, unit: int) -> None:
-        """Start the all-gathers of the units that are expected after ``unit``."""
-        order = self.order[::-1] if self.in_backward else self.order
-        expected = order[order.index(unit) + 1 :] if unit in order else []
-        self._start_expected(expected, backward=self.in_backward)
 
     def _start_expected(self, expected: Sequence[int], *, backward: bool) -> None:
         """Start all-gathers of the next units, as ``engine.prefetch`` does.
@@ -447,7 +430,8 @@ class Replay:
         flat = first.flat
         for place, held in enumerate(flat.results):
             if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                flat.results[place] = self.copy(held, flat.gradient_bytes, "gradients")
+                flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
+                self.free(held)
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""
@@ -463,7 +447,11 @@ class Replay:
             self.reshard(unit)
         if self.syncs:
             for flat in self.flats:
-                self.grads += [self.move(held, "gradients") for held in flat.results]
+                for held in flat.results:
+                    self.totals[held.category] -= held.nbytes
+                    held.category = "gradients"
+                    self.totals[held.category] += held.nbytes
+                self.grads += flat.results
                 flat.results = []
 
     def step(self) -> None:
