@@ -395,7 +395,10 @@ def emptied(
         if isinstance(value, list):
             return [*map(replaced, value)]
         if isinstance(value, Tensor) and value not in made:
-            made[value] = _empty(value, dtypes.get(value, value.dtype), device)
+            dtype, strides = dtypes.get(value, value.dtype), value.stride()
+            new = torch.empty_strided(value.shape, strides, dtype=dtype, device=device)
+            new = nn.Parameter(new) if isinstance(value, nn.Parameter) else new
+            made[value] = new.requires_grad_(value.requires_grad)
         return made[value] if isinstance(value, Tensor) else value
 
     with contextlib.ExitStack() as stack:
@@ -408,12 +411,6 @@ def emptied(
                         stack.callback(place.__setitem__, name, value)
                         place[name] = replaced(value)
         yield made
-
-
-def _empty(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    made = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
-    return made.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
