@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
-from flatshard.checkpoint.safetensors import OpenFiles, Place, Plan, as_saved
+from flatshard.checkpoint.safetensors import OpenFiles, Place, Plan, as_saved, read_range
 from flatshard.options.extras import extra
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
@@ -99,9 +99,8 @@ def save_safetensors(
         # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
         # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
-        return entries, safetensors.plan_files(
-            kept, path, max_shard_size, {**ties, **(metadata or {})}
-        )
+        more = {**ties, **(metadata or {})}
+        return entries, safetensors.plan_files(kept, path, max_shard_size, more)
 
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
@@ -228,9 +227,7 @@ def _read(entries: Entries, places: Places) -> None:
                 continue
             local = one.local
             if local.numel():
-                safetensors.read_range(
-                    files[places[name].path], places[name], local, one.order, one.offset
-                )
+                read_range(files[places[name].path], places[name], local, one.order, one.offset)
             if one.replicas is None:
                 # If the tensor has gaps in memory, `local` is a flat copy of the tensor. Then copy
                 # the values from `local` into the tensor.

@@ -312,10 +312,8 @@ def _pieces(
     dimensions in the file's order, and the index that the view's first element has in the file.
     """
     shape, end, num_dims = place.shape, start + part.numel(), len(place.shape)
-    strides, in_file = (
-        strides_of(shape, range(num_dims)),
-        sorted(range(num_dims), key=order.__getitem__),
-    )
+    strides = strides_of(shape, range(num_dims))
+    in_file = sorted(range(num_dims), key=order.__getitem__)
     # A row has all elements with the same index in the outermost dimension of memory. If the memory
     # order differs from the order in the file, cut only between rows: a part of a row would be
     # scattered over many small places in the file.
@@ -393,7 +391,10 @@ def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, 
     writes or reads bytes at a position in the file, and returns the number of bytes. ``move`` is
     called until no bytes are left.
     """
-    at, left = place.offset + first * place.dtype.itemsize, bytes_of(values)
+    at = place.offset + first * place.dtype.itemsize
+    # A view of the tensor's bytes, without a copy. Numpy may not be installed.
+    array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    left = memoryview(array).cast("B")
     while left:
         count = move(left, at)
         if not count:
@@ -433,9 +434,3 @@ class OpenFiles:
         # error does not know the path.
         if isinstance(error, OSError):
             error.filename = error.filename or self._used
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's bytes, without a copy. Numpy may not be installed."""
-    array = ctypes.c_char * tensor.nbytes
-    return memoryview(array.from_address(tensor.data_ptr())).cast("B")
