@@ -36,8 +36,11 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
 from flatshard.units.policies import Policy
 
-if TYPE_CHECKING:  # never at runtime: these folders can be deleted
-    from flatshard.extras.plan.measured import RankPlan
+if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extras can be deleted
+    from torch.distributed.fsdp.api import StateDictSettings
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    from flatshard.extras.plan.planning import RankPlan
     from flatshard.extras.recording.step_report import StepReport
     from flatshard.extras.step_in_backward import StepInBackward
 
@@ -720,7 +723,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
             return self.state_dict()
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Load a state dict of the unwrapped module; each rank keeps its part.
 
         Tensors are cast to the model's dtypes. DistributedDataParallel's ``module.`` prefix is
@@ -866,7 +871,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> Any:
+    ) -> StateDictSettings:
         """Set the format of ``state_dict()`` and ``optim_state_dict()``; call it on all ranks.
 
         Example:
@@ -911,7 +916,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return before
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> Any:
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Return the setting of ``set_state_dict_type``, as torch's ``StateDictSettings``.
 
         Raises:

@@ -356,7 +356,7 @@ def planned(batch, seq, checkpoint):
 
 def activation_bytes(outcome):
     """The most that is kept for backward at any moment of the step."""
-    return max(totals.get("activations", 0) for _, totals in outcome.timeline)
+    return outcome.highest["activations"]
 
 
 KINDS = ("none", "block")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
 
-def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> Any:
+@overload
+def full_optim_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Mapping[str, Any]
+) -> dict[str, Any]: ...
+
+
+@overload
+def full_optim_state_dict(
+    model: nn.Module, optimizer: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]: ...
+
+
+def full_optim_state_dict(
+    model: nn.Module, optimizer: Optimizers
+) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
 
     For several optimizers, in a list, tuple or dict, returns a list or dict with each one's state.
@@ -91,11 +105,11 @@ def full_optim_state_dict(model: nn.Module, optimizer: Optimizers) -> Any:
         ValueError: for the reasons that ``ShardedWrapper.optim_state_dict`` lists.
         RuntimeError: a forward or backward of the model is running.
     """
-    if isinstance(optimizer, list | tuple):
-        return [full_optim_state_dict(model, one) for one in optimizer]
-    if isinstance(optimizer, Mapping):
-        return {name: full_optim_state_dict(model, one) for name, one in optimizer.items()}
     one: Any = optimizer
+    if isinstance(one, list | tuple):
+        return [full_optim_state_dict(model, each) for each in one]
+    if isinstance(one, Mapping):
+        return {name: full_optim_state_dict(model, each) for name, each in one.items()}
     shards = model_shards(model, "full_optim_state_dict()")
     with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
         state = ShardedWrapper.optim_state_dict(model, one, rank0_only=True, offload_to_cpu=True)

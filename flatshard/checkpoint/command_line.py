@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one = commands.add_parser(
             "plan", help="predict memory and time of training, for each sharding strategy"
         )
-        planning.command.add_arguments(one)
+        planning.add_arguments(one)
     trial = default_extra("trial_run")
     if trial is not None:
         one = commands.add_parser(
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command == "plan":
             assert planning is not None, "the command was parsed"
-            planning.command.run(options)
+            planning.run(options)
         elif command == "try":
             assert trial is not None, "the command was parsed"
             return trial.verdict.start(options)  # type: ignore[no-any-return]

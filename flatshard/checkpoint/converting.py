@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.checkpoint.folder import log_speed, zip_stream
-from flatshard.checkpoint.ranges import OpenFiles, write_range
-from flatshard.checkpoint.safetensors import as_saved, plan_files
+from flatshard.checkpoint.folder import log_speed, sync, zip_stream
+from flatshard.checkpoint.safetensors import as_saved, plan_files, write_whole
 from flatshard.checkpoint.sources import open_source
 
 FORMATS = ("safetensors", "torch")
@@ -108,30 +106,10 @@ def _write_safetensors(
     plan = plan_files(like, final, size, ties)
     try:
         plan.create()
-        with OpenFiles(os.O_WRONLY) as files:
-            for name, place in plan.places.items():
-                value = read(name).reshape(-1)
-                write_range(files[place.path], place, value, range(len(place.shape)), 0)
-            files.sync()
+        write_whole(plan, ((name, read(name)) for name in plan.places))
         plan.commit()
     finally:
         plan.discard()
-
-
-@contextlib.contextmanager
-def _replacing(final: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``final``, for the caller to write a file there.
-
-    At the end of the context, the temporary path is renamed to ``final``. After an error, the
-    temporary path is deleted.
-    """
-    beside = final.with_name(f"{final.name}.incomplete")
-    try:
-        yield beside
-        beside.replace(final)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
@@ -140,7 +118,8 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
     # through a mapping of the file.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
-    with _replacing(final) as beside:
+    beside = final.with_name(f"{final.name}.incomplete")
+    try:
         with torch.serialization.skip_data(), zip_stream(beside) as stream:
             torch.save(state, stream)
             # Reserve the room now, so that a full disk raises here. The room is a hole in the file,
@@ -151,5 +130,8 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
         for name in like:
             state[name].copy_(read(name))
         del state
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
+        beside.replace(final)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

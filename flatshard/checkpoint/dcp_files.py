@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import default_planner, metadata
 from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
-from flatshard.checkpoint.folder import zip_stream
+from flatshard.checkpoint.folder import FileRecord, zip_stream
 from flatshard.checkpoint.safe_pickles import load_safely
 
 # ---------------------------------------------------------------- writing
@@ -34,18 +34,25 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.fs = _Files()
+        self.fs: Files = Files()
 
     def storage_meta(self) -> None:
         # Torch would pickle the folder's path here, and Python 3.13 gives its class another name.
         return None
 
 
-class _Files(dcp.FileSystem):
+class Files(dcp.FileSystem):
+    """Writes files. ``records``: length and checksum of each file, computed while writing."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with zip_stream(path) as stream:
             yield stream
+        # Torch writes the metadata under a temporary name, and then renames the file.
+        self.records[Path(path).name.removesuffix(".tmp")] = stream.record
 
 
 # ---------------------------------------------------------------- reading

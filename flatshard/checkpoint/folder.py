@@ -170,7 +170,16 @@ def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
 # ---------------------------------------------------------------- writing
 
 
-class _ZipStream(io.BufferedWriter):
+class ZipStream(io.BufferedWriter):
+    """A file for ``torch.save``. ``record``: length and checksum of all bytes written so far."""
+
+    record = FileRecord(0, 0)
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.record = FileRecord(self.record.bytes + count, zlib.crc32(data, self.record.crc32))
+        return count
+
     def flush(self) -> None:
         # After an error, torch's wrapper of this stream flushes it when the wrapper is deleted.
         if not self.closed:
@@ -178,12 +187,12 @@ class _ZipStream(io.BufferedWriter):
 
 
 @contextlib.contextmanager
-def zip_stream(path: str | os.PathLike[str]) -> Iterator[io.BufferedWriter]:
+def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
     """Open a file for ``torch.save``. If the disk is full, this raises the OSError of the write.
 
     torch.save, when a write fails, raises a RuntimeError about a position in the zip file.
     """
-    with _ZipStream(io.FileIO(path, "w")) as stream:
+    with ZipStream(io.FileIO(path, "w")) as stream:
         try:
             yield stream
         except RuntimeError as error:

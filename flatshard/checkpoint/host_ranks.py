@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard.comm.consistency import Facts, differing_fact
+from flatshard.comm.consistency import Facts, differing_fact, sendable
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
@@ -27,13 +27,6 @@ T = TypeVar("T")
 
 # The exchange for each process group that trains a model. It is made once, and used by later calls.
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
-# If work fails on one rank, all ranks raise an error with the same message. The error has the first
-# type in this tuple that fits (so subclasses come first), otherwise RuntimeError. Errors of further
-# types are not sent to the other ranks, which may be unable to unpickle such an error.
-_KINDS = (
-    *(FileNotFoundError, FileExistsError, PermissionError, OSError, ValueError, TypeError),
-    NotImplementedError,
-)
 
 
 class HostRanks:
@@ -80,9 +73,11 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        for rank, told in enumerate(self.gather_unless_equal(error and _plain(error), op_name)):
-            if told is not None:
-                raise self.told_by(rank, told, op_name) from error
+        told = self.gather_unless_equal(error and sendable(error), op_name)
+        for rank, one in enumerate(told):
+            if one is not None:
+                kind, text = one
+                raise kind(f"{op_name}, rank {self.ranks[rank]}: {text}") from error
         return cast(T, result)
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
@@ -102,23 +97,6 @@ class HostRanks:
         if len(everyone) > 1:
             key, difference = differing_fact(everyone, self.ranks)
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
-
-    def told_by(self, rank: int, error: BaseException, op_name: str) -> Exception:
-        """Return the error that all ranks raise if ``error`` was raised on ``rank``.
-
-        The message begins with the operation and the rank.
-        """
-        plain = _plain(error)
-        return type(plain)(f"{op_name}, rank {self.ranks[rank]}: {plain}")
-
-
-def _plain(error: BaseException) -> Exception:
-    """Return an error with the same message, of a type that every rank can unpickle."""
-    for kind in _KINDS:
-        if isinstance(error, kind):
-            return kind(str(error))
-    name = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-    return RuntimeError(f"{name}{error}")
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
-from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
-from flatshard.checkpoint.safetensors import Plan, as_saved, find_tensors, plan_files
+from flatshard.checkpoint.safetensors import OpenFiles, Place, Plan, as_saved, read_range
 from flatshard.options.extras import extra
 from flatshard.state.model_shards import EntryShard
 from flatshard.state.model_state import without_ddp_prefix
@@ -99,7 +99,8 @@ def save_safetensors(
         # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
         # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
-        return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
+        more = {**ties, **(metadata or {})}
+        return entries, safetensors.plan_files(kept, path, max_shard_size, more)
 
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
@@ -112,7 +113,7 @@ def save_safetensors(
             ranks.agree(lambda: _write(entries, plan, is_first), op_name)
         else:
             merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
-            ranks.agree(partial(_write_whole, merged, plan), op_name)
+            ranks.agree(partial(safetensors.write_whole, plan, merged), op_name)
         ranks.on_first(plan.commit, op_name)
         incomplete.pop_all()
     if is_first:
@@ -131,26 +132,8 @@ def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
                 low, high = high * rank // size, high * (rank + 1) // size
             if low < high and (one.replicas is not None or is_first):
                 part = one.local[low:high]
-                write_range(files[place.path], place, part, one.order, one.offset + low)
+                safetensors.write_range(files[place.path], place, part, one.order, one.offset + low)
         files.sync()
-
-
-def _write_whole(tensors: Iterator[tuple[str, Tensor]], plan: Plan) -> None:
-    """Write full tensors on the rank that gets them. Collective: all ranks read to the end."""
-    problem: OSError | None = None
-    with OpenFiles(os.O_WRONLY) as files:
-        for name, tensor in tensors:
-            place = plan.places[name]
-            try:
-                if problem is None:
-                    write_range(
-                        files[place.path], place, tensor.reshape(-1), range(tensor.dim()), 0
-                    )
-            except OSError as error:  # raised at the end: other ranks wait for the next tensors
-                problem = error
-        files.sync()
-        if problem is not None:
-            raise problem
 
 
 def load_safetensors(
@@ -196,7 +179,7 @@ def load_safetensors(
     op_name, begun = "load_safetensors", time.monotonic()
 
     def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
-        entries, found = shards.entries(), find_tensors(path)
+        entries, found = shards.entries(), safetensors.find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
         present = {one.key for name, one in entries.items() if name in places}
         keys = _IncompatibleKeys(

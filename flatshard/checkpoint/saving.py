@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
 from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
-from flatshard.comm.consistency import check_same_state
+from flatshard.comm.consistency import check_same_state, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -329,7 +330,11 @@ class Save:
         write = partial(self._write, snapshot, own)
         _pending = PendingSave(self.path, write) if async_ else None
         if not async_:
-            write()
+            # `dcp_files.Files` computes a checksum of each file, so torch need not compute others.
+            # An async save leaves the setting alone: the program may call torch.save meanwhile.
+            config: Any = serialization.config
+            with config.patch("save.compute_crc32", False):
+                write()
         return _pending
 
     @property
@@ -380,7 +385,7 @@ class Save:
         from flatshard.checkpoint import dcp_files
 
         ranks, folder = self.ranks, folders.incomplete(self.path)
-        begun = time.monotonic()
+        writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.global_rank}")
             # Suppress the warning of DCP in a single process: saving without other processes is
@@ -388,24 +393,23 @@ class Save:
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     snapshot.tensors,
-                    storage_writer=dcp_files.Writer(folder),
+                    storage_writer=writer,
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
+            error: Any
             rank, (error, _) = next(iter(raised.failures.items()))
-            raise ranks.told_by(rank, error, self.op_name) from raised
+            kind, text = sendable(error)
+            raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
         def sum_up() -> dict[str, FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
-            own_file.write_bytes(own)
+            with writer.fs.create_stream(own_file, "wb") as stream:
+                stream.write(own)
             folders.sync(own_file)
             folders.sync(folder)
-            # torch's writer calls a rank's files `__RANK_NUMBER.distcp`. Rank 0 also writes
-            # `.metadata`.
-            mine = [own_file, *folder.glob(f"__{ranks.rank}_*")]
-            mine += [folder / ".metadata"] if ranks.rank == 0 else []
-            return {file.name: folders.record_of(file) for file in mine}
+            return writer.fs.records
 
         records = ranks.gather(ranks.agree(sum_up, self.op_name), self.op_name)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import check_lengths, own_file, read_marker
-from flatshard.checkpoint.ranges import OpenFiles, read_range
 from flatshard.checkpoint.safe_pickles import STAND_INS, load_safely
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
@@ -120,8 +119,8 @@ def _safetensors(path: Path) -> Source:
     def read(names: Names) -> Tensor:
         place = places[names[0]]
         value = torch.empty(place.shape, dtype=place.dtype)
-        with OpenFiles(os.O_RDONLY) as files:
-            read_range(files[place.path], place, value.view(-1), range(value.dim()), 0)
+        with safetensors.OpenFiles(os.O_RDONLY) as files:
+            safetensors.read_range(files[place.path], place, value.view(-1), range(value.dim()), 0)
         return value
 
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}

@@ -87,7 +87,7 @@ def raise_everywhere(
         comm: communicator whose ranks all raise.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    mine = None if error is None else _sendable(error)
+    mine = None if error is None else sendable(error)
     everyone = comm.host.gather_unless_equal(mine, op_name)
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
@@ -95,7 +95,7 @@ def raise_everywhere(
             raise kind(f"{message} (rank {comm.ranks[rank]})") from error
 
 
-def _sendable(error: Exception) -> tuple[type[Exception], str]:
+def sendable(error: Exception) -> tuple[type[Exception], str]:
     """Return a class and a text, from which every rank can build the error."""
     try:
         kind, text = pickle.loads(pickle.dumps((type(error), str(error))))

@@ -17,11 +17,9 @@ def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def show_bytes(count: int) -> str:
-    """Return a number of bytes as text in B, KiB, MiB or GiB."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+def show_bytes(count: float, base: int = 1024) -> str:
+    """Return a number of bytes as text in KiB, MiB or GiB; in kB, MB or GB if ``base`` is 1000."""
+    unit, *larger = ("B", "KiB", "MiB", "GiB") if base == 1024 else ("B", "kB", "MB", "GB")
+    while count >= base and larger:
+        count, unit, *larger = count / base, *larger
+    return f"{count:.{int(unit != 'B')}f} {unit}"

@@ -12,9 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flatshard.checkpoint import ranges
-from flatshard.checkpoint.ranges import OpenFiles, Place, read_range, write_range
-from flatshard.checkpoint.safetensors import DTYPES, find_tensors, plan_files
+from flatshard.checkpoint import safetensors
+from flatshard.checkpoint.safetensors import (
+    DTYPES,
+    OpenFiles,
+    Place,
+    find_tensors,
+    plan_files,
+    read_range,
+    write_range,
+)
 from flatshard.units.layout import strides_of
 from tests.harness import naming
 
@@ -37,7 +44,7 @@ def _ranges_make_the_tensor(tmp_path: Path, seed: int) -> None:
     place = Place(str(tmp_path / "file"), 7, dtype, shape)
     Path(place.path).write_bytes(b"-" * 7)
     cuts = [0, *sorted(draw.randint(0, numel) for _ in range(3)), numel]
-    with mock.patch.object(ranges, "PIECE_BYTES", draw.choice([8, 16, 64, 1 << 20])):
+    with mock.patch.object(safetensors, "PIECE_BYTES", draw.choice([8, 16, 64, 1 << 20])):
         with OpenFiles(os.O_WRONLY) as files:
             for low, high in itertools.pairwise(cuts):
                 write_range(files[place.path], place, flat[low:high].clone(), order, low)

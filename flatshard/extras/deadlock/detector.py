@@ -331,7 +331,8 @@ class Deadlock:
         }
         if not (stuck := _circle(lasting)):
             return None
-        return _Finding(_in_words(stuck), _waits_of(stuck.values()))
+        needs = [report.need for report in stuck.values()]
+        return _Finding(_in_words(stuck), [[n.group, str(n.kind), n.number] for n in needs])
 
 
 def explain(wait: BlockedWait) -> str | None:
@@ -344,12 +345,15 @@ def explain(wait: BlockedWait) -> str | None:
         return wait.verdict
     # Ignore errors if the store is gone: the caller then raises only the backend's error.
     with contextlib.suppress(Exception):
-        store = _default_store()
-        if finding := _told(store, wait.need, is_exact=False):
+        if finding := _why(wait.need):
             return finding.text
-        if reason := _reason(wait.need, _reports_for(wait.need, store)):
-            return reason.text
     return None
+
+
+def _why(need: WaitCondition) -> _Finding | None:
+    """Return why a wait has failed: a published finding, or a reason in the ranks' reports."""
+    store = _default_store()
+    return _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
@@ -389,12 +393,6 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
             text = f"ranks began different collectives. {differ}.{where} {REMEDY} [FS-DEADLOCK]"
             return _Finding(text, None)
     return None
-
-
-def _waits_of(reports: Iterable[_Report]) -> list[list[Any]]:
-    """Return the group, kind and number of the wait in each report, as ``_Finding.waits`` needs."""
-    needs = [report.need for report in reports]
-    return [[need.group, str(need.kind), need.number] for need in needs]
 
 
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
@@ -475,21 +473,13 @@ def tell_end(how: str, thread: int | None) -> None:
 
 
 def log_failure(name: str, group: dist.ProcessGroup) -> None:
-    """Log why a collective of the user's program failed.
-
-    The reason is a finding that a rank has published, or the end of another rank.
-
-    ``name``: name of the failed collective.
-    """
-    me, store = dist.get_rank(), _default_store()
-    if finding := _told(store, WaitCondition(group.group_name, PROGRAM, 0, ()), is_exact=False):
+    """Log why a collective of the user's program failed. ``name``: name of the collective."""
+    me = dist.get_rank()
+    others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != me)
+    # The collective's number is not known here. No rank has begun a collective of the kind "", so
+    # each rank that has ended is a reason.
+    if finding := _why(WaitCondition(group.group_name, "", 1, others)):
         _logger.error("rank %d, %s: %s", me, name, finding.text)
-        return
-    ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != me][:_ASKED]
-    for report in _read(store, ranks).values():
-        if report.wait == _ENDED:
-            _logger.error("rank %d, %s: %s", me, name, report.text)
-            return
 
 
 def _ids(reports: _Reports) -> dict[int, int]:

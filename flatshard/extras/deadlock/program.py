@@ -28,6 +28,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -52,17 +53,6 @@ _LIBRARIES = (
 )
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LINE_LENGTH = 80  # maximum number of characters of a source line that is quoted
-
-
-class _Latest:
-    """Results of the latest read of torch's flight recorder."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] | None = None  # sequence number of each process group
-        self.records: list[dict[str, Any]] = []  # records of torch's flight recorder
-
-
-_LATEST = _Latest()
 
 
 class OwnCollective(NamedTuple):
@@ -134,11 +124,9 @@ def begun(thread: int | None) -> dict[str, int]:
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
     # Reading the recorder is slow. With dozens of ranks on a core, ranks in a long wait would
-    # mostly read their recorders. So read only if this rank has begun a
-    # collective since the last read.
-    if _LATEST.numbers != at_most:
-        _LATEST.numbers, _LATEST.records = at_most, _recorded()
-    records = _LATEST.records
+    # mostly read their recorders. So read only if this rank has begun a collective since the last
+    # read.
+    records = _recorded_at(frozenset(at_most.items()))
     if thread is not None and not _is_alone(thread, records):
         return {}
     last_of = {name: _last_of(records, name) for name in at_most}
@@ -242,6 +230,12 @@ def _recorded() -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
         return records
     return []
+
+
+@lru_cache(maxsize=1)
+def _recorded_at(_numbers: frozenset[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Return the result of ``_recorded`` when the groups had these sequence numbers."""
+    return _recorded()
 
 
 def _last_of(records: list[dict[str, Any]], group: str) -> dict[str, Any] | None:

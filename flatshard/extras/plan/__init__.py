@@ -9,11 +9,15 @@ Without this folder, ``flatshard.plan``, ``flatshard.memory_plan`` and ``Sharded
 raise, and the command ``flatshard plan`` does not exist.
 """
 
-from flatshard.extras.plan import command  # noqa: F401  (the command line asks for it)
 from flatshard.extras.plan.hardware import Device
-from flatshard.extras.plan.measured import RankPlan, plan_wrapped  # noqa: F401
-from flatshard.extras.plan.planning import MemoryPlan, UnitMemory, predict
-from flatshard.extras.plan.report import TrainingPlan, plan
+from flatshard.extras.plan.planning import (  # noqa: F401
+    MemoryPlan,
+    RankPlan,
+    UnitMemory,
+    plan_wrapped,
+    predict,
+)
+from flatshard.extras.plan.report import TrainingPlan, add_arguments, plan, run  # noqa: F401
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
 __all__ = ["CannotTraceError", "Device", "MemoryPlan", "RankPlan", "TrainingPlan", "UnitMemory"]

@@ -19,7 +19,7 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from flatshard.extras import show_bytes
 from flatshard.extras.plan.trace import Op
 from flatshard.units.policies import ModuleWrapPolicy
 from flatshard.wrapper import ShardedWrapper
@@ -54,10 +55,8 @@ def amount(value: float | str) -> float:
     return float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
 
 
-def show(nbytes: float) -> str:
-    """Return a number of bytes as text in B, kB, MB or GB: powers of 1000, as in ``80GB``."""
-    power = min(3, int(math.log10(max(nbytes, 1))) // 3)
-    return f"{nbytes / 1000**power:.{power and 1}f} {('B', 'kB', 'MB', 'GB')[power]}"
+# Returns a number of bytes as text in powers of 1000, as in ``80GB``.
+show = partial(show_bytes, base=1000)
 
 
 @dataclass(frozen=True)
@@ -97,15 +96,11 @@ class Device:
 
     def seconds(self, op: Op, busy: float = 0.0) -> float:
         """Return the duration of an operator. ``busy``: seconds until running collectives end."""
-        rate = self.attention_flops if op.kind == "attention" else self.flops
+        rate = self.attention_flops if op.is_attention else self.flops
         rate = self.conv_flops or rate if "convolution" in op.name else rate
-        seconds = self.slowed(op.flops / rate, busy)
+        seconds, share = op.flops / rate, COLLECTIVE_SHARE * self.is_gpu
+        seconds = min(seconds / (1 - share), seconds + share * max(0.0, busy))
         return max(seconds, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
-
-    def slowed(self, seconds: float, busy: float) -> float:
-        """Return the duration of arithmetic if collectives run in its first ``busy`` seconds."""
-        share = COLLECTIVE_SHARE * self.is_gpu
-        return min(seconds / (1 - share), seconds + share * max(0.0, busy))
 
 
 _GIB = 2**30

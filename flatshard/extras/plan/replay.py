@@ -13,14 +13,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flatshard.extras.plan.allocator import CachingAllocator, Held, Pool
+from flatshard.extras.plan.allocator import LARGE_PAGE, SMALL_BYTES, SMALL_PAGE, Held, Pool
 from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
 # The same threshold as in ``engine.gradients``: gradients of at least this size are copied into the
 # buffer at once.
-_SMALL_BYTES = 1 << 20
+_COPIED_BYTES = 1 << 20
+# Categories of gradients and of the buffers of reductions.
+_GRADIENTS = "gradients", "reduction", "temporary"
 
 
 @dataclass
@@ -30,27 +32,25 @@ class Outcome:
     Attributes:
         peak: bytes at the moment of the peak, keyed by category.
         peak_at: operator or action at the moment of the peak, and the unit that was running.
+        highest: largest number of bytes of each category at any moment. "gradients" includes the
+            buffers of reductions, and temporary tensors.
         persistent: bytes of parameters, gradients and optimizer state between steps.
         reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
         compute_seconds: duration of the step's operators and of the optimizer, and on CPUs of the
             collectives' work that does not overlap with a wait.
-        link_seconds: time in which the step's collectives use the link.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
             bytes that this rank sends to other nodes.
-        timeline: pairs of a time in the step and the bytes at this time, keyed by category. A pair
-            is recorded when a unit's forward or backward begins or ends.
     """
 
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: str = ""
+    highest: dict[str, int] = field(default_factory=dict)
     persistent: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
-    link_seconds: float = 0.0
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    timeline: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
@@ -78,19 +78,18 @@ class _Reduction:
 class Replay:
     """Replays the steps of one rank as flatshard runs them.
 
-    A subclass can replay another implementation of FSDP. The subclass overrides the methods that
-    say when units are gathered, resharded and reduced, and what the optimizer needs.
+    Attributes:
+        outcome: the prediction for the last step.
+        totals: current bytes of each category.
     """
-
-    pool = Pool  # how torch's allocator reserves memory
 
     def __init__(
         self, trace: StepTrace, flats: Sequence[FlatMemory], machine: Machine, accumulate: int = 1
     ) -> None:
         self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
-        self._allocator = CachingAllocator(self.pool)
+        self._small, self._large = Pool(SMALL_PAGE), Pool(LARGE_PAGE)
         self.outcome = Outcome()
-        self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
+        self.totals: dict[str, int] = defaultdict(int)
         self._now, self._place = "start", ""
         # `_owed`: seconds of work for collectives that a CPU still has to do. See hardware.py,
         # [Note: processor time of collectives].
@@ -130,33 +129,22 @@ class Replay:
 
     # ------------------------------------------------------------ memory and clocks
 
-    def allocate(self, nbytes: int, category: str, stream: str = "compute") -> Held:
-        """Allocate a block. ``stream``: name of the CUDA stream whose memory pool is used."""
+    def allocate(self, nbytes: int, category: str) -> Held:
         while self._brief and self._brief[0][0] <= self.clock:
             self.free(self._brief.pop(0)[1])
         self.totals[category] += nbytes
         if sum(self.totals.values()) > self.outcome.peak_bytes:
             self.outcome.peak = dict(self.totals)
             self.outcome.peak_at = f"{self._now}, {self._place}"
-        return self._allocator.allocate(nbytes, category, stream)
+        gradients = sum(self.totals[kind] for kind in _GRADIENTS)
+        for kind, total in ((category, self.totals[category]), ("gradients", gradients)):
+            self.outcome.highest[kind] = max(self.outcome.highest.get(kind, 0), total)
+        return (self._small if nbytes <= SMALL_BYTES else self._large).allocate(nbytes, category)
 
     def free(self, *blocks: Held | None) -> None:
         for held in filter(None, blocks):
             self.totals[held.category] -= held.nbytes
-            held.pool.free(held.start, held.size)
-
-    def copy(self, held: Held, nbytes: int, category: str) -> Held:
-        """Copy a block into a new block of another size, and free the old block."""
-        made = self.allocate(nbytes, category)
-        self.free(held)
-        return made
-
-    def move(self, held: Held, category: str) -> Held:
-        """Change the category under which the bytes of ``held`` are counted."""
-        self.totals[held.category] -= held.nbytes
-        self.totals[category] += held.nbytes
-        held.category = category
-        return held
+            held.pool.free(held)
 
     def send(self, nbytes: float, size: int, in_node: int) -> float:
         """Start a collective, and return the time at which the collective ends."""
@@ -164,7 +152,6 @@ class Replay:
         device, sent = self.machine.device, nbytes * (size - 1) / size
         self._owed += sent * device.byte_seconds + (size > 1) * device.start_seconds
         self._link_free = max(self._link_free, self.clock) + seconds
-        self.outcome.link_seconds += seconds
         self.outcome.sent_bytes[size > in_node] += sent
         return self._link_free
 
@@ -194,7 +181,8 @@ class Replay:
         The first step begins without optimizer state.
         """
         for _ in range(steps):
-            self.outcome = Outcome(self.outcome.peak, self.outcome.peak_at)
+            before = self.outcome
+            self.outcome = Outcome(before.peak, before.peak_at, before.highest)
             self.clock = self._link_free = 0.0
             self.free(*self.grads)
             self.grads = []
@@ -206,7 +194,8 @@ class Replay:
             self.outcome.seconds = self.clock
         kinds = ("parameters", "gradients", "optimizer")
         self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
-        self.outcome.reserved_bytes = self._allocator.reserved_bytes
+        pools = self._small, self._large
+        self.outcome.reserved_bytes = sum(pool.reserved_bytes for pool in pools)
         return self.outcome
 
     def play(self) -> None:
@@ -220,7 +209,8 @@ class Replay:
         live: dict[int, Held] = {}
         for event in self.trace.events:
             if isinstance(event, Op):
-                self.compute(self.op_seconds(event))
+                busy = self._link_free - self.clock
+                self.compute(self.machine.device.seconds(event, busy))
             elif isinstance(event, Alloc):
                 self.now(self.trace.makers[event.block])
                 category = "activations" if event.block in self._saved else "temporary"
@@ -228,19 +218,14 @@ class Replay:
             elif isinstance(event, Free):
                 # A parameter's gradient is no longer in `live`: `receive` has taken it.
                 self.free(live.pop(event.block, None))
+            elif event.what == "gradient":
+                self.receive(event.unit, live.pop(event.block))
             else:
-                if event.what == "gradient":
-                    self.receive(event.unit, live.pop(event.block))
-                else:
-                    self.pass_mark(event)
-                    direction = "backward" if self.in_backward else "forward"
-                    self._place = f"{direction} of {self.name(event.unit)}"
-                self.outcome.timeline.append((self.clock, dict(self.totals)))
+                self.pass_mark(event)
+                direction = "backward" if self.in_backward else "forward"
+                self._place = f"{direction} of {self.name(event.unit)}"
         self.free(*live.values())
         self.end_backward()
-
-    def op_seconds(self, op: Op) -> float:
-        return self.machine.device.seconds(op, self._link_free - self.clock)
 
     def pass_mark(self, mark: Mark) -> None:
         unit = mark.unit
@@ -252,7 +237,9 @@ class Replay:
             self.now("all-gather of", unit)
             self.unshard(unit)
             if mark.what == "enter backward" or not self.in_backward:
-                self.prefetch(unit)
+                order = self.order[::-1] if self.in_backward else self.order
+                after = order[order.index(unit) + 1 :] if unit in order else []
+                self._start_expected(after, backward=self.in_backward)
         elif mark.what == "leave" and not self.in_backward:
             self.reshard(unit)
             if self._needs_soon(unit):
@@ -290,12 +277,6 @@ class Replay:
                 self.free(flat.source)
                 flat.ends = flat.source = None
 
-    def prefetch(self, unit: int) -> None:
-        """Start the all-gathers of the units that are expected after ``unit``."""
-        order = self.order[::-1] if self.in_backward else self.order
-        expected = order[order.index(unit) + 1 :] if unit in order else []
-        self._start_expected(expected, backward=self.in_backward)
-
     def _start_expected(self, expected: Sequence[int], *, backward: bool) -> None:
         """Start all-gathers of the next units, as ``engine.prefetch`` does.
 
@@ -304,16 +285,13 @@ class Replay:
         """
         units = [unit for unit in expected if self._needed(unit, backward=backward)]
         for place, unit in enumerate(units):
-            if place and not self._fits_ahead(unit):
+            under_way = {flat.unit for flat in self.flats if flat.ends is not None} | {unit}
+            ahead = sum(_gathered_bytes(self.of_unit[one]) for one in under_way)
+            if place and not (self._sockets and ahead <= self._budget):
                 return
             if not (backward and unit in self._outstanding):
                 for flat in self._needed(unit, backward=backward):
                     self._start_gather(flat, backward=backward)
-
-    def _fits_ahead(self, unit: int) -> bool:
-        under_way = {flat.unit for flat in self.flats if flat.ends is not None} | {unit}
-        fits = sum(_gathered_bytes(self.of_unit[one]) for one in under_way) <= self._budget
-        return self._sockets and fits
 
     def _needs_soon(self, unit: int) -> bool:
         """Whether the unit stays unsharded after forward, because backward begins with this unit.
@@ -349,7 +327,7 @@ class Replay:
         flat = self.flats[index]
         # With gradient accumulation, the gradient is added to the gradient of an earlier backward.
         is_new = flat.arrived == len(flat.slots)
-        is_kept = is_new and (flat.is_single or block.nbytes < _SMALL_BYTES)
+        is_kept = is_new and (flat.is_single or block.nbytes < _COPIED_BYTES)
         flat.arrived += 1
         if is_new:
             flat.slots.append(block if is_kept else None)
@@ -452,7 +430,8 @@ class Replay:
         flat = first.flat
         for place, held in enumerate(flat.results):
             if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                flat.results[place] = self.copy(held, flat.gradient_bytes, "gradients")
+                flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
+                self.free(held)
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""
@@ -468,7 +447,11 @@ class Replay:
             self.reshard(unit)
         if self.syncs:
             for flat in self.flats:
-                self.grads += [self.move(held, "gradients") for held in flat.results]
+                for held in flat.results:
+                    self.totals[held.category] -= held.nbytes
+                    held.category = "gradients"
+                    self.totals[held.category] += held.nbytes
+                self.grads += flat.results
                 flat.results = []
 
     def step(self) -> None:

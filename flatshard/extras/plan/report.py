@@ -1,9 +1,15 @@
-"""``plan`` and ``TrainingPlan``: a table of strategies, code for the best strategy, and advice."""
+"""``plan`` and ``TrainingPlan``: a table of strategies, code for the best strategy, and advice.
+
+The options of the command ``flatshard plan`` are the keywords of ``plan``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +17,7 @@ from typing import Any
 import torch
 
 from flatshard.extras import tabulate
-from flatshard.extras.plan.fusion import compiled
-from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
+from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, calibrate, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
@@ -42,8 +47,6 @@ class Choice:
     Attributes:
         strategy: name of the sharding strategy.
         ranks: number of ranks.
-        checkpoint: the forwards that backward recomputes: ``none``, ``block`` or ``selective``.
-        batch: number of sequences (or other samples) per rank.
         outcome: the predicted memory, communication and time.
         fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
         samples_per_second: number of samples that one rank trains per second.
@@ -51,8 +54,6 @@ class Choice:
 
     strategy: str
     ranks: int
-    checkpoint: Checkpointing
-    batch: int
     outcome: Outcome
     fits: bool
     samples_per_second: float
@@ -69,7 +70,6 @@ class Choice:
         """Return all figures as a dict for JSON."""
         found = dataclasses.asdict(self)
         found |= found.pop("outcome")
-        del found["timeline"]
         return {**found, "bound": self.bound, "peak_bytes": self.outcome.peak_bytes}
 
     def cells(self) -> dict[str, str]:
@@ -112,7 +112,6 @@ class Target:
     dtype: str | MixedPrecision = "bf16"
     optimizer: str | float = "adamw"
     checkpoint: Checkpointing = "none"
-    compile: bool = False
     accumulate: int = 1
     strategy: str | Sequence[str] = STRATEGIES
     auto_wrap_policy: Policy | None = "auto"
@@ -151,8 +150,6 @@ class Target:
             auto_wrap_policy=self.auto_wrap_policy,
             mixed_precision=self.precision,
         )
-        if self.compile:
-            traced.trace = compiled(traced.trace)
         node = self.per_node
         found = [
             self._choice(traced, strategy, ranks)
@@ -180,7 +177,7 @@ class Target:
         memory = machine.device.memory_bytes
         fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
         speed = self.accumulate * self.batch / outcome.seconds
-        return Choice(strategy, ranks, self.checkpoint, self.batch, outcome, fits, speed)
+        return Choice(strategy, ranks, outcome, fits, speed)
 
     def changes(self) -> dict[str, Choice]:
         """Predict training with one setting changed: checkpointing, ranks, batch or dtype.
@@ -234,15 +231,12 @@ class TrainingPlan:
         fastest = max((one.samples_per_second for one in fitting), default=0)
         return next((one for one in fitting if one.samples_per_second > 0.99 * fastest), None)
 
-    @property
-    def _shown(self) -> Choice:
-        """The best choice; if nothing fits, the choice with the smallest peak."""
-        return self.best or min(self.choices, key=_peak_bytes)
-
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as a dict for JSON: bytes, seconds, and bytes sent in a step."""
         return {
             "name": self.name,
+            "batch": self.target.batch,
+            "checkpoint": self.target.checkpoint,
             "choices": [one.to_dict() for one in self.choices],
             "best": self.best and self.best.to_dict(),
             "changes": {change: one.to_dict() for change, one in self.changes.items()},
@@ -260,13 +254,14 @@ class TrainingPlan:
         if dtype is not None:
             keywords += f", mixed_precision=MixedPrecision({dtype}, torch.float32)"
         lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
-        if best.checkpoint != "none":
+        if (kind := self.target.checkpoint) != "none":
             lines.insert(2, "from flatshard.memory_plan import checkpoint_blocks")
-            lines.append(f"checkpoint_blocks(model, {best.checkpoint!r})")
+            lines.append(f"checkpoint_blocks(model, {kind!r})")
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def __str__(self) -> str:
-        shown, rows = self._shown, [one.cells() for one in self.choices]
+        shown = self.best or min(self.choices, key=_peak_bytes)
+        rows = [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
@@ -345,7 +340,6 @@ def plan(
               ``"muon"``, ``"lion"``, or the bytes of state per trained element.
             - ``checkpoint``: the kind of activation checkpointing: ``"none"`` (default),
               ``"block"`` or ``"selective"``.
-            - ``compile``: whether ``torch.compile`` compiles each block. Default False.
             - ``accumulate``: number of backwards per step, for gradient accumulation. All except
               the last run under ``no_sync``. Default 1.
             - ``strategy``: names of the sharding strategies to compare. Default: all.
@@ -362,3 +356,50 @@ def plan(
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "model")
     made = TrainingPlan(name, target, target.choices())
     return replace(made, changes=target.changes()) if made.best is None else made
+
+
+# ------------------------------------------------------------ the command ``flatshard plan``
+
+_CHOICES = {
+    "device": DEVICES,
+    "dtype": DTYPES,
+    "optimizer": OPTIMIZERS,
+    "checkpoint": ("none", "block", "selective"),
+    "strategy": STRATEGIES,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add: Any = parser.add_argument
+    add("spec", nargs="?", help="a preset (llama3-8b), a config.json, or package.module:function")
+    # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
+    items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
+    texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
+    for one in dataclasses.fields(Target):
+        name, kind = one.name, {"int": int, "bool": bool}.get(str(one.type), str)
+        if name in ("build", "step", "auto_wrap_policy"):
+            continue  # no value of this field can be written on a command line
+        more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}
+        more |= {"nargs": "+"} if name == "strategy" else {}
+        more = {"action": "store_true"} if kind is bool else more
+        add(f"--{name.replace('_', '-')}", default=one.default, help=texts.get(name), **more)
+    add("--json", action="store_true", help="print JSON")
+    add("--calibrate", action="store_true", help="measure this machine's speed, and print --flops")
+
+
+def run(options: dict[str, Any]) -> None:
+    """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
+    as_json, measures, spec = (options.pop(name) for name in ("json", "calibrate", "spec"))
+    if measures:
+        if spec is not None:
+            raise ValueError("--calibrate measures this machine and takes no SPEC. Leave out SPEC.")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        found = calibrate(name)
+        print(f"{name}: --flops {found.flops / 1e12:.2f}T")
+        print(f"{name}: attention {found.attention_flops / 1e12:.2f} TFLOP/s")
+        print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
+    elif spec is None:
+        raise ValueError("expected a SPEC or --calibrate. Option --help lists the kinds of SPEC.")
+    else:
+        made = plan(spec, **options)
+        print(json.dumps(made.to_dict(), indent=1) if as_json else made)

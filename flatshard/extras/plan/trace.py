@@ -50,23 +50,14 @@ class Op(NamedTuple):
     Attributes:
         name: the operator's name, such as ``aten.mm``.
         flops: number of floating point operations; 0 if only memory limits the operator's speed.
-        reads: pairs of a block that the operator reads and the number of bytes. Block -1 stands
-            for parameters and buffers.
-        writes: pairs of a block that the operator writes and the number of bytes.
-        kind: ``matmul``, ``attention``, ``fusible`` (a compiler joins the operator with its
-            neighbours) or ``other``.
+        nbytes: number of bytes that the operator reads and writes.
+        is_attention: whether the operator is an attention kernel.
     """
 
     name: str
     flops: int
-    reads: tuple[tuple[int, int], ...]
-    writes: tuple[tuple[int, int], ...]
-    kind: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read and written."""
-        return sum(nbytes for _, nbytes in (*self.reads, *self.writes))
+    nbytes: int
+    is_attention: bool
 
 
 class Alloc(NamedTuple):
@@ -312,28 +303,20 @@ class _Recorder(TorchDispatchMode):
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         if func is _aten._grouped_mm.default:  # each row is multiplied by one group's matrix
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
-        kind = "other"
-        if flops:
-            kind = "attention" if "attention" in packet.__name__ else "matmul"
+        is_attention = flops > 0 and "attention" in packet.__name__
+        if is_attention:
             given = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
-            if kind == "attention" and (given | kwargs).get("is_causal"):
+            if (given | kwargs).get("is_causal"):
                 flops //= 2  # the kernel skips the half above the diagonal
-        elif torch.Tag.pointwise in func.tags or packet.__name__ in _FUSIBLE:
-            # torch.compile does not fuse complex numbers.
-            kind = "other" if any(one.is_complex() for one in (*ins, *outs)) else "fusible"
-        reads, writes = (tuple(map(self._touch, some)) for some in (ins, outs))
-        self._trace.events.append(Op(name, flops, reads, writes, kind))
+        # Elements of an expanded tensor share memory, but `tensor.nbytes` counts each of them. So
+        # take at most the size of the storage.
+        nbytes = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*ins, *outs))
+        self._trace.events.append(Op(name, flops, nbytes, is_attention))
         # Remember the block if autograd has added two gradients. A checkpoint's recomputed forward
         # runs in backward, too, but with gradients enabled, so its additions are not remembered.
         is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
-        self._sum = writes[0][0] if is_sum else -1
+        self._sum = self._block_of.get(out.untyped_storage()._cdata, -1) if is_sum else -1
         return out
-
-    def _touch(self, tensor: Tensor) -> tuple[int, int]:
-        storage = tensor.untyped_storage()
-        # Elements of an expanded tensor share memory, but `tensor.nbytes` counts each of them. So
-        # take at most the size of the storage.
-        return self._block_of.get(storage._cdata, -1), min(tensor.nbytes, storage.nbytes())
 
 
 def _strided(value: Any) -> list[Tensor]:
@@ -343,16 +326,6 @@ def _strided(value: Any) -> list[Tensor]:
 def _with_gradients(value: Any) -> list[Tensor]:
     """Return the tensors in ``value`` whose gradients autograd computes, without parameters."""
     return [t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter)]
-
-
-# Operators without `torch.Tag.pointwise` that torch.compile joins with neighbouring operators into
-# one kernel. torch.compile also joins all pointwise operators.
-_FUSIBLE = {
-    *("sum", "mean", "amax", "var_mean", "clone", "_to_copy", "copy_", "cat", "_softmax", "_conj"),
-    *("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "new_zeros", "zeros"),
-    *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "ones_like", "repeat"),
-    *("_fused_rms_norm_backward", "zeros_like", "constant_pad_nd", "slice_backward", "cumsum"),
-}
 
 
 # ---------------------------------------------------------------- checkpointing
@@ -423,7 +396,10 @@ def emptied(
         if isinstance(value, list):
             return [*map(replaced, value)]
         if isinstance(value, Tensor) and value not in made:
-            made[value] = _empty(value, dtypes.get(value, value.dtype), device)
+            dtype, strides = dtypes.get(value, value.dtype), value.stride()
+            new = torch.empty_strided(value.shape, strides, dtype=dtype, device=device)
+            new = nn.Parameter(new) if isinstance(value, nn.Parameter) else new
+            made[value] = new.requires_grad_(value.requires_grad)
         return made[value] if isinstance(value, Tensor) else value
 
     with contextlib.ExitStack() as stack:
@@ -436,12 +412,6 @@ def emptied(
                         stack.callback(place.__setitem__, name, value)
                         place[name] = replaced(value)
         yield made
-
-
-def _empty(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    made = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
-    return made.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

@@ -303,7 +303,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
             key = param.spec.comm, self._owners.get(param)
-            filled[key] = filled.get(key, 0) + _gathered_bytes(param)
+            grad_bytes = 0 if param.grad is None else param.grad.nbytes
+            filled[key] = filled.get(key, 0) + param.nbytes + grad_bytes
             parts.setdefault((filled[key] - 1) // PART_BYTES, []).append(param)
         return [parts[number] for number in sorted(parts)]
 
@@ -457,11 +458,6 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
         )
 
     return closure
-
-
-def _gathered_bytes(param: FlatShardTensor) -> int:
-    """Return the number of bytes to gather on the owner: the parameter and the gradient."""
-    return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
 
 
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
-from flatshard.extras.plan import command
 from flatshard.extras.plan.models import read_spec
-from flatshard.extras.plan.report import Target
+from flatshard.extras.plan.report import Target, add_arguments
 from flatshard.memory_plan import CannotTraceError, plan
 
 WIDTH = 256
@@ -80,7 +79,7 @@ def test_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_have_the_names_of_the_keywords() -> None:
     parser = ArgumentParser()
-    command.add_arguments(parser)
+    add_arguments(parser)
     options = set(vars(parser.parse_args([]))) - {"json", "calibrate"}
     keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
