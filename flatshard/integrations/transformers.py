@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import trainer as hf
 
 from flatshard import checkpoint
 from flatshard.integrations.accelerate import Accelerator
+from flatshard.module.wrappers import units_in
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
 _FOLDER = "flatshard"  # folder with model and optimizer in a checkpoint of Trainer
@@ -133,7 +135,10 @@ class ShardedTrainerMixin:
         if any(param.is_meta for param in model.parameters()) and not sharded_modules(model):
             init = init_weights(model, self.accelerator.device)
             self.accelerator.sharding.setdefault("param_init_fn", init)
-        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        if hasattr(model, "generate") and "generate" not in model.__dict__:
+            model.generate = partial(_generate, self.model_wrapped, model.generate)
+        return prepared
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full model for ``from_pretrained``; rank 0 writes the files. Collective."""
@@ -165,13 +170,6 @@ class ShardedTrainerMixin:
         if (scheduler := folder / hf.SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self, "_gen_kwargs"):
-            # A rank whose texts are complete must run forwards until all ranks are done, because
-            # the all-gathers of a forward need every rank.
-            self._gen_kwargs.setdefault("synced_gpus", bool(sharded_modules(self.model_wrapped)))
-        return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-
 
 class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers' Trainer with a sharded model; see ``ShardedTrainerMixin``.
@@ -188,6 +186,16 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
         trainer.save_model("model")  # on all ranks
         ```
     """
+
+
+def _generate(
+    model: nn.Module, generate: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any
+) -> Any:
+    """Call ``generate`` of the unwrapped model that is sharded in ``model``."""
+    # A rank whose texts are complete must run forwards until all ranks are done, because the
+    # all-gathers of a forward need every rank. Frameworks do not know that the model is sharded.
+    is_sharded = any(not unit.is_summoned for unit in units_in(model))
+    return generate(*args, synced_gpus=synced_gpus or is_sharded, **kwargs)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

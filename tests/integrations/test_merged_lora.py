@@ -37,6 +37,7 @@ class Model(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
         self.image = nn.Conv2d(1, 2, 3)
         self.experts, self.head = Experts(), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2)
         self.register_buffer("scale", torch.ones(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -161,6 +162,10 @@ def _refused() -> None:
     for config, message in (
         (lambda: _config(target_modules=["first"], use_dora=True), "first' has the LoRA variant"),
         (lambda: _config(target_modules=["first"], lora_bias=True), "adapters with a bias"),
+        (
+            lambda: _config(target_modules=["attention"]),
+            "attention' is a MultiheadAttention, and only LoRA",
+        ),
         (
             lambda: peft.IA3Config(target_modules=["first"], feedforward_modules=[]),
             "first' is a Linear, and only LoRA",

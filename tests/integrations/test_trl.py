@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with the mixin, beside its own on DistributedDataParallel."""
+"""TRL's SFTTrainer and GRPOTrainer with the mixin, beside DistributedDataParallel."""
 
 import os
 import warnings
@@ -91,7 +91,68 @@ def _as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
                 assert isinstance(trainer.model_wrapped, ShardedWrapper)
                 assert len(logs[0]) == 4
                 assert_close(logs[1], logs[0], rtol=1e-4, atol=1e-5)
+        _generates_as_with_ddp(rank, world_size, folder)
 
 
-def test_sft_trainer(tmp_path: Path) -> None:
+def _generating_trainer(kind: Any, folder: Path) -> Any:
+    """A GRPOTrainer whose completions end early, after different numbers of tokens."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import GRPOConfig
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), num_attention_heads=2, **small))
+    model.generation_config.eos_token_id = list(range(1, 8))
+    arguments = GRPOConfig(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=16,
+        learning_rate=0.01,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return kind(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [f"w{n} w{n + 1}" for n in range(16)]}),
+        processing_class=_tokenizer(),
+    )
+
+
+def _generates_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
+    from trl import GRPOTrainer
+
+    from flatshard.integrations.transformers import ShardedTrainerMixin
+
+    class Sharded(ShardedTrainerMixin, GRPOTrainer): ...
+
+    logs = []
+    for kind in (GRPOTrainer, Sharded):
+        trainer = _generating_trainer(kind, folder / kind.__name__)
+        trainer.train()
+        logs.append(
+            [
+                {k: one[k] for k in ("loss", "grad_norm", "completions/mean_length")}
+                for one in trainer.state.log_history
+                if "loss" in one
+            ]
+        )
+    assert isinstance(trainer.model_wrapped, ShardedWrapper)
+    assert_close(logs[1], logs[0], rtol=1e-4, atol=1e-5)
+    # One rank alone may generate on full parameters.
+    with ShardedWrapper.summon_full_params(trainer.model_wrapped):
+        if rank == 0:
+            trainer.model.generate(torch.tensor([[2, 3]]), max_new_tokens=2)
+
+
+def test_trainers(tmp_path: Path) -> None:
     run_ranks(_as_with_ddp, 2, tmp_path, timeout=240.0, fresh=True, preload=PRELOAD)

@@ -1,5 +1,6 @@
 """Programs for ranks on a simulated GPU: each takes its rank, and returns its error, if any."""
 
+import copy
 import os
 import random
 import time
@@ -16,8 +17,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from flatshard import MixedPrecision, ShardedWrapper, checkpoint
+from flatshard import MixedPrecision, ShardedWrapper, checkpoint, full_tensors
 from flatshard.extras.deadlock import gpu
+from flatshard.weights import WeightChanges, apply_changes
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.simulated_gpu.kernels import driver_calls
 
@@ -352,3 +354,36 @@ def _evaluate_buffers(rank: int, batch: Tensor, spoiled: dict[str, bool]) -> Sha
         model(batch)
     spoiled["number"] = bool(model.number.isnan().all())
     return model
+
+
+def count_tokens(rank: int) -> dict[str, Any]:
+    """Train with counts on the device, and send the weights that change to a copy of the model."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(copy.deepcopy(plain).to(GPU), auto_wrap_policy=policy, coalesce_bytes=0)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (plain, model)]
+    changes, wrong = WeightChanges(model), 0
+    received = {name: torch.zeros(one.shape).bfloat16() for name, one in plain.state_dict().items()}
+    for step in range(4):
+        inputs = torch.randn(2, 3, 16, 8)  # rank, micro-batch
+        valid = torch.rand(2, 3, 16) < 0.5 + 0.1 * step
+        counted = [(r, number) for r in range(2) for number in range(3 - 2 * r)]
+        losses = [plain(inputs[place]).square().sum(1)[valid[place]].sum() for place in counted]
+        (sum(losses) / sum(valid[place].sum() for place in counted)).backward()
+        with model.no_sync(uneven=True):
+            for place in counted:
+                if place[0] == rank:
+                    mask = valid[place].to(GPU)
+                    model.average_over(mask.sum())
+                    (model(inputs[place].to(GPU)).square().sum(1) * mask).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        apply_changes(received, changes.changes(digests=True))
+        for name, full in full_tensors(model, dtype=torch.bfloat16, device="cpu"):
+            wrong += not torch.equal(received[name], full)
+    torch.cuda.synchronize()
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    off = max((state[name] - one).abs().max().item() for name, one in plain.state_dict().items())
+    return {"error": "", "seconds": 0.0, "off": off, "wrong": wrong}

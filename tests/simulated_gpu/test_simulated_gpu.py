@@ -87,3 +87,15 @@ def test_calls_of_the_driver(gpu: Gpu) -> None:
     assert not ours["allocations"]
     if THOROUGH:
         assert all(ours[name] <= counts["fsdp1"][name] for name in CALLS)
+
+
+@pytest.mark.parametrize("lagging", ["MAIN", "SIDE"])
+def test_counts_and_changed_weights(gpu: Gpu, lagging: str) -> None:
+    """The host reads counts of tokens, and numbers of changed values, from the device."""
+    late = {f"SIMULATED_{lagging}_DELAY": "300"}
+    (ended,) = gpu.run_programs(2, ("count_tokens", "nccl"), **late)
+    for rank in ended:
+        assert rank.status == 0, rank
+        found = json.loads(rank.text)
+        assert found["wrong"] == 0
+        assert found["off"] < 1e-6

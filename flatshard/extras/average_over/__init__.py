@@ -23,32 +23,33 @@ from flatshard.units.module_tree import unit_text
 
 _NAME = "average_over()"
 _BYTES = 8  # number of bytes of a count in the exchange: a float64
-# Bytes of a rank that ran a backward without a count, and of a rank that ran no backward. As
-# float64, both are NaN.
-_MISSING, _ABSENT = b"\xff" * _BYTES, b"\xfe" * _BYTES
+# Bytes of a rank that ran a backward without a count, which are NaN as float64, and of a rank that
+# ran no backward, which are -0.0.
+_MISSING, _ABSENT = b"\xff" * _BYTES, struct.pack(">d", -0.0)
 
 
 def count(state: RunState, number: float | Tensor) -> None:
     """Implement ``ShardedWrapper.average_over``."""
     is_number = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
-    if not is_number or (isinstance(number, Tensor) and number.numel() != 1):
+    if not is_number or torch.as_tensor(number).numel() != 1:
         raise TypeError(
             f"{_NAME}: expected an int, a float or a tensor with one element, got {number!r}."
         )
     for extension in state.extensions:
         extension.needs_gradients(_NAME)
+    _refuse_hooks(state)
+    if state.extension("average_over") is None:
+        state.extend(AverageOver(state))
+    state.extension("average_over").give(torch.as_tensor(number))
+
+
+def _refuse_hooks(state: RunState) -> None:
     if any(handle.comm_hook is not None for handle in state.handles):
         raise RuntimeError(
-            f"{_NAME}: a communication hook is registered. Expected gradients that flatshard "
-            "averages over ranks, because they are then rescaled; a hook may return another "
-            "average. Divide by the counts in the hook and do not call average_over(), or train "
+            f"{_NAME}: a communication hook is registered, whose result may not be the average "
+            "over ranks that average_over() expects. Divide by the counts in the hook, or train "
             "without the hook."
         )
-    average = state.extension("average_over")
-    if average is None:
-        average = AverageOver(state)
-        state.extend(average)
-    average.give(number)
 
 
 class AverageOver(StepExtension):
@@ -59,28 +60,19 @@ class AverageOver(StepExtension):
 
     def __init__(self, state: RunState) -> None:
         self._state = state
+        # One element per count: a tensor on the host, and the CUDA event after which the tensor is
+        # complete (None for a CPU number). None in place of the pair: there is no count.
         self._given: Any = None  # the count that the program passed since the last backward began
-        # Counts of the backward that runs, and of earlier backwards that accumulated gradients.
-        self._counts: list[Any] = []
-        self._is_running = False  # whether a backward has begun, but has not ended
+        self._counts: list[Any] = []  # counts of earlier backwards that accumulated gradients
 
-    def give(self, number: float | Tensor) -> None:
+    def give(self, number: Tensor) -> None:
         """Keep ``number`` for the next backward. It replaces a count that no backward has used."""
-        if not (isinstance(number, Tensor) and number.is_cuda):
-            self._given = float(number), None
-            return
         # Queue the copy to the host now, before the backward's kernels. The end of backward then
-        # waits only for this copy. A copy queued there would wait for the whole backward.
-        host = torch.empty((), dtype=torch.float64, pin_memory=True)
-        host.copy_(number.detach().reshape(()), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        # waits only for this copy. A copy queued there would wait for the whole backward. Torch
+        # allocates pinned memory for a copy that does not block.
+        host = number.detach().to("cpu", torch.float64, non_blocking=True)
+        event = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
         self._given = host, event
-
-    def begin_backward(self) -> None:
-        if self._is_running:  # the last backward failed, and its gradients were dropped
-            self._counts = []
-        self._is_running = True
 
     def _take(self) -> list[Any]:
         """Return the counts of this backward, and of earlier ones whose gradients still exist."""
@@ -91,11 +83,9 @@ class AverageOver(StepExtension):
 
     def votes(self) -> bytes:
         """Return this rank's count, at this rank's place among zeros."""
-        world, mine = self._state.world, b""
-        if self._state.is_reducing:
-            mine = _encoded(self._take())
-        place = world.rank * _BYTES
-        return (bytes(place) + mine).ljust(world.size * _BYTES, b"\0")
+        world = self._state.world
+        mine = _encoded(self._take()) if self._state.is_reducing else b""
+        return (bytes(world.rank * _BYTES) + mine).ljust(world.size * _BYTES, b"\0")
 
     def tally(self, maxima: bytes) -> None:
         """Set the scale of the published gradients. Raises on all ranks if a count is wrong."""
@@ -109,48 +99,26 @@ class AverageOver(StepExtension):
                 "would be averaged over different counts. Use no_sync() without arguments."
             )
         pieces = [maxima[place : place + _BYTES] for place in range(0, len(maxima), _BYTES)]
-        said = dict(zip(state.world.ranks, pieces, strict=True))
-        if all(piece in (_MISSING, _ABSENT) for piece in pieces):
-            return  # no rank has passed a count: average over ranks
-        counts = {rank: self._checked(rank, piece) for rank, piece in said.items()}
-        if not any(counts.values()):
-            raise RuntimeError(
-                f"{_NAME}, {unit_text(state.root.name)}: the counts of all ranks add up to 0, and "
-                "no gradient can be divided by 0. Expected at least one token. Skip the step."
-            )
-        totals = {
-            unit: math.fsum(counts[rank] for rank in unit.topology.world.ranks)
-            for unit in state.units
-        }
+        counts: dict[int, float] = {}
+        if any(piece not in (_MISSING, _ABSENT) for piece in pieces):  # else: average over ranks
+            _refuse_hooks(state)
+            counts = {r: _checked(r, p) for r, p in zip(state.world.ranks, pieces, strict=True)}
+            if not any(counts.values()):
+                raise RuntimeError(
+                    f"{_NAME}, {unit_text(state.root.name)}: the counts of all ranks add up to 0. "
+                    "Expected at least one token. Skip the step."
+                )
+        worlds = {handle.topology.world for handle in state.handles}
+        totals = {one: math.fsum(counts.get(rank, 0) for rank in one.ranks) for one in worlds}
         for handle in state.handles:
             # Some units train only on a part of the ranks. If none of these ranks has a token, the
             # unit's gradients are zero, and need no scale. Other ranks do not see this total, so
             # this rank must not raise.
-            size = handle.topology.world.size
-            handle.grads.scale = size / (totals[handle.unit] or size)
-
-    def _checked(self, rank: int, piece: bytes) -> float:
-        """Return the count that ``rank`` has sent. Raises RuntimeError if the count is wrong."""
-        if piece == _ABSENT:
-            return 0.0
-        (number,) = struct.unpack(">d", piece)
-        if 0 <= number < math.inf:
-            return float(number)
-        problem = f"passed the count {number}"
-        if piece == _MISSING:
-            problem = "ran a backward without a call of average_over(), which other ranks made"
-        raise RuntimeError(
-            f"{_NAME}, rank {rank}: this rank {problem}. Expected on each rank, before each "
-            "backward, the number of tokens (finite, at least 0) in this rank's loss, which is a "
-            "sum."
-        )
+            world = handle.topology.world
+            handle.grads.scale = world.size / (totals[world] or world.size)
 
     def end_backward(self, has_gradients: bool) -> None:
-        self._is_running = False
-        is_over = self._state.is_reducing
-        self._counts = [] if is_over else self._take()
-        for handle in self._state.handles if is_over else ():
-            handle.grads.scale = 1.0
+        self._counts = [] if self._state.is_reducing else self._take()
 
 
 def _encoded(counts: list[Any]) -> bytes:
@@ -158,17 +126,26 @@ def _encoded(counts: list[Any]) -> bytes:
 
     The result is the sum of ``counts``, or the first count that is negative or not finite. It is
     ``_ABSENT`` if this rank ran no backward, and ``_MISSING`` if a backward had no count.
-
-    ``counts``: one element per backward. None: the program passed no count. Otherwise a pair: the
-    number, and the CUDA event after which the number is on the host (None for a CPU number).
     """
-    if not counts:
-        return _ABSENT
-    if None in counts:
-        return _MISSING
+    if not counts or None in counts:
+        return _MISSING if counts else _ABSENT
     for _, event in counts:
         if event is not None:
             event.synchronize()
-    numbers = [float(number) for number, _ in counts]
+    numbers = [host.item() for host, _ in counts]
     wrong = (number for number in numbers if not 0 <= number < math.inf)
     return struct.pack(">d", next(wrong, math.fsum(numbers)))
+
+
+def _checked(rank: int, piece: bytes) -> float:
+    """Return the count that ``rank`` has sent. Raises RuntimeError if the count is wrong."""
+    (number,) = struct.unpack(">d", piece)
+    if 0 <= number < math.inf:
+        return float(number)
+    problem = f"passed the count {number}"
+    if piece == _MISSING:
+        problem = "ran a backward without a call of average_over(), which other ranks made"
+    raise RuntimeError(
+        f"{_NAME}, rank {rank}: this rank {problem}. Expected on each rank, before each backward, "
+        "the number of tokens (finite, at least 0) in this rank's loss, which is a sum."
+    )

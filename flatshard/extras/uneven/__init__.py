@@ -13,6 +13,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
 from flatshard.engine.run_state import RunState, temporarily
-from flatshard.options.extras import extra
+from flatshard.options.extras import default_extra
 
 _NAME = "no_sync(uneven=True)"
 _logger = logging.getLogger("flatshard")
@@ -37,8 +38,11 @@ def uneven(state: RunState) -> Iterator[None]:
         raise RuntimeError(f"{_NAME} was called inside of join(). Use one of the two.")
     for extension in state.extensions:
         extension.needs_gradients(_NAME)
-    _tell_cost(state)
-    problem: Exception | None = None
+    # Add the extension on all ranks: a rank without micro-batches does not call `average_over`.
+    if state.extension("average_over") is None and (counting := default_extra("average_over")):
+        state.extend(counting.AverageOver(state))
+    if state.world.rank == 0 and state not in _told:
+        _tell_cost(state)
     accumulate = [GradSync.ACCUMULATE] * len(state.units)
     try:
         with (
@@ -46,19 +50,19 @@ def uneven(state: RunState) -> Iterator[None]:
             temporarily([state], syncs=accumulate, under_no_sync=True),
             # Ranks run different forwards, but must predict the same order of units afterwards.
             temporarily([state.prefetch], order=ExecutionOrder()),
-            _no_steps(state),
+            register_optimizer_step_pre_hook(partial(_refuse_step, state)),
         ):
             with torch.no_grad(), state.outside_use.unsharded(state.units):
                 if state.buffers is not None:  # now: forwards inside must not communicate
                     state.buffers.before_forward(False, under_no_sync=True)
             try:
                 yield
+            except CollectiveError:  # every rank raises such an error
+                raise
             except Exception as error:
-                problem = error
-            if not isinstance(problem, CollectiveError):  # every rank raises such an error
-                _leave_together(state, problem)
-        if problem is not None:
-            raise problem
+                _leave_together(state, error)
+                raise
+            _leave_together(state, None)
         _reduce(state)
     except BaseException:
         state.forward.recover()
@@ -69,9 +73,7 @@ def uneven(state: RunState) -> Iterator[None]:
 
 
 def _tell_cost(state: RunState) -> None:
-    """Log once per model, on rank 0, what memory the context takes."""
-    if state.world.rank != 0 or state in _told:
-        return
+    """Log what memory the context takes."""
     _told.add(state)
     buffers = sum(unit.buffer_bytes for unit in state.units) / 2**20
     grads = sum(handle.reduce_plan.full_bytes for handle in state.handles) / 2**20
@@ -82,41 +84,26 @@ def _tell_cost(state: RunState) -> None:
     )
 
 
-@contextlib.contextmanager
-def _no_steps(state: RunState) -> Iterator[None]:
-    """Raise if an optimizer steps parameters of the model inside the context."""
+def _refuse_step(state: RunState, optimizer: Optimizer, *_: Any) -> None:
+    """Raise if ``optimizer`` steps parameters of the model. Called before each optimizer's step."""
     own = {id(param) for handle in state.handles for param in handle.sharded}
-
-    def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
-            raise RuntimeError(
-                f"{_NAME}: {type(optimizer).__name__}.step() was called inside of the context, "
-                "where gradients are not reduced. Step after the context, on all ranks."
-            )
-
-    hook = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
+    if not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            f"{_NAME}: {type(optimizer).__name__}.step() was called inside of the context, where "
+            "gradients are not reduced. Step after the context, on all ranks."
+        )
 
 
-def _leave_together(state: RunState, problem: Exception | None) -> None:
+def _leave_together(state: RunState, error: Exception | None) -> None:
     """Wait until all ranks leave the context. Collective.
 
     Raises RuntimeError if another rank leaves with an exception, which the message contains.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    counts = state.extension("average_over") is not None
-    everyone = state.world.host.gather_unless_equal(
-        (text, counts), "leaving no_sync with uneven=True"
-    )
-    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
-        if theirs is not None and problem is None:
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = state.world.host.gather_unless_equal(text, "leaving no_sync with uneven=True")
+    for rank, theirs in zip(state.world.ranks, everyone, strict=False):
+        if theirs is not None and error is None:
             raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
-    # A rank without micro-batches has not called `average_over`, and counts zero.
-    if not counts and any(theirs for _, theirs in everyone):
-        state.extend(extra("average_over", "ShardedWrapper.average_over()").AverageOver(state))
 
 
 def _reduce(state: RunState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
 # If a larger share of one rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
-_ALL = -1  # in place of the number of changed values: send all values
 
 
 class WeightChange(NamedTuple):
@@ -130,14 +129,18 @@ class WeightChanges:
         digests: bool,
         is_exiting: Callable[[], bool] = sys.is_finalizing,
     ) -> Iterator[Any]:
-        handles = [*dict.fromkeys(handles_in(self._model))]
+        handles = handles_in(self._model)
         for handle in handles:
             handle.absorb_replaced()
         # Positions of changed values in this rank's shards.
         changed = {handle: self._changed(handle) for handle in handles}
-        mine = [_ALL if where is None else len(where) for where in changed.values()]
-        sums = [_digests(handle, self._rounded(handle)) if digests else [] for handle in handles]
-        said = dict(zip(world.ranks, world.host.gather((mine, sums), _CALLER), strict=True))
+        # For each flat parameter: how many values of this rank changed (None: send all), and
+        # checksums.
+        mine = [
+            (None if where is None else len(where), self._digests(handle) if digests else [])
+            for handle, where in changed.items()
+        ]
+        said = dict(zip(world.ranks, world.host.gather(mine, _CALLER), strict=True))
         receivers = set(world.ranks) if ranks == "all" else {world.ranks[ranks]}
         self._is_reading, is_over = True, False
         items = self._items(changed, said, receivers)
@@ -155,20 +158,27 @@ class WeightChanges:
             if not is_over:
                 self._kept.clear()
 
-    def _rounded(self, handle: FlatParamHandle) -> Tensor:
-        shard = handle.flat_param.detach()
-        return shard.to(self._dtype) if shard.is_floating_point() else shard
+    def _rounded(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(dtype, copy=copy)
 
     def _changed(self, handle: FlatParamHandle) -> Tensor | None:
         """Return the positions of changed values in this rank's shard; None for too many."""
         old = self._kept.get(handle)
         if old is None or handle.layout.padded_numel > torch.iinfo(_POSITION).max:
             return None
-        is_changed = _words(self._rounded(handle)) != _words(old)
+        where = (_words(self._rounded(handle.flat_param)) != _words(old)).nonzero().view(-1)
         handle.page_out()
-        if int(torch.count_nonzero(is_changed)) > _SHARE * handle.layout.shard_numel:
-            return None
-        return is_changed.nonzero().view(-1)
+        return where if len(where) <= _SHARE * handle.layout.shard_numel else None
+
+    def _digests(self, handle: FlatParamHandle) -> list[int]:
+        """Return, for each parameter, the checksum of this rank's elements."""
+        shard, sums = self._rounded(handle.flat_param), []
+        for param in handle.params:
+            own = shard[param.local.start : param.local.end]
+            places = torch.arange(own.numel(), device=own.device) + param.spec.offset
+            sums.append(_checksum(own, _row_major(places, param.spec)))
+        return torch.stack(sums).tolist()  # type: ignore[no-any-return]
 
     def _items(
         self,
@@ -177,28 +187,23 @@ class WeightChanges:
         receivers: set[int],
     ) -> Iterator[WeightChange]:
         for number, (handle, where) in enumerate(changed.items()):
-            comm = handle.topology.shard
-            counts = [said[rank][0][number] for rank in comm.ranks]
-            sums = [
-                sum(each) for each in zip(*(said[r][1][number] for r in comm.ranks), strict=True)
-            ]
+            ranks = handle.topology.shard.ranks
+            counts, digests = zip(*(said[rank][number] for rank in ranks), strict=True)
+            sums = [sum(each) % 2**64 for each in zip(*digests, strict=True)]
             found: Iterator[Any]
-            if where is None or _ALL in counts:
+            if where is None or None in counts:
                 found = self._whole(handle)
             else:
                 found = self._sparse(handle, where, counts, receivers)
             for param, indices, values in found:
-                digest = sums[param.index] % 2**64 if sums else None
+                digest = sums[param.index] if sums else None
                 yield WeightChange(param.name, indices, values, digest)
         inside = {param.sharded for handle in changed for param in handle.params}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and tensor not in inside:
-                new = tensor.detach().to(
-                    self._dtype if tensor.is_floating_point() else tensor.dtype
-                )
-                old = self._kept.get(name)
-                if old is None or not torch.equal(as_bytes(old), as_bytes(new.contiguous())):
-                    self._kept[name] = new.clone(memory_format=torch.contiguous_format)
+                old, new = self._kept.get(name), self._rounded(tensor).contiguous()
+                if old is None or not torch.equal(as_bytes(old), as_bytes(new)):
+                    self._kept[name] = new.clone()
                     yield WeightChange(name, None, new.clone())
 
     def _whole(self, handle: FlatParamHandle) -> Iterator[tuple[Any, None, Tensor]]:
@@ -206,20 +211,15 @@ class WeightChanges:
 
         Collective: all ranks of the shard group.
         """
-        rounded = self._rounded(handle)
-        self._kept[handle] = (
-            rounded if rounded.dtype != handle.flat_param.dtype else rounded.clone()
-        )
+        shard = handle.flat_param.detach()
+        rounded = self._kept[handle] = self._rounded(shard, copy=True)
         # Backends cannot send dtypes of one byte, so round to such a dtype after the all-gather.
-        is_sent = (
-            rounded.element_size() > 1 and rounded.element_size() <= handle.flat_param.itemsize
-        )
-        full = handle.gather_flat(rounded if is_sent else handle.flat_param.detach())
+        full = handle.gather_flat(rounded if rounded.element_size() > 1 else shard)
         for param in handle.params:
-            yield param, None, view_of(full, param.span).to(rounded.dtype)
+            yield param, None, self._rounded(view_of(full, param.span))
 
     def _sparse(
-        self, handle: FlatParamHandle, where: Tensor, counts: list[int], receivers: set[int]
+        self, handle: FlatParamHandle, where: Tensor, counts: Sequence[int], receivers: set[int]
     ) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """Exchange the changed values of a flat parameter. Collective: the shard group.
 
@@ -244,12 +244,11 @@ class WeightChanges:
             sent = payload.repeat(sum(gets))
             work, came = comm.exchange(sent, lengths, expected, op_name=_CALLER)
             work.finish()
-            if gets[comm.rank]:
-                pieces = came.to(handle.device).split(expected)
-                # In the order of shards, positions ascend.
-                found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
-                positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
-                values = torch.cat([part[end:].clone().view(kept.dtype) for part, end in found])
+            pieces = came.to(handle.device).split(expected)
+            # In the order of shards, positions ascend.
+            found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
+            positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
+            values = torch.cat([part[end:].clone().view(kept.dtype) for part, end in found])
         positions = positions.to(torch.int64)
         bounds = [end for param in handle.params for end in (param.span.start, param.span.end)]
         # One search, and one wait for an accelerator, for all parameters of the unit.
@@ -275,16 +274,6 @@ def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
 def _checksum(values: Tensor, indices: Tensor) -> Tensor:
     """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
     return (_words(values).to(torch.int64).view(-1) * (indices + 1)).sum()  # modulo 2**64
-
-
-def _digests(handle: FlatParamHandle, shard: Tensor) -> list[int]:
-    """Return, for each parameter, the checksum of this rank's elements."""
-    sums = []
-    for param in handle.params:
-        own = shard[param.local.start : param.local.end]
-        places = torch.arange(own.numel(), device=own.device) + param.spec.offset
-        sums.append(_checksum(own, _row_major(places, param.spec)))
-    return torch.stack(sums).tolist()  # type: ignore[no-any-return]
 
 
 def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:

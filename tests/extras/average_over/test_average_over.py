@@ -184,5 +184,9 @@ def _wrong(rank: int, world_size: int) -> None:
     model.register_comm_hook("state", Averaging())
     raises("a communication hook is registered", lambda: backward(1, 1))
     model = case.wrap(case.model())
+    model.average_over(1)
+    model.register_comm_hook("state", Averaging())  # after the count
+    raises("a communication hook is registered", _loss(model, case, rank, 0, 1).backward)
+    model = case.wrap(case.model())
     model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))
