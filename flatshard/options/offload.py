@@ -17,7 +17,7 @@ class CPUOffload:
     Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
     tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
     files without names. The files disappear when the process ends. Setting only ``path`` offloads
-    everything. docs/precision-and-offload.md says how much time and memory each choice costs.
+    everything. The page on precision and offload says how much time and memory each choice costs.
 
     Example:
         ```python
@@ -36,6 +36,11 @@ class CPUOffload:
             effect if ``offload_params`` is set, too.
         path: a directory for the files; ranks may pass different directories.
         pin_memory: whether to pin host memory, so that copies overlap with computation.
+
+    Raises:
+        TypeError: a flag is not a bool, or ``path`` is not a directory's path.
+        OffloadError: from ``ShardedWrapper``, on all ranks: the disk at ``path`` is too full, or
+            the process has too many mapped files.
     """
 
     offload_params: bool = False

@@ -44,8 +44,7 @@ class MixedPrecision:
     """Dtypes in which parameters are all-gathered and gradients are reduced.
 
     The shard, the gradient for the optimizer and the optimizer state keep the parameter's own
-    dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast. See
-    docs/precision-and-offload.md.
+    dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast.
 
     Example:
         ```python

@@ -5,8 +5,8 @@ attributes. If a method of a torch wrapper is missing, the error names the repla
 folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
 missing attributes raise Python's ``AttributeError``.
 
-A test compares the names with the tables of docs/migration.md, and with torch's classes, to notice
-new names in torch.
+A test compares the names with the migration page's tables, and with torch's classes, to notice new
+names in torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Keyword(NamedTuple):
     reason: str
     default: Any = None  # a value that causes no warning or error, usually torch's default
 
+
+# Keywords of ShardedWrapper that few programs need, so its signature does not show them.
+RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
 
 # Keywords of torch's wrappers that have no effect here. If the user passes another value than the
 # default, rank 0 warns.
@@ -165,16 +168,17 @@ def why_missing(name: str) -> str | None:
 def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Translate keywords of torch's wrappers (``extra``) into keywords of ``ShardedWrapper``.
 
-    Returns ``own`` with the translated values in place of None, and a line of text for each keyword
-    that has no effect.
+    Returns ``own`` with ``RARE`` keywords and translated values in place of None, and a line of
+    text for each keyword that has no effect.
     """
-    meant, notes = dict(own), []
-    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
+    meant, notes = own | {name: extra[name] for name in RARE if name in extra}, []
+    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES, *RARE]
     for name, value in extra.items():
+        if name in RARE:
+            continue
         if name not in accepted:
             close = difflib.get_close_matches(name, [*own, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            hint += " docs/migration.md lists all keywords."
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
         keyword = IGNORED.get(name) or REFUSED.get(name)
         if value is None or (keyword is not None and value == keyword.default):
