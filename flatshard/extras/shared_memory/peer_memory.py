@@ -133,7 +133,7 @@ class PeerProcess:
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return an object that waits until the process has read publication ``number`` of a tag."""
+        """Return a wait until the process has read publication ``number`` of a tag."""
         # The wait also ends if the process ends without the record: then it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 

@@ -1,7 +1,6 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-A list of optimizer classes and modes would not be enough: users bring new optimizers, and the mode
-may depend on an optimizer's options.
+No list would be enough: users bring new optimizers, and the mode may depend on their options.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ Params = Sequence[Any]
 
 
 class StepMode(enum.Enum):
-    """How an optimizer steps parameters: on shards or full parameters, and on which ranks.
-
-    An optimizer that is known to be element-wise needs no mode, because it steps shards.
-    """
+    """How an optimizer steps parameters: on shards or full parameters, and on which ranks."""
 
     ON_SHARDS = "on the sharded parameters"
     IN_PARTS = "some full parameters at a time, each on one rank"
@@ -49,11 +45,8 @@ class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
     Such an optimizer (distributed Muon, for example) divides the parameters among the ranks by
-    their numbers in the parameter groups, so every rank must step all parameters. If each rank
-    stepped only the parameters that it owns, the collective would mix values of different
-    parameters.
-
-    flatshard's own collectives are not seen: they run inside operations on sharded tensors, in
+    itself, so every rank must step all parameters: otherwise the collective would mix values of
+    different parameters. flatshard's own collectives run inside operations on sharded tensors, in
     which torch turns the mode off.
     """
 
@@ -64,12 +57,11 @@ class _NoCollectives(TorchFunctionMode):
 
 
 def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Find the ``StepMode`` of an optimizer. The optimizer's state and parameters do not change.
+    """Find the ``StepMode`` of an optimizer, without a change of its state and parameters.
 
-    Collective: all ranks of the optimizer's sharded parameters, which try the same operations.
+    Collective: all ranks of the optimizer's sharded parameters.
     """
-    # Trials must not change the state of the random number generators. Do not compile the trials'
-    # steps, because compilation takes time.
+    # Trials must not change the random number generators, nor take time for compilation.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         with _NoCollectives():
@@ -77,9 +69,8 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                 if _works_on_shards(optimizer):
                     return StepMode.ON_SHARDS
             _check_attributes(optimizer)
-            # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
-            # averages, computed from state. So every rank needs the full state. An optimizer that
-            # steps an inner optimizer (Lookahead) may replace weights, too.
+            # An optimizer with `eval()` (ScheduleFree) replaces the weights by averages, for which
+            # every rank needs the full state. So may an optimizer that steps another (Lookahead).
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
@@ -90,10 +81,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo writes to gradients in the context, if the optimizer keeps modules in an attribute.
-
-    K-FAC, for example, reads and writes the gradients of its modules, which trials do not copy.
-    """
+    """Undo writes to gradients of modules in the optimizer's attributes, as K-FAC makes them."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
