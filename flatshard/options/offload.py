@@ -68,7 +68,7 @@ class CPUOffload:
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """Return a text of the settings. Ranks compare their texts, and raise if they differ."""
+        """Return a text of the settings, for ranks to compare."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 

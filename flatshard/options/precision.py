@@ -143,10 +143,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Return a text of the settings. Ranks compare their texts, and raise if they differ.
-
-        If ``overrides`` is a function, the text does not contain the function's results.
-        """
+        """Return a text of the settings, for ranks to compare, without a function's results."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -174,14 +171,12 @@ class ParamPrecision:
     def grad_dtypes(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> GradDtypes:
         """Return the dtypes of gradients, for parameters of ``dtype``.
 
-        ``of_hook``: the reduce dtype from a communication hook, which has priority over the policy,
-        or None if there is no hook.
+        ``of_hook``: reduce dtype of a communication hook, which has priority over the policy.
         """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         if not dtype.is_floating_point:
             reduce_dtype = dtype
-        # Accumulate in the parameters' dtype if that dtype is wider than the reduce dtype: a sum in
-        # the narrower dtype would lose small gradients.
+        # A sum in the narrower dtype would lose small gradients.
         is_wider = dtype.itemsize > reduce_dtype.itemsize
         return GradDtypes(
             reduce_dtype,
@@ -204,8 +199,7 @@ def is_float_dtype(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
-# flatshard's MixedPrecision.
+# Fields that have another name in the policies of FSDP1 and FSDP2.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
@@ -249,7 +243,6 @@ def as_mixed_precision(value: object) -> MixedPrecision:
                 f"mixed_precision: {name}={given!r} is not supported. Leave {name} out. The "
                 f"supported options are {', '.join(ours)}."
             )
-    # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
-    # has only `cast_forward_inputs`, which also applies to the root.
+    # FSDP2's policy has no separate field for the root.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)

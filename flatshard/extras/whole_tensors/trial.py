@@ -35,8 +35,7 @@ class StepMode(enum.Enum):
 
 
 # Trials multiply gradients by each of _SCALES: an optimizer may clip only gradients that are larger
-# than before (StableSPAM). Trials of full parameters step small ones, with dimensions of at most
-# _LONGEST.
+# than before (StableSPAM). Full parameters in trials have dimensions of at most _LONGEST.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
 
@@ -107,16 +106,14 @@ def copy_with_params(
 ) -> torch.optim.Optimizer:
     """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
 
-    If an attribute of the optimizer holds parameters of the optimizer, the attribute of the copy
-    holds the new parameters instead. An optimizer in an attribute is copied in the same way.
+    Attributes with parameters hold the new ones in the copy, and inner optimizers are copied, too.
     """
-    # Make the copies without `deepcopy`, which calls `Optimizer.__setstate__`. That method changes
-    # the class: for a class that does not call `super().__init__()`, no step would work afterwards.
+    # Not by `deepcopy`, which calls `Optimizer.__setstate__`: that changes the class, and without
+    # `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}
-    # If `groups` has no new parameter for an old parameter, keep the old parameter: `memo` maps it
-    # to itself, so that `deepcopy` does not copy its memory.
+    # An old parameter without a new parameter in `groups` is kept, not copied.
     memo |= {id(old): old for one in twins for old in all_params(one)}
     # Keep modules, too: the copy of a unit would take the new parameters as its own.
     memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}
@@ -163,11 +160,9 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
             step_unhooked(twin)
     except Exception:
         return False
-    # State of one value per element is a FlatShardTensor, sharded as the parameter, and correct. A
-    # number or a tensor of one element (a step count, for example) is correct, too. But a plain
-    # tensor of several elements (the means of rows and columns in Adafactor, or values that an
-    # 8-bit optimizer quantizes in blocks) was computed as if this rank's elements were the full
-    # parameter. Such an optimizer must step full parameters.
+    # Sharded state of one value per element is correct, and so is a single number. But a plain
+    # tensor of several elements (means of rows in Adafactor, 8-bit values in blocks) was computed
+    # as if this rank's elements were the full parameter.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
@@ -201,8 +196,7 @@ def _copied(param: Tensor) -> Tensor:
 def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
     """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
 
-    The attribute may also hold a module with sharded parameters, as in K-FAC. A step replaces only
-    the parameters in ``param_groups`` by full parameters, also those of an inner optimizer.
+    A step replaces only the parameters in ``param_groups`` by full parameters.
     """
     found = with_inner(optimizer)
     known = {id(group["params"]) for one in found for group in one.param_groups}
@@ -223,8 +217,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     """Find the ``StepMode`` by trial steps of small full parameters.
 
-    Steps all of the small parameters together, and each half separately. If the results are equal,
-    the parameters do not depend on each other, and may be stepped by different owners.
+    If each half steps separately as both together, different owners may step the parameters.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
@@ -289,9 +282,8 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        # Use the same seed in all trials. If the optimizer draws random numbers, the numbers for a
-        # parameter depend on the number of parameters in a trial. So the results differ, rightly:
-        # the optimizer must step all parameters together.
+        # If the optimizer draws random numbers, the results for all parameters and for half of them
+        # differ, rightly: it must step all parameters together.
         torch.manual_seed(1)
         step_unhooked(self._twin)
 
