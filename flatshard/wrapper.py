@@ -303,9 +303,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
-        """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
+        """Release unsharded buffers and gradient buffers that are kept for the next step.
 
-        The beginning of a forward without gradients also releases this memory. No communication.
+        A forward without gradients also releases them. No communication.
         """
         self._sharded_unit.context.forward.give_back()
 
@@ -346,8 +346,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
 
         The check reads this rank's gradients before they are averaged, so the rank that warns has
-        computed the inf or NaN. Until the warning, the check reads every gradient, and on an
-        accelerator the host waits at the end of each backward; after the warning there is no cost.
+        computed the inf or NaN. Until the warning, the host waits at the end of each backward.
         Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
         model. No communication.
         """
@@ -359,30 +358,25 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
         The hook is called once per flat parameter (one per unit, dtype and ``requires_grad``) in
-        each backward that reduces gradients, in the same order of units on all ranks. The hook
-        itself reduces and averages, and its collectives must be finished when it returns. A
-        backward under ``no_sync`` does not call the hook; the next call of the hook gets the sum of
-        the accumulated gradients.
+        each backward that reduces gradients, in the same order on all ranks. The hook itself
+        reduces and averages, and its collectives must be finished when it returns. After
+        ``no_sync``, the hook gets the sum of the accumulated gradients.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
-          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
-          The hook may overwrite ``full``. ``out``: memory for this rank's part of the average,
-          ``(shard_numel,)``, filled with NaN. The hook writes elements
-          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average to ``out``.
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient;
+          the hook may overwrite them. ``out``: memory, ``(shard_numel,)``, for elements
+          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average, filled with NaN.
         - ``hook(state, grad)`` with ``NO_SHARD``. The hook averages ``grad``, ``(padded_numel,)``,
           in place.
 
-        Padding counts as zero, whatever the hook writes to it. If the hook raises, backward raises
-        the exception on this rank, with a note that names the unit; the other ranks wait until the
-        timeout of their own collective. If ranks use different parameters of a unit in a backward,
-        the hooks of this unit and of later units are called at the end of backward.
+        If the hook raises, backward raises the exception on this rank; the other ranks wait until
+        the timeout of their own collective. If ranks use different parameters of a unit in a
+        backward, hooks are called at the end of backward.
 
         torch's own hooks are not called. ``allreduce_hook`` and ``reduce_scatter_hook`` change
-        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (from DistributedDataParallel and
-        FullyShardedDataParallel, and ``fp16_compress_wrapper(allreduce_hook)``) set the dtype in
-        which gradients of floating point parameters are reduced, like
-        ``MixedPrecision(reduce_dtype=...)``, with any strategy. ``copy.deepcopy`` returns a model
-        without hooks: register again. ``.double()`` and similar conversions keep hooks.
+        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` set the dtype in which gradients
+        are reduced, like ``MixedPrecision(reduce_dtype=...)``. ``copy.deepcopy`` returns a model
+        without hooks.
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
 
@@ -416,26 +410,21 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The results are bitwise equal to ``optimizer.step()`` and ``zero_grad()`` after backward.
         The gradients of all units never exist together, which saves up to the size of the shards.
-        Every backward that reduces also steps. A backward under ``no_sync`` does not step; its
-        gradients are part of the next step. Learning rates and other options are read from
-        ``optimizer.param_groups`` when backward begins.
+        A backward under ``no_sync`` does not step; its gradients are part of the next step.
+        Learning rates and other options are read when backward begins.
 
-        The training loop needs no change. ``optimizer.step()`` steps only the remaining parameters:
-        ignored parameters, and parameters of other models. Until ``optimizer.step()``,
-        ``zero_grad()`` or the next forward, ``.grad`` of a stepped parameter is a consumed
-        gradient, which raises when used: gradients cannot be clipped by norm, unscaled or logged.
-        Post-accumulate hooks of a parameter run before its step. The optimizer's step hooks run
-        only in ``optimizer.step()``.
+        The training loop needs no change: ``optimizer.step()`` steps only the remaining parameters
+        (ignored ones, and those of other models). Until then, ``.grad`` of a stepped parameter is a
+        consumed gradient, which raises when used: gradients cannot be clipped by norm, unscaled or
+        logged. The optimizer's step hooks run only in ``optimizer.step()``.
 
-        Some units are stepped only at the end of backward, with the same result but without saving
-        memory, because they may get more gradients or be needed again: the root; units whose inputs
-        have no gradient; units with parameters that this rank did not use, or that have
-        post-accumulate hooks. All units are stepped at the end of a backward in three cases: the
-        model has activation checkpoints with ``use_reentrant=True``; the loss contains parameters
-        that were used outside of forward (a penalty on weights, for example); and often in the
-        first backward, which records the order of units. If a backward fails, some units may be
-        stepped and others not; the next step warns. On an inner wrapper this method acts on the
-        whole model. ``copy.deepcopy`` returns a model that does not step in backward.
+        Units that may get more gradients are stepped only at the end of backward, without saving
+        memory: the root; units whose inputs have no gradient; units with unused parameters or
+        post-accumulate hooks; and all units under activation checkpoints with
+        ``use_reentrant=True``, with a penalty on weights in the loss, or often in the first
+        backward. If a backward fails, some units may be stepped and others not; the next step
+        warns. On an inner wrapper this method acts on the whole model. ``copy.deepcopy`` returns a
+        model that does not step in backward.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
@@ -611,9 +600,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
         must write the same values on all ranks: if ``fn`` draws random numbers, use the same seed
-        on all ranks. Only a unit and the units around it are unsharded at the same time. When
-        ``fn`` is called on a module, nested units are sharded again: an edit of their parameters
-        through ``parameters()`` either has the right result or raises.
+        on all ranks. Only a unit and the units around it are unsharded at the same time.
 
         Collective: all ranks.
 
@@ -639,12 +626,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the full state dict, with the names of the unwrapped module, on every rank.
 
-        As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
-        next use, or when the tensors are deleted. If the model has changed since the call, the
-        written values are lost, and the model's next use raises RuntimeError. Writes do not reach
-        the model if ``set_state_dict_type`` asks for CPU memory or only rank 0. Unlike the tensors
-        of an unwrapped model's state dict, the tensors keep the values of this call: after a later
-        step, call ``state_dict`` again.
+        In-place writes into the tensors reach the model, as with an unwrapped model, at the model's
+        next use. If the model has changed since the call, the next use raises RuntimeError. Unlike
+        an unwrapped model's, the tensors keep the values of this call: after a later step, call
+        ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
