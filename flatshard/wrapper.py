@@ -46,6 +46,10 @@ if TYPE_CHECKING:  # never at runtime: these folders can be deleted
     from flatshard.extras.step_in_backward import StepInBackward
 
 
+# Keywords that few programs need: ``others`` accepts them, and the signature does not show them.
+RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
+
+
 class _NamesMissing(type):
     """Metaclass that explains why ``ShardedWrapper`` lacks an attribute of torch's wrappers."""
 
@@ -158,9 +162,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     ) -> None:
         known = ShardedWrapper.__init__.__annotations__
         given = {name: value for name, value in dict(locals()).items() if name in known}
+        given |= {name: others.pop(name, None) for name in RARE}
         super().__init__()
         without_effect: list[str] = []
-        if others:  # rare keywords, those of torch's wrappers, or misspelled ones
+        if others:  # keywords of torch's wrappers, or misspelled keywords
             torch_names = extra("torch_names", f"the keyword {next(iter(others))!r}")
             given, without_effect = torch_names.read_keywords(others, given)
         ignored = read_ignored(module, given)

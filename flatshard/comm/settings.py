@@ -151,7 +151,7 @@ class Settings:
 
         Without a process group, warns, and the settings are for this rank alone.
         """
-        as_flag("limit_all_gathers", given.get("limit_all_gathers"))
+        as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
         transport = as_transport(given["collectives"], given["wire_dtype"])
         process_group = given["process_group"]

@@ -254,7 +254,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
     _check_wrappers(module, given["auto_wrap_policy"])
     units = units_in(module)
-    if given.get("ignored_modules") is not None and given["ignored_states"] is not None:
+    if given["ignored_modules"] is not None and given["ignored_states"] is not None:
         raise ValueError(
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
             "ignored_states takes modules and parameters."
@@ -305,7 +305,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
 
 def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
     """Return the objects that the user passed in ``keyword``, as a list."""
-    values = given.get(keyword)
+    values = given[keyword]
     expected = f"expected an iterable of {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         found = [] if values is None else list(values)

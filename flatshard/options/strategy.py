@@ -35,7 +35,7 @@ class Placement:
     may_diverge: bool = False
 
     def diverging(self) -> Placement:
-        """Return this placement for a unit that ranks may skip (``allow_divergence``)."""
+        """Return a copy of this placement for a unit that ranks may skip (``allow_divergence``)."""
         return dataclasses.replace(
             self, reshard_after_forward=False, regather_size=None, may_diverge=True
         )

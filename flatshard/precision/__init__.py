@@ -31,7 +31,8 @@ from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
 from flatshard.units.module_proxy import ModuleProxy
 
-# Attribute of a module whose buffers are cast: the dtype, and each buffer's original dtype by name.
+# Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
+# are cast, and a dict from each buffer's name to the buffer's original dtype.
 _CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
@@ -115,7 +116,8 @@ class ModuleCasts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # `_after` cannot read this dtype, because torch passes the cast arguments to forward hooks.
+        # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
+        # cannot read the dtype, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
         # In each call, because the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32

@@ -27,10 +27,10 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]  # before its first sample, a unit's memory is zero
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return the memory of all units after each sample.
+        """Return the memory of all units together, as it is after each sample.
 
-        Each element has the time, the bytes of unsharded parameters and secondary shards, and the
-        bytes of gradients.
+        Each element has three values: the time of the sample, the bytes of unsharded parameters and
+        secondary shards, and the bytes of gradients.
         """
         held: dict[int, tuple[int, int]] = {}
         gathered = gradients = 0
@@ -45,7 +45,7 @@ class MemoryTimeline:
 
 
 def _matplotlib(name: str) -> Any:
-    # matplotlib is optional, and slow to import.
+    # Import matplotlib only when a plot is made: matplotlib is optional, and slow to import.
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ModuleNotFoundError as error:

@@ -27,9 +27,6 @@ class Keyword(NamedTuple):
     default: Any = None  # a value that causes no warning or error, usually torch's default
 
 
-# Keywords of ShardedWrapper that few programs need, so its signature does not show them.
-RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
-
 # Keywords of torch's wrappers that have no effect here. If the user passes another value than the
 # default, rank 0 warns.
 IGNORED = {
@@ -168,14 +165,12 @@ def why_missing(name: str) -> str | None:
 def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Translate keywords of torch's wrappers (``extra``) into keywords of ``ShardedWrapper``.
 
-    Returns ``own`` with ``RARE`` keywords and translated values in place of None, and a line of
-    text for each keyword that has no effect.
+    Returns ``own`` with the translated values in place of None, and a line of text for each keyword
+    that has no effect.
     """
-    meant, notes = own | {name: extra[name] for name in RARE if name in extra}, []
-    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES, *RARE]
+    meant, notes = dict(own), []
+    accepted = [*IGNORED, *REFUSED, *OTHER_NAMES]
     for name, value in extra.items():
-        if name in RARE:
-            continue
         if name not in accepted:
             close = difflib.get_close_matches(name, [*own, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
