@@ -451,6 +451,7 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
 
 
 def _gathered_bytes(param: FlatShardTensor) -> int:
+    """Return the number of bytes to gather on the owner: the parameter and the gradient."""
     return param.nbytes + (0 if param.grad is None else param.grad.nbytes)
 
 

@@ -18,14 +18,13 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
 from flatshard.extras import torch_names
-from flatshard.wrapper import RARE
 from tests.harness import allow_warnings, run_ranks
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
-OURS = {*inspect.signature(ShardedWrapper.__init__).parameters, *RARE}
+OURS = {*inspect.signature(ShardedWrapper.__init__).parameters, *wrapper.RARE}
 
 
 @pytest.mark.parametrize("wrapper", [*(one.__init__ for one in WRAPPERS), fully_shard])
