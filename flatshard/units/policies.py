@@ -44,7 +44,7 @@ __all__ = [  # the names in `flatshard.wrap`
 
 Keywords: TypeAlias = dict[str, Any]
 
-# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
+# Minimum elements of a model for which the choice of units matters: 40 MB in float32.
 LARGE_MODEL_NUMEL = 10_000_000
 
 
@@ -267,9 +267,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in tree.module.named_modules()}
-    # `torch.compile(block)` returns an outer module that calls the block. If a policy chose the
-    # block, make the outer module the unit instead. Then the unit's hooks run outside of the
-    # compiled graph.
+    # If a policy chose a block inside `torch.compile(block)`, the outer module becomes the unit, so
+    # that the unit's hooks run outside of the compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
@@ -287,9 +286,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
     """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # Maps each visited module to the parameters of the units in the module. A shared module is
-    # visited only once, but every parent must leave out these parameters in the count of elements,
-    # so keep the parameters.
+    # The parameters of the units in each visited module, which every parent of a shared module must
+    # leave out in the count of elements.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -298,8 +296,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Visit the children first: the policy must be told how many elements of this module are
-            # in no unit inside it.
+            # The policy must be told how many elements of this module are in no unit inside it.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.module and has_forward(module)
@@ -404,10 +401,7 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
-    """Return the text of a warning that the policy chose no module.
-
-    The text lists classes that a policy could choose.
-    """
+    """Return a warning that the policy chose no module, with classes that it could choose."""
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
         by_class[type(module).__name__] += numel(tree.params(module))
@@ -422,7 +416,7 @@ def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
 
 def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
-    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
+    # The user may wrap a model part by part.
     size = numel(tree.params(tree.module))
     blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
