@@ -34,7 +34,7 @@ class ModuleProxy(nn.Module):
             raise
 
     def _interrupt(self) -> None:
-        """Clean up after a ``KeyboardInterrupt`` or a ``SystemExit``, for which torch has no hook."""
+        """Clean up after a ``KeyboardInterrupt`` or ``SystemExit``, for which torch has no hook."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
