@@ -154,6 +154,9 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
     """Return the adapter of an optimizer, the same in all steps.
 
+    An element-wise optimizer gets a adapter at the first step, any other optimizer at the first
+    step with sharded parameters.
+
     Raises:
         RuntimeError: the optimizer is SparseAdam, with sharded parameters.
         MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
@@ -251,13 +254,16 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 class OptimizerAdapter:
     """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
 
-    A reference to the optimizer would keep both alive forever.
+    A adapter must not hold a reference to its optimizer: the adapter exists as long as the
+    optimizer, and the reference would keep both alive forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        An adapter that steps all parameters here returns a dummy optimizer.
+        Usually returns ``optimizer``. A adapter that steps all parameters here, by itself, returns
+        a dummy optimizer, whose ``step()`` changes nothing. A adapter may also set
+        ``closure.loss``.
         """
         return optimizer
 

@@ -264,7 +264,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
             del group[STAMP]  # not before the check, so that the next step raises again
-        # Optimizers of other libraries may work without some options.
+        # Check only torch's optimizers: those of other libraries may work without some options.
         if not optimizer.defaults.keys() <= group.keys() and is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(

@@ -102,7 +102,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
-    # If an outer optimizer (Lookahead) is stepping `optimizer` now, nothing has failed.
+    # Restore optimizers whose steps have failed. If an outer optimizer (Lookahead) is stepping
+    # `optimizer` now, nothing has failed.
     if stepping and not any(optimizer in with_inner(outer) for outer in stepping):
         restore_all()
     for extension in extensions:
@@ -239,7 +240,8 @@ def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
     """
     adapter = adapter_of(optimizer)
     assert isinstance(adapter, BucketAdapter), "element-wise"
-    # A bucket is one range of a flat shard, and other parameters may lie between two parts.
+    # Make a separate group for each part, so that one bucket holds parameters of only one part. A
+    # bucket is one range of a flat shard, and other parameters may lie between two parts.
     narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():
@@ -326,7 +328,8 @@ def clip_grad_norm_(
     norms = reduction_ops.norms(grads, order)
     # Let torch combine the norms (each a number), with dtypes and errors as for plain tensors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
-    # Plain tensors, whose operations need no dispatch in Python. torch reads only `grad`.
+    # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
+    # dispatch in Python. torch reads only the attribute `grad` of each parameter.
     ranges: Any = [SimpleNamespace(grad=local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

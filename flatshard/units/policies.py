@@ -44,7 +44,7 @@ __all__ = [  # the names in `flatshard.wrap`
 
 Keywords: TypeAlias = dict[str, Any]
 
-# Minimum elements of a model for which the choice of units matters: 40 MB in float32.
+# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
 LARGE_MODEL_NUMEL = 10_000_000
 
 
@@ -416,7 +416,7 @@ def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
 
 def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
-    # The user may wrap a model part by part.
+    # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
     size = numel(tree.params(tree.module))
     blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
     if not blocks:
