@@ -199,7 +199,8 @@ def is_float_dtype(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-# Fields that have another name in the policies of FSDP1 and FSDP2.
+# Fields of FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy that have another name in
+# flatshard's MixedPrecision.
 _OTHER_NAMES = {
     "_module_classes_to_ignore": "module_classes_to_ignore",
     "param_dtype_override_fn": "overrides",
@@ -243,6 +244,7 @@ def as_mixed_precision(value: object) -> MixedPrecision:
                 f"mixed_precision: {name}={given!r} is not supported. Leave {name} out. The "
                 f"supported options are {', '.join(ours)}."
             )
-    # FSDP2's policy has no separate field for the root.
+    # FSDP1's policy has a separate field for the root, `cast_root_forward_inputs`. FSDP2's policy
+    # has only `cast_forward_inputs`, which also applies to the root.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)
