@@ -219,7 +219,7 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # A wrapper that the program has dropped may still await garbage collection on some ranks.
+            # A dropped wrapper may still await garbage collection on some ranks.
             gc.collect()
             kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:

@@ -325,7 +325,7 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        # Before the first `.grad` is removed or set, which may change a gradient that is read later.
+        # Before the first `.grad` is set, which may change a gradient that is read later.
         grads = [param.grad for param in self.copies]
         for original in handle.params:
             original.sharded.grad = None
