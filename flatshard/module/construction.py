@@ -114,8 +114,8 @@ def _compare(plan: ModelPlan) -> None:
         units = [
             f"{member.name}: {plan.settings_of[member.module].describe()}" for member in plan.chosen
         ]
-        # Of units that were wrapped before, only the strategy and the sizes: ranks may hold
-        # different experts at the same place.
+        # For units that were wrapped before this call, compare only the strategy and the sizes:
+        # ranks may hold different experts at the same place in the model.
         units += map(summary, plan.wrappers)
         tensors = plan.params | plan.buffers
         consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)

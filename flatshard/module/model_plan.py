@@ -116,7 +116,8 @@ class ModelPlan:
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
         self.left_alone = _sharded_ids(module) | ignored.ids()
-        # Buffers of modules that the user wrapped with fewer ranks (experts) differ between ranks.
+        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
+        # these buffers differ between groups of ranks.
         for inner in modules_apart(units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = find_params(module, self.left_alone)

@@ -61,7 +61,8 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
         names.setdefault(unit_of(wrapper), []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is unit_of(root))
-    # In registration order, the root last: a guess until the first forward records the real order.
+    # Put the units in registration order, the root last, as a guess of the execution order. The
+    # first forward records the real order.
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
@@ -212,7 +213,8 @@ class RootChecks:
 
 @functools.cache
 def _install() -> None:
-    # Not at import: torch calls these hooks for every assignment to any module of the process.
+    # Register at a model's first check, not at import: torch calls these hooks for every assignment
+    # to any module of the process, which takes time.
     register_module_module_registration_hook(_registered)
     register_module_parameter_registration_hook(_registered)
 

@@ -234,8 +234,10 @@ class Summoned:
         for one in originals:
             self.copies[one.index].__dict__ = one.sharded.__dict__  # attributes that users set
             set_grad(self.copies[one.index], grads[one.index])
-        # Of the full parameters, so that all ranks find the same edits: `_write_back` frees the
-        # unsharded buffer if it finds an edit, and otherwise SHARD_OP needs no all-gather.
+        # Compute checksums of the full parameters, and not only of this rank's part, so that all
+        # ranks find the same edits. Some strategies (SHARD_OP) keep the unsharded buffer between
+        # steps, and `_write_back` frees the buffer if it finds an edit. A rank that found no edit
+        # would keep its buffer, and would not take part in the next all-gather.
         self._sums = [checksum(param) for param in self.copies] if self.request.writeback else []
         self._handle.put(self.copies)
 

@@ -223,7 +223,11 @@ def options_set(
 
 
 def without_ddp_prefix(state_dict: dict[str, Any], children: Iterable[str]) -> dict[str, Any]:
-    """Remove DistributedDataParallel's prefix ``module.``, unless a child has this name."""
+    """Remove DistributedDataParallel's prefix ``module.`` from the names, if present.
+
+    If the model has a child named ``module``, the prefix belongs to the model, and the names stay
+    unchanged. ``children`` are the names of the model's children.
+    """
     prefix = "module."
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
