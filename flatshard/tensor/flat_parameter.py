@@ -136,7 +136,7 @@ class FlatParameter(nn.Parameter):
 
 def is_wrapped(param: Tensor) -> bool:
     """Whether a parameter belongs to a wrapped model, sharded or not."""
-    # Under NO_SHARD, a parameter has a hook of the engine.
+    # A parameter that is not sharded, as under NO_SHARD, has a hook of the engine.
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return isinstance(param, FlatShardTensor) or any(
         hasattr(hook, "of_flatshard") for hook in hooks.values()

@@ -224,7 +224,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found_inf, inverse_scale = args
     func([local_range(g) for g in gradients], found_inf, inverse_scale)
     wrote(gradients)
-    # Not a set, which has no fixed order: all ranks must use the communicators in the same order.
+    # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
+    # all ranks must use the communicators in the same order.
     for comm in dict.fromkeys(comm for g in sharded_in(gradients) for comm in g.spec.comms):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 

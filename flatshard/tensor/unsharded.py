@@ -256,7 +256,8 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
             ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, this is the
             gradient of one rank, of which a sharded leaf could hold only a range.
     """
-    # A fused loss computes in its forward the gradient that its backward returns.
+    # In a `torch.autograd.Function`, `_averaged` gets the gradient: a fused loss computes in its
+    # forward the gradient that its backward returns.
     if caller_of_operator() is Caller.PROGRAM and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
             f"{leaf.spec.where()}: a tensor computed from the parameter ({leaf.text}) requires a "
