@@ -754,14 +754,14 @@ class StateShard(FlatShardTensor):
     shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
-        """Return a sharded tensor with the same memory, and the shape of this rank's DTensor part."""
+        """Return this entry in the shape of this rank's part of a DTensor."""
         return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
         return 0  # the values are in ``local``
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Return an uninitialised tensor of shape ``size``, sharded if this is the tensor's shape."""
+        """Return an uninitialised tensor, sharded if ``size`` is the tensor's shape."""
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)

@@ -303,8 +303,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     if gradient is None:
         return None
     if spec.original is not None and spec.original.full._backward_hooks:
-        # A hook must get the sum of all gradients. Here those from forward reach the full parameter,
-        # and this gradient the sharded parameter.
+        # A hook must get the sum of all gradients. Here those from forward reach the full
+        # parameter, and this gradient the sharded parameter.
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
