@@ -59,7 +59,7 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 
 
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Any:
-    """Return a context that replaces each DTensor parameter by one with its local tensor."""
+    """Return a context in which local tensors replace the DTensors among the parameters."""
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
     return extra("tensor_parallel", _A_DTENSOR).local_parts(module, ignored, settings)

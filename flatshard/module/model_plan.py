@@ -177,7 +177,7 @@ class ModelPlan:
 
         def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
             """Return the properties that joined modules have in common; None: never join."""
-            # A module that contains other units runs while they run, not before or after them.
+            # A module runs while the units inside it run, and not before or after these units.
             module = member.module
             if any(inner in members for inner in module.modules() if inner != module):
                 return None

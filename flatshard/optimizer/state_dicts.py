@@ -122,8 +122,8 @@ def with_shards(
         ValueError: with ``is_saving``, state has neither one value per element nor one value per
             parameter.
     """
-    # State without a value per element must be equal on all ranks. With optimizers that are not
-    # element-wise, it is: `shared_state` has compared it, or sent it from the parameter's owner.
+    # State without a value per element must be equal on all ranks. For optimizers that are not
+    # element-wise, `shared_state` has compared the state, or sent it from the parameter's owner.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])

@@ -20,7 +20,7 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface by which an operation on a parameter calls the model that trains the parameter.
 
-    The base class stands in for a deleted model, or for that of a copy.
+    The base class does nothing. Copies of parameters have it, and parameters of deleted models.
     """
 
     is_in_forward = False  # whether a forward of the model is running

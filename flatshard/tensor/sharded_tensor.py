@@ -735,7 +735,7 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     writer = None if frame is None else frame.f_locals["storage_writer"]
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # It writes only one box of a tensor per rank, and without `save_distributed` only one in total.
+    # The writer writes one box of a tensor per rank, and without `save_distributed` one in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "

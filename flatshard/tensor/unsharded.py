@@ -146,8 +146,8 @@ class GatheredView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # sets an attribute, and writes no element
                 return func(*args)
-            # Replace each view by a plain alias, with which torch can run the function. Its version
-            # counter, that of the view, shows below whether the function has written.
+            # Replace each view by a plain alias, with which torch can run the function. The alias
+            # has the view's version counter, which shows below whether the function has written.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = states(func, plain.values())
@@ -322,7 +322,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             )
         gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
-    # The reduction overwrites its argument, which autograd may pass to other functions.
+    # The reduction overwrites the gradient, which autograd may also pass to other functions.
     part = gradient.contiguous().clone()
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")

@@ -82,8 +82,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
     def __init__(self, state: RunState) -> None:
         super().__init__()
         self._state = state
-        # Flat parameters of which all values are compared: frozen ones that the program has written
-        # since the first forward, and those whose version a forward changed.
+        # Flat parameters whose values are all compared: frozen flat parameters that the program has
+        # written since the first forward, and flat parameters whose version a forward changed.
         self._written: set[FlatParamHandle] = set()
         # For each flat parameter that is compared: whether all values are compared, and the values
         # before the unit's latest forward.

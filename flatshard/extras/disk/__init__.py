@@ -220,8 +220,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# Parameter bytes of a part, from which it takes no further shard. With Adam, its step needs four
-# times as many bytes in memory.
+# A part with this number of parameter bytes takes no further shard. With Adam, a step of the part
+# needs four times as many bytes in memory.
 _PART_BYTES = 8 << 20
 
 

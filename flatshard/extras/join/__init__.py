@@ -132,7 +132,7 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine`` is None on a rank without input, the result if no rank has input any more.
+        ``mine`` is None on a rank without input. The result is None if no rank has input any more.
 
         Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
         different actions, or if a rank has failed.

@@ -126,8 +126,8 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
     The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
     """
-    # Not by name, which ``functools.wraps`` copies. If torch's modules of hooks, which need numpy,
-    # are not imported yet, `hook` is no function of them.
+    # Do not compare names, which ``functools.wraps`` copies. Do not import torch's modules of
+    # hooks, which need numpy: if nobody has imported a module, `hook` is not from this module.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
