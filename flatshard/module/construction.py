@@ -119,7 +119,7 @@ def _compare(plan: ModelPlan) -> None:
         units += map(summary, plan.wrappers)
         tensors = plan.params | plan.buffers
         consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
-    # `resolve` creates process groups, which is collective: all ranks have the same strategies now.
+    # Only now: `resolve` creates process groups, so all ranks must have the same strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
     if any(hasattr(param, "tensor_parallel") for param in plan.params.values()):

@@ -274,7 +274,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         tuple(names.values()),
         is_elsewhere,
     )
-    # A tensor that an inner wrapper ignores may be ignored here, too.
+    # Raise if a wrapper inside has sharded a tensor to ignore. A tensor that both ignore is fine.
     sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:

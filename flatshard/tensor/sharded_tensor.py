@@ -684,7 +684,7 @@ def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Return the first sharded tensor among the arguments, which errors name."""
+    """Return the first sharded tensor among the arguments, for errors to name."""
     return next(sharded_in((*args, *kwargs.values())))
 
 

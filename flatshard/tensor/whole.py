@@ -113,7 +113,7 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
     op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
     comm.host.meet(op_name)
-    # All ranks must decide in the same way, so not by this rank's parts.
+    # All ranks must decide in the same way: by the layout, not by this rank's parts.
     if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():

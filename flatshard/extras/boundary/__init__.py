@@ -36,8 +36,8 @@ MAX_PADDING = 0.25
 # Elements of padding that are always allowed, because they cost next to nothing.
 FREE_PADDING = 1 << 18
 
-# `move` tries `_TRIES` shard lengths. The first is the length without boundaries, each later length
-# is greater by 1 / `_FINENESS` of the first. `_in_bins` rarely needs more than the last, an eighth.
+# `move` tries `_TRIES` shard lengths. The first is the length without boundaries, and each later
+# length is greater by 1 / `_FINENESS` of the first, so the last is an eighth greater.
 _TRIES = 64
 _FINENESS = 512
 
