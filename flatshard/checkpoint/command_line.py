@@ -107,6 +107,8 @@ def describe(path: str) -> str:
 def explain(code: str) -> str:
     """Return what the troubleshooting page says about an error code: a section, row or paragraph.
 
+    Sections of the page to which a row links follow the row.
+
     Raises:
         ValueError: the page does not contain the code.
     """
@@ -115,21 +117,34 @@ def explain(code: str) -> str:
     if not page.exists():
         page = package.parent / "docs" / page.name
     text = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))  # anchors
-    text = re.sub(r"!?\[([^\]]+)\]\([^)]*\)", r"\1", text)  # links
     code = code.strip("[]").upper()
     this = rf"(?<![\w-]){re.escape(code)}(?![\w-])"
-    if heading := re.search(rf"^(##+) .*{this}.*$", text, re.MULTILINE):
-        same_level = rf"^#{{2,{len(heading[1])}}} "  # one `#` begins a comment in an example
-        after = re.split(same_level, text[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0]
-        return heading[0] + after.rstrip()
+    if section := _section(text, f".*{this}.*"):
+        return section
     for block in text.split("\n\n"):
         titles, *rows = block.splitlines() or [""]
         for row in rows if titles.startswith("|") else ():
             if re.search(this, row.split("|")[1]):
                 cells = zip(titles.split("|")[1:-1], row.split("|")[1:-1], strict=False)
-                parts = (f"{title.strip()}: {cell.strip()}" for title, cell in cells)
-                return "\n\n".join(textwrap.fill(part, 88) for part in parts)
+                parts = [_plain(f"{title.strip()}: {cell.strip()}") for title, cell in cells]
+                parts = [textwrap.fill(part, 88) for part in parts]
+                linked = re.findall(r"\]\(#([\w-]+)\)", row)
+                parts += [_section(text, anchor.replace("-", r"\W+")) for anchor in linked]
+                return "\n\n".join(filter(None, parts))
     if found := re.search(rf"(?:.+\n)*.*{this}.*(?:\n.+)*", text):
-        return found[0]
+        return _plain(found[0])
     codes = ", ".join(sorted({*re.findall(r"\bFS-[A-Z]+(?:-[A-Z]+)*", text)}))
     raise ValueError(f"no code {code!r}. The codes are {codes}.")
+
+
+def _section(text: str, title: str) -> str:
+    """Return the section, without subsections, whose heading matches ``title``, or ""."""
+    # One `#` begins a comment in an example, not a heading.
+    section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
+    return _plain(section[0].strip()) if section else ""
+
+
+def _plain(text: str) -> str:
+    """Return Markdown without the targets of links, but with the names of other pages."""
+    text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md[^)]*\)", r"\1 (page \2)", text)
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)
