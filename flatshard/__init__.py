@@ -14,7 +14,7 @@ from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ReduceMode", "ShardingStrategy"]
 __all__ += ["FlatParameter", "FlatShardTensor", "ShardedWrapper", "sharded_modules"]

@@ -45,6 +45,10 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from flatshard.extras.step_in_backward import StepInBackward
 
 
+# Keywords that few programs need: ``others`` accepts them, and the signature does not show them.
+RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
+
+
 class _NamesMissing(type):
     """Metaclass that explains why ``ShardedWrapper`` lacks an attribute of torch's wrappers."""
 
@@ -57,19 +61,14 @@ class _NamesMissing(type):
 class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    The parameters of a unit are unsharded (all-gathered) just before they are needed, and resharded
-    just after. ``auto_wrap_policy`` chooses the units. All other parameters belong to the outermost
-    unit. Optimizers, losses, schedulers and data loaders need no change. Names, shapes and state
-    dicts are the same as in the unwrapped module.
+    A unit's parameters are unsharded (all-gathered) just before they are needed, and resharded just
+    after. Names, shapes and state dicts are those of the unwrapped module.
 
-    Collective: all ranks of the process group must construct the wrapper, run forward and backward,
-    and take state dicts.
+    Collective: all ranks must construct the wrapper, run forward and backward, and take state
+    dicts.
 
     Example:
         ```python
-        from flatshard import ShardedWrapper
-        from flatshard.wrap import ModuleWrapPolicy
-
         model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loss_fn(model(inputs), labels).backward()
@@ -77,93 +76,58 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ```
 
     Args:
-        module: any module. The module is changed in place and stays available as ``.module``.
-        auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
-            ``flatshard.wrap``. None: one unit.
+        module: changed in place, and available as ``.module``.
+        process_group: the ranks that train the model, or for HYBRID strategies a pair (shard group,
+            replicate group). None: the default group; without one, this process trains alone.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
-            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. A HYBRID
-            strategy without a pair or mesh shards within each node; the environment variable
-            ``LOCAL_WORLD_SIZE`` is the number of ranks per node.
-        mixed_precision: see ``MixedPrecision``.
+            ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. Without these,
+            HYBRID strategies shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
         cpu_offload: see ``CPUOffload``.
-        device_id: device on which parameters are kept and trained: an accelerator's index, or a
-            device. None: the device on which the parameters are, or the current accelerator if the
-            process group has no CPU backend.
-        sync_module_states: whether all ranks take rank 0's weights. True: other ranks' weights may
-            be on the meta device, and rank 0 sends each rank its part. None: take rank 0's weights
-            if the ranks' weights differ, and warn. False: keep each rank's weights, and warn if
-            they differ.
-        param_init_fn: gives modules on the meta device memory and values. The function is called
-            with every module of a unit that has tensors on the meta device, from the unit's root
-            down, but never with ignored modules. It initialises the module's own parameters and
-            buffers (``module.to_empty(device=..., recurse=False)``, then values). Pass
-            ``flatshard.leave_empty`` if a checkpoint is loaded afterwards. None: call the modules'
-            ``reset_parameters()``, in the order in which constructors call it, and then
-            ``_init_weights(module)`` of an outer module with this method (transformers). At any
-            time, at most one unit has full parameters.
-        process_group: the ranks that train this model, or for HYBRID strategies a pair (shard
-            group, replicate group). A module inside may be wrapped by hand with a subset of these
-            ranks: then only these ranks train the module, such as an expert of a mixture of
-            experts. At this place of the model, every rank must wrap a module of its own group, and
-            all groups must have the same size. None: the default group. Without a default group, if
-            no other rank was started, the wrapper runs like the unwrapped module and warns once.
-        device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
-            (replicate, shard). If the dimensions have these names, their order does not matter.
-            Parameters may be DTensors over another dimension (tensor parallelism); then their local
-            parts are sharded.
-        reshard_after_forward: None: the strategy decides. True or False: reshard parameters between
-            forward and backward, or keep them unsharded. An int k, a divisor of the shard group's
-            size: keep a secondary shard of 1/k, so that backward all-gathers from k ranks only.
+        auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
+            ``flatshard.wrap``. Other parameters belong to the outermost unit. None: one unit.
         backward_prefetch: when the next unit's all-gather starts in backward, see
             ``BackwardPrefetch``; None: when the unit needs it.
-        forward_prefetch: start the next unit's all-gather before this unit computes, in the order
-            of the last forward. None: yes.
-        limit_all_gathers: no effect; the number of all-gathers in flight is always limited.
-        coalesce_bytes: join neighbouring units of a policy into one as long as their parameters
-            have at most this many bytes in total, because small collectives are latency-bound. 0:
-            never. None: 4 MiB.
-        ignored_modules: modules whose parameters and buffers are not sharded, moved, compared
-            between ranks or synchronised. Their gradients stay local. A parameter that another
-            module shares is ignored in that module, too. Modules that are not in ``module`` have no
-            effect, so several wrappers can share one list. Tensors that are listed, with all of
-            their names, in DistributedDataParallel's ``_ddp_params_and_buffers_to_ignore`` are
-            ignored as well.
-        ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
-        broadcast_buffers: broadcast rank 0's buffers before a forward, as in
-            DistributedDataParallel: before the first forward, and before every forward that follows
-            a forward with gradients outside of ``no_sync``. Buffers whose shapes differ between
-            ranks are not broadcast. False: each rank keeps its own buffers, unless
-            ``sync_module_states=True``.
-        allow_divergence: units that some ranks skip in a step, or run in another order: experts
-            that a rank chooses, layers that are dropped at random, an image tower that only some
-            batches need. Pass a list of classes, of names in the unwrapped model, or of modules:
-            the option applies to the units that these modules are or contain. True: all units.
-            These units stay unsharded from the beginning of the outermost forward to the end of
-            backward, on every rank.
+        mixed_precision: see ``MixedPrecision``.
+        device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
+            (replicate, shard). Parameters may be DTensors over another dimension.
+        device_id: device of parameters and computation, or an accelerator's index. None: the
+            parameters' device, or the current accelerator if the group has no CPU backend.
+        sync_module_states: True: all ranks take rank 0's weights; other ranks' weights may be on
+            the meta device. None: the same if the ranks' weights differ, with a warning. False:
+            each rank keeps its weights.
+        param_init_fn: called with each module that has its own tensors on the meta device, to give
+            them memory and values (``module.to_empty(device=..., recurse=False)``, then values).
+            ``flatshard.leave_empty``: a checkpoint is loaded afterwards. None: call
+            ``reset_parameters()``, then transformers' ``_init_weights``.
+        reshard_after_forward: whether to reshard parameters between forward and backward. None: the
+            strategy decides. An int k, a divisor of the shard group's size: backward all-gathers
+            from k ranks only, which keep a secondary shard.
+        broadcast_buffers: broadcast rank 0's buffers when DistributedDataParallel would. False:
+            each rank keeps its own.
+        ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
+            Their gradients stay local. Those outside of ``module`` have no effect.
+        allow_divergence: classes, names or modules whose units some ranks skip, or run in another
+            order: experts, dropped layers. True: all units. They stay unsharded from the outermost
+            forward to the end of backward.
+        coalesce_bytes: join neighbouring units of a policy into one of at most this many bytes.
+            0: never. None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
-            of its outermost dimension in memory; ``"tensor"``: nowhere, so that each parameter is
-            whole on one rank; an int: at multiples of this many elements from the parameter's
-            start, for optimizers with 8-bit state in blocks. A boundary costs padding, see
-            ``unit_report()``.
-        collectives: the transport. ``"auto"``: the best transport for the backend; ``"sockets"``:
-            on gloo, send and receive even if ranks on one host could read each other's memory;
-            ``"native"``: one collective of the backend per unit and purpose, for comparison. On
-            gloo, ranks then compare the name of the unit before each all-gather.
-        wire_dtype: ``torch.bfloat16``: over gloo's sockets, wider floating point parameters are
-            rounded to bfloat16 before an all-gather, in the same way on all ranks, and gradients
-            before they are sent. Shards, computation and sums keep their own dtypes, and state
-            dicts are exact. Ranks on one host then use sockets, too. None: no rounding.
-        others: further keywords of DistributedDataParallel and ``fully_shard``, for example
-            ``mesh``, ``mp_policy``, ``offload_policy`` and ``ignored_params``. docs/migration.md
-            lists which keywords work, which are ignored with one warning, and which raise.
+            of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
+            so many elements. ``unit_report()`` shows the padding that this costs.
+        collectives: ``"auto"``: the best transport for the backend; ``"sockets"``: on gloo, send
+            even if ranks on one host could share memory; ``"native"``: one collective of the
+            backend per unit and purpose, for comparison.
+        wire_dtype: ``torch.bfloat16``: over gloo's sockets, round parameters and gradients before
+            they are sent. Shards and sums keep their dtypes.
+        others: ``forward_prefetch``, ``ignored_modules``, ``limit_all_gathers``, and keywords of
+            DistributedDataParallel and ``fully_shard``: see the migration page.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
-        ValueError: parameters are on several devices; ranks build different models;
-            ``auto_wrap_policy`` is given for a model that already contains units; a module or
-            parameter to ignore is sharded already; ``boundary`` needs more than 25 % padding; two
-            keywords with the same meaning contradict each other.
-        NotImplementedError: a parameter is a DTensor, and an option does not support DTensors.
+        ValueError: parameters are on several devices; ranks build different models; a policy for a
+            model that contains units; an ignored parameter is sharded already; more than 25 %
+            padding; contradicting keywords.
+        NotImplementedError: an option does not support DTensor parameters.
         RuntimeError: several ranks were started, but no process group exists.
         OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is too
             full.
@@ -182,24 +146,22 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         mixed_precision: MixedPrecision | None = None,
         *,
         device_mesh: DeviceMesh | None = None,
-        reshard_after_forward: bool | int | None = None,
         device_id: int | str | torch.device | None = None,
-        param_init_fn: Callable[[nn.Module], Any] | None = None,
         sync_module_states: bool | None = None,
-        forward_prefetch: bool | None = None,
-        limit_all_gathers: bool = True,
-        coalesce_bytes: int | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        reshard_after_forward: bool | int | None = None,
         broadcast_buffers: bool | None = None,
-        collectives: str = "auto",
-        wire_dtype: torch.dtype | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         allow_divergence: Any = False,
+        coalesce_bytes: int | None = None,
         boundary: str | int = "element",
+        collectives: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         **others: Any,
     ) -> None:
         known = ShardedWrapper.__init__.__annotations__
         given = {name: value for name, value in dict(locals()).items() if name in known}
+        given |= {name: others.pop(name, None) for name in RARE}
         super().__init__()
         without_effect: list[str] = []
         if others:  # keywords of torch's wrappers, or misspelled keywords
@@ -343,9 +305,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
-        """Release memory that is kept for the next step: unsharded buffers and gradient buffers.
+        """Release unsharded buffers and gradient buffers that are kept for the next step.
 
-        The beginning of a forward without gradients also releases this memory. No communication.
+        A forward without gradients also releases them. No communication.
         """
         self._sharded_unit.context.forward.give_back()
 
@@ -386,8 +348,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
 
         The check reads this rank's gradients before they are averaged, so the rank that warns has
-        computed the inf or NaN. Until the warning, the check reads every gradient, and on an
-        accelerator the host waits at the end of each backward; after the warning there is no cost.
+        computed the inf or NaN. Until the warning, the host waits at the end of each backward.
         Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
         model. No communication.
         """
@@ -399,30 +360,25 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
         The hook is called once per flat parameter (one per unit, dtype and ``requires_grad``) in
-        each backward that reduces gradients, in the same order of units on all ranks. The hook
-        itself reduces and averages, and its collectives must be finished when it returns. A
-        backward under ``no_sync`` does not call the hook; the next call of the hook gets the sum of
-        the accumulated gradients.
+        each backward that reduces gradients, in the same order on all ranks. The hook itself
+        reduces and averages, and its collectives must be finished when it returns. After
+        ``no_sync``, the hook gets the sum of the accumulated gradients.
 
         - ``hook(state, full, out)`` if the unit is sharded. ``full``: this rank's gradients,
-          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient.
-          The hook may overwrite ``full``. ``out``: memory for this rank's part of the average,
-          ``(shard_numel,)``, filled with NaN. The hook writes elements
-          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average to ``out``.
+          ``(shard_numel * ranks,)`` in the reduce dtype, zero for parameters without a gradient;
+          the hook may overwrite them. ``out``: memory, ``(shard_numel,)``, for elements
+          ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the average, filled with NaN.
         - ``hook(state, grad)`` with ``NO_SHARD``. The hook averages ``grad``, ``(padded_numel,)``,
           in place.
 
-        Padding counts as zero, whatever the hook writes to it. If the hook raises, backward raises
-        the exception on this rank, with a note that names the unit; the other ranks wait until the
-        timeout of their own collective. If ranks use different parameters of a unit in a backward,
-        the hooks of this unit and of later units are called at the end of backward.
+        If the hook raises, backward raises the exception on this rank; the other ranks wait until
+        the timeout of their own collective. If ranks use different parameters of a unit in a
+        backward, hooks are called at the end of backward.
 
         torch's own hooks are not called. ``allreduce_hook`` and ``reduce_scatter_hook`` change
-        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` (from DistributedDataParallel and
-        FullyShardedDataParallel, and ``fp16_compress_wrapper(allreduce_hook)``) set the dtype in
-        which gradients of floating point parameters are reduced, like
-        ``MixedPrecision(reduce_dtype=...)``, with any strategy. ``copy.deepcopy`` returns a model
-        without hooks: register again. ``.double()`` and similar conversions keep hooks.
+        nothing. ``fp16_compress_hook`` and ``bf16_compress_hook`` set the dtype in which gradients
+        are reduced, like ``MixedPrecision(reduce_dtype=...)``. ``copy.deepcopy`` returns a model
+        without hooks.
 
         Collective: all ranks that train the model; the same kind of hook for the same units.
 
@@ -456,26 +412,21 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The results are bitwise equal to ``optimizer.step()`` and ``zero_grad()`` after backward.
         The gradients of all units never exist together, which saves up to the size of the shards.
-        Every backward that reduces also steps. A backward under ``no_sync`` does not step; its
-        gradients are part of the next step. Learning rates and other options are read from
-        ``optimizer.param_groups`` when backward begins.
+        A backward under ``no_sync`` does not step; its gradients are part of the next step.
+        Learning rates and other options are read when backward begins.
 
-        The training loop needs no change. ``optimizer.step()`` steps only the remaining parameters:
-        ignored parameters, and parameters of other models. Until ``optimizer.step()``,
-        ``zero_grad()`` or the next forward, ``.grad`` of a stepped parameter is a consumed
-        gradient, which raises when used: gradients cannot be clipped by norm, unscaled or logged.
-        Post-accumulate hooks of a parameter run before its step. The optimizer's step hooks run
-        only in ``optimizer.step()``.
+        The training loop needs no change: ``optimizer.step()`` steps only the remaining parameters
+        (ignored ones, and those of other models). Until then, ``.grad`` of a stepped parameter is a
+        consumed gradient, which raises when used: gradients cannot be clipped by norm, unscaled or
+        logged. The optimizer's step hooks run only in ``optimizer.step()``.
 
-        Some units are stepped only at the end of backward, with the same result but without saving
-        memory, because they may get more gradients or be needed again: the root; units whose inputs
-        have no gradient; units with parameters that this rank did not use, or that have
-        post-accumulate hooks. All units are stepped at the end of a backward in three cases: the
-        model has activation checkpoints with ``use_reentrant=True``; the loss contains parameters
-        that were used outside of forward (a penalty on weights, for example); and often in the
-        first backward, which records the order of units. If a backward fails, some units may be
-        stepped and others not; the next step warns. On an inner wrapper this method acts on the
-        whole model. ``copy.deepcopy`` returns a model that does not step in backward.
+        Units that may get more gradients are stepped only at the end of backward, without saving
+        memory: the root; units whose inputs have no gradient; units with unused parameters or
+        post-accumulate hooks; and all units under activation checkpoints with
+        ``use_reentrant=True``, with a penalty on weights in the loss, or often in the first
+        backward. If a backward fails, some units may be stepped and others not; the next step
+        warns. On an inner wrapper this method acts on the whole model. ``copy.deepcopy`` returns a
+        model that does not step in backward.
 
         Collective: all ranks that train the model; the same optimizer on each.
 
@@ -651,9 +602,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
         must write the same values on all ranks: if ``fn`` draws random numbers, use the same seed
-        on all ranks. Only a unit and the units around it are unsharded at the same time. When
-        ``fn`` is called on a module, nested units are sharded again: an edit of their parameters
-        through ``parameters()`` either has the right result or raises.
+        on all ranks. Only a unit and the units around it are unsharded at the same time.
 
         Collective: all ranks.
 
@@ -679,12 +628,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the full state dict, with the names of the unwrapped module, on every rank.
 
-        As with an unwrapped model, in-place writes into the tensors reach the model: at the model's
-        next use, or when the tensors are deleted. If the model has changed since the call, the
-        written values are lost, and the model's next use raises RuntimeError. Writes do not reach
-        the model if ``set_state_dict_type`` asks for CPU memory or only rank 0. Unlike the tensors
-        of an unwrapped model's state dict, the tensors keep the values of this call: after a later
-        step, call ``state_dict`` again.
+        In-place writes into the tensors reach the model, as with an unwrapped model, at the model's
+        next use. If the model has changed since the call, the next use raises RuntimeError. Unlike
+        an unwrapped model's, the tensors keep the values of this call: after a later step, call
+        ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # From DistributedDataParallel to ShardedWrapper
+# # Move a DDP program to ShardedWrapper, and choose its units
 #
 # You have a training program that runs under `DistributedDataParallel` (DDP), and it runs out of
 # memory. This notebook trains a network on MNIST under DDP, shards it with one line, and then
@@ -31,7 +31,6 @@
 import functools
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -48,15 +47,7 @@ from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import full_state_dict
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-sys.path.insert(0, "../scripts")
-import train_mnist
-from lib import mnist_data
-from lib.output import COLOURS
-from lib.rank_processes import launch
-from lib.recorded_step import record_step
-
 torch.set_num_threads(1)  # the ranks share the cores
-TOY = "TUTORIAL_TOY" in os.environ  # the tests run a few steps on the digits
 
 # %% [markdown]
 # ## Ranks
@@ -67,8 +58,10 @@ TOY = "TUTORIAL_TOY" in os.environ  # the tests run a few steps on the digits
 # the notebook's own process has used CUDA, or torch on several threads. In a program of your own,
 # start the ranks with `torchrun`.)
 
-
 # %%
+from helpers import COLOURS, launch, load_digits, load_mnist, record_step, train_mnist
+
+
 def hello():
     dist.init_process_group("gloo")  # connects the ranks; with one GPU per rank: "nccl"
     total = torch.tensor(dist.get_rank())
@@ -88,13 +81,11 @@ launch(hello)
 # %%
 ROOT = Path(os.environ.get("MNIST_ROOT", "../data"))
 try:
-    if TOY:
-        raise RuntimeError
     is_there = any((ROOT / "MNIST" / "raw").glob("train-images*"))
-    train_data, test_data = mnist_data.load_mnist(ROOT, download=not is_there)
+    train_data, test_data = load_mnist(ROOT, download=not is_there)
     name = "MNIST"
 except (ImportError, OSError, RuntimeError):  # no torchvision, or no network
-    train_data, test_data = mnist_data.load_digits()
+    train_data, test_data = load_digits()
     name = "scikit-learn's digits"
 print(f"{name}: {len(train_data):,} images to train on, {len(test_data):,} to test on")
 
@@ -117,7 +108,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width=32 if TOY else 384, depth=8):
+    def __init__(self, width=384, depth=8):
         super().__init__()
         self.first = nn.Linear(28 * 28, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
@@ -147,10 +138,10 @@ print(f"{numel(Net()):,} parameters, {numel(Net().blocks[0]):,} of them in each 
 
 # %%
 weights_file = Path(tempfile.mkdtemp()) / "net.pt"
-STEPS, BATCH, TEST = (2, 32, 64) if TOY else (300, 128, 10_000)
+STEPS, BATCH, TEST = 300, 128, 10_000
 
 
-def train(wrap):
+def train(wrap, measure):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights on every rank
@@ -174,10 +165,7 @@ def train(wrap):
     weights = full_state_dict(model)  # every rank calls it; rank 0 gets the full tensors
     if rank == 0:
         torch.save(weights, weights_file)
-    # Train a few more steps, and return the bytes and times of the fastest step.
-    few = TensorDataset(images[rank::ranks], labels[rank::ranks])
-    device = torch.device("cpu")
-    results |= record_step(model, few, optimizer, BATCH // ranks, device)
+    results |= measure(model, optimizer)
     dist.destroy_process_group()
     return results
 
@@ -202,6 +190,13 @@ def test(model):
 
 
 # %%
+def measure(model, optimizer):
+    """Trains a few more steps, and returns the bytes and times of the fastest step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    few = TensorDataset(*(tensor[rank::ranks] for tensor in train_data.tensors))
+    return record_step(model, few, optimizer, BATCH // ranks, torch.device("cpu"))
+
+
 def held_bytes(step):
     """Persistent and peak memory of rank 0."""
     kept = step["parameter_bytes"] + step["optimizer_bytes"]
@@ -210,7 +205,7 @@ def held_bytes(step):
 
 
 def report(title, wrap):
-    mine = runs[title] = launch(train, wrap)[0]
+    mine = runs[title] = launch(train, wrap, measure)[0]
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     sizes = ", ".join(f"{mine[kind] / 2**20:.1f}" for kind in kinds)
     persistent, peak = held_bytes(mine)

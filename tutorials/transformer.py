@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # A transformer, sharded block by block
+# # Train a transformer: bfloat16, accumulation, resuming, and all strategies compared
 #
 # A decoder-only transformer is an ideal model to shard: it is a sequence of many equal blocks. This
 # notebook makes each block a unit and trains in bfloat16, with gradient accumulation and clipping,
@@ -25,7 +25,6 @@
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -38,13 +37,7 @@ from torch import nn
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 
-sys.path.insert(0, "../scripts")
-import compare_strategies
-from lib.output import COLOURS, PEAK
-from lib.rank_processes import launch
-
 torch.set_num_threads(1)  # ranks share the cores
-TOY = "TUTORIAL_TOY" in os.environ  # as the tests run it: small, and a few steps
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
@@ -52,7 +45,10 @@ folder = Path(tempfile.mkdtemp())
 #
 # `launch(train)` runs a function on two ranks and returns the result of each rank. The ranks are
 # processes that torch's own launcher forks from this notebook; [mnist.ipynb](mnist.ipynb) explains
-# the details.
+# the details. Start a program of your own with `torchrun`.
+
+# %%
+from helpers import COLOURS, PEAK, compare_strategies, launch
 
 # %% [markdown]
 # ## Text
@@ -62,7 +58,7 @@ folder = Path(tempfile.mkdtemp())
 
 # %%
 text_file = Path(os.environ.get("TEXT_FILE", "../data/tinyshakespeare/input.txt"))
-if text_file.exists() and not TOY:
+if text_file.exists():
     data = text_file.read_bytes()
 else:
     from pydoc_data.topics import topics
@@ -93,7 +89,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, width=32 if TOY else 128, depth=2 if TOY else 4, heads=4, context=96):
+    def __init__(self, width=128, depth=4, heads=4, context=96):
         super().__init__()
         self.context = context
         self.embed = nn.Embedding(256, width)
@@ -159,7 +155,7 @@ def train_step(model, optimizer, rows, accumulate=2):
 # rows.
 
 # %%
-STEPS, SAVED, ROWS = (4, 2, 12) if TOY else (2500, 600, 24)
+STEPS, SAVED, ROWS = 2500, 600, 24
 
 
 def rows_of(step, context):
@@ -192,7 +188,7 @@ def train(path=None, until=STEPS):
     means = torch.stack(list(losses.values()))
     dist.all_reduce(means)
     means = (means / dist.get_world_size()).tolist()
-    written = sample(model, 8 if TOY else 400) if until == STEPS else None
+    written = sample(model, 400) if until == STEPS else None
     dist.destroy_process_group()
     return dict(zip(losses, means)), written
 
@@ -225,7 +221,7 @@ print(written)
 # for another number of ranks. Each rank then takes its share of the same batches:
 
 # %%
-OTHER = 1 if TOY else 3
+OTHER = 3
 resumed, _ = launch(train, folder / f"step-{SAVED}", min(STEPS, SAVED + 100), ranks=OTHER)[0]
 apart = max(abs(loss - uninterrupted[step]) for step, loss in resumed.items())
 print(f"{len(resumed)} steps on {OTHER} ranks: losses differ by at most {apart:.1e}")
@@ -257,8 +253,8 @@ plt.show()
 # as they would over a network. For the HYBRID strategies, two ranks count as one node.
 
 # %%
-RANKS = 2 if TOY else 4
-SIZES = "--width 32 --depth 3 --steps 2" if TOY else "--width 256 --depth 8 --steps 4"
+RANKS = 4
+SIZES = "--width 256 --depth 8 --steps 4"
 
 
 def compare():
@@ -321,11 +317,6 @@ plt.show()
 # - bfloat16 halves the all-gathers. Gradients are reduced in float32 here (`reduce_dtype`).
 # - The HYBRID strategies hold more, and communicate mostly within a node. Four processes on one
 #   machine gain nothing from this; clusters with slow links between nodes do.
-#
-# **When a unit per block is slower than one unit.** A unit per block is all-gathered twice, and
-# each unit adds the fixed cost of its collectives. If the whole model fits unsharded and its blocks
-# are small, one unit or `SHARD_GRAD_OP` is faster. `auto_wrap_policy="auto"` coalesces small units
-# for this reason.
 #
 # The times are those of four ranks on few cores, over sockets. On your network the times will
 # differ, but not the bytes: run `torchrun --nproc-per-node 4 scripts/compare_strategies.py`.

@@ -1,10 +1,13 @@
-"""Tries or plans a training run, lists the tensors of a checkpoint, or converts a checkpoint."""
+"""Tries or plans a training run, explains an error, or lists or converts a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -31,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")
+    one = commands.add_parser("explain", help="say what an error means, and what to do")
+    one.add_argument("code", help="the code at the end of a message, such as FS-DEADLOCK")
     planning = default_extra("plan")
     if planning is not None:
         one = commands.add_parser(
@@ -58,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return trial.verdict.start(options)  # type: ignore[no-any-return]
         elif command == "inspect":
             print(describe(**options))
+        elif command == "explain":
+            print(explain(**options))
         else:
             if (name := options["dtype"]) is not None:
                 options["dtype"] = getattr(torch, name, None)
@@ -95,3 +102,49 @@ def describe(path: str) -> str:
     lines += [f"{alias} is {kept}" for alias, kept in source.ties.items()]
     total = sum(one.nbytes for one in named.values())
     return "\n".join([*lines, f"{len(named)} tensors, {total:,} bytes, complete"])
+
+
+def explain(code: str) -> str:
+    """Return what the troubleshooting page says about an error code: a section, row or paragraph.
+
+    Sections of the page to which a row links follow the row.
+
+    Raises:
+        ValueError: the page does not contain the code.
+    """
+    package = Path(__file__).parents[1]
+    page = package / "troubleshooting.md"  # a wheel has a copy, see pyproject.toml
+    if not page.exists():
+        page = package.parent / "docs" / page.name
+    text = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))  # anchors
+    code = code.strip("[]").upper()
+    this = rf"(?<![\w-]){re.escape(code)}(?![\w-])"
+    if section := _section(text, f".*{this}.*"):
+        return section
+    for block in text.split("\n\n"):
+        titles, *rows = block.splitlines() or [""]
+        for row in rows if titles.startswith("|") else ():
+            if re.search(this, row.split("|")[1]):
+                cells = zip(titles.split("|")[1:-1], row.split("|")[1:-1], strict=False)
+                parts = [_plain(f"{title.strip()}: {cell.strip()}") for title, cell in cells]
+                parts = [textwrap.fill(part, 88) for part in parts]
+                linked = re.findall(r"\]\(#([\w-]+)\)", row)
+                parts += [_section(text, anchor.replace("-", r"\W+")) for anchor in linked]
+                return "\n\n".join(filter(None, parts))
+    if found := re.search(rf"(?:.+\n)*.*{this}.*(?:\n.+)*", text):
+        return _plain(found[0])
+    codes = ", ".join(sorted({*re.findall(r"\bFS-[A-Z]+(?:-[A-Z]+)*", text)}))
+    raise ValueError(f"no code {code!r}. The codes are {codes}.")
+
+
+def _section(text: str, title: str) -> str:
+    """Return the section, without subsections, whose heading matches ``title``, or ""."""
+    # One `#` begins a comment in an example, not a heading.
+    section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
+    return _plain(section[0].strip()) if section else ""
+
+
+def _plain(text: str) -> str:
+    """Return Markdown without the targets of links, but with the names of other pages."""
+    text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md[^)]*\)", r"\1 (page \2)", text)
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)

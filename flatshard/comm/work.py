@@ -34,8 +34,7 @@ REMEDY = (
     "All ranks must make the same collective calls in the same order: forward (in evaluation too), "
     "backward, state_dict(), optim_state_dict(), summon_full_params(), full_tensors(), "
     "clip_grad_norm_(), and norms and sums of parameters and gradients. Units that some ranks "
-    "skip, or run in another order, such as experts and dropped layers, need allow_divergence "
-    "(docs/recipes.md)."
+    "skip, or run in another order, such as experts and dropped layers, need allow_divergence."
 )
 
 _KEPT = 64  # number of collectives whose descriptions a `History` keeps

@@ -164,6 +164,5 @@ def edited(handle: FlatParamHandle) -> RuntimeError:
         "Compute with the changed value instead (w = self.weight.clamp(...)), or use NO_SHARD. "
         "Update a momentum encoder (MoCo, BYOL) between steps: under torch.no_grad(), "
         "k.mul_(m).add_(q, alpha=1 - m) for each pair of parameters, or any code under "
-        "ShardedWrapper.summon_full_params(model). See 'A momentum encoder' in docs/recipes.md. "
-        "[FS-EDIT]"
+        "ShardedWrapper.summon_full_params(model). [FS-EDIT]"
     )

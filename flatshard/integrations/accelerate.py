@@ -23,9 +23,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that shard the model in another way. For each argument: the setting in
-# accelerate's config file, and the environment variable in which `accelerate launch` passes the
-# setting to the program.
+# Arguments of Accelerator that shard the model in another way, with the setting in accelerate's
+# config file, and the environment variable by which `accelerate launch` passes it.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -114,8 +113,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # These arguments tell accelerate not to move the model to the device, and not to wrap the
-        # model in DistributedDataParallel.
+        # accelerate must not move the model, nor wrap it in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:
@@ -190,8 +188,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         with self._without_models() as trained:
             if output_dir is not None and self.is_main_process:
-                # Delete old checkpoints before saving: if the program is killed during the save,
-                # the folder is incomplete, instead of a mixture of two saves.
+                # If the program is killed, the folder must not be a mixture of two saves.
                 for old in Path(output_dir).glob(f"{_FOLDER}_*"):
                     shutil.rmtree(old)
             self.wait_for_everyone()
@@ -232,8 +229,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields a list with a pair ``(model, optimizer)`` for each optimizer of a model, and
-        ``(model, None)`` for a model without an optimizer.
+        Yields each model with each of its optimizers, or with None.
         """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]

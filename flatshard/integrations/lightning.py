@@ -117,7 +117,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             # With manual optimization, training_step() calls backward, which must not run inside
-            # the wrapper's forward. So call the module, not the wrapper.
+            # the wrapper's forward.
             return self.lightning_module.training_step(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -127,8 +127,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             yield
 
     def teardown(self) -> None:
-        # DDPStrategy would move the module to the CPU. Leave the shards on the device, so that
-        # Trainer.save_checkpoint() works after fit().
+        # DDPStrategy would move the module to the CPU, and Trainer.save_checkpoint() would fail.
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -181,8 +180,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             return super().load_checkpoint(checkpoint_path, weights_only)
         for number, optimizer in enumerate(self.optimizers or [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
-        # The rest of the checkpoint is Lightning's own state. It contains objects that are not
-        # tensors, so `weights_only` is off by default.
+        # Lightning's own state contains objects that are not tensors.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
         return {**rest, "state_dict": None, "optimizer_states": []}
 

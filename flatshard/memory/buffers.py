@@ -1,26 +1,24 @@
 """Memory of unsharded buffers (``BufferMemory``, ``PagePool``) and of results (``BufferCache``).
 
-A unit's unsharded buffers get memory (a ``BufferMemory``) when the unit is unsharded, and give the
-memory back when the unit is resharded. Small buffers, and buffers on accelerators, get their memory
-from torch's allocator. Large buffers on a CPU are ``PooledBuffer``s. A transport may define further
-subclasses of ``BufferMemory`` that need fewer copies.
+A unit's unsharded buffers have memory (a ``BufferMemory``) from unshard to reshard. Small buffers,
+and buffers on accelerators, get it from torch's allocator. Large buffers on a CPU are
+``PooledBuffer``s. A transport may define further subclasses that need fewer copies.
 
 [Note: pages]
 When a unit is resharded, ``PagePool`` keeps the memory pages of its unsharded buffer for the unit
-that is unsharded next. New memory would cost a page fault for every few kilobytes, and the page
-faults take longer than filling the memory. The address of a buffer must never change, because
-autograd holds views of the buffer. So ``mremap`` moves pages to the buffer's address, and later
-away from the address, in a tenth of the time of page faults.
+that is unsharded next. New memory would cost page faults, which take longer than filling the
+memory. The address of a buffer must never change, because autograd holds views of the buffer. So
+``mremap`` moves pages to and from the buffer's address, in a tenth of the time of page faults.
 
-Pages are moved in chunks of equal size, which the pool lends to buffers. While a chunk is idle (not
-lent), its pages lie at an address of the pool's own, which no other code reads. The pool grows to
-the largest number of chunks that were lent at the same time. If pages cannot be moved (another
-operating system, too many mappings), a buffer gets new pages by page faults.
+Pages are moved in chunks of equal size, which the pool lends to buffers. The pages of an idle (not
+lent) chunk lie at the pool's own address. The pool grows to the largest number of chunks that were
+lent at the same time. If pages cannot be moved (another operating system, too many mappings), a
+buffer gets new pages by page faults.
 
 A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, and reuses the memory
-once no other code refers to the result. Without the cache, glibc would return the memory of each
-freed tensor of at least ``GLIBC_LIMIT_BYTES`` to the operating system, and the next tensor would
-cost page faults. On accelerators the cache is not needed, because their allocators cache memory.
+once no other code refers to the result. Without the cache, glibc would return each freed tensor of
+at least ``GLIBC_LIMIT_BYTES`` to the operating system, and the next tensor would cost page faults.
+Allocators of accelerators cache memory themselves.
 """
 
 from __future__ import annotations
@@ -45,11 +43,10 @@ _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 GLIBC_LIMIT_BYTES = 32 << 20
 """glibc maps each tensor of at least this size separately, and unmaps it when it is freed."""
 
-# Size of a chunk of the page pool. Larger chunks are moved with fewer calls (15 us each), but waste
-# more memory: the last chunk of a buffer is rarely used in full.
+# Larger chunks are moved with fewer calls (15 us each), but waste more memory: the last chunk of a
+# buffer is rarely used in full.
 _CHUNK_BYTES = 1 << 20
-# Maximum number of chunks in the page pool. Each chunk in a buffer is a separate mapping. Linux
-# allows a process about 65,000 mappings, and the pool must not use up all of them.
+# Each lent chunk is a separate mapping, and Linux allows a process about 65,000 mappings.
 _MAX_CHUNKS = 1 << 13
 
 
@@ -59,17 +56,16 @@ _MAX_CHUNKS = 1 << 13
 class BufferMemory:
     """The memory of one unsharded buffer, which is allocated and freed many times.
 
-    The buffer always has the same storage object. So autograd's views of the buffer are valid again
-    after the next unshard. In this base class the buffer is the shard of a flat parameter that is
-    not sharded, and nothing is allocated or freed.
+    The buffer's storage object never changes, so autograd's views are valid again after the next
+    unshard. This base class never allocates or frees: its buffer is the shard of a flat parameter
+    that is not sharded.
     """
 
-    # Memory for this rank's shard, (shard_numel,), initially zeros. The same memory is also mapped
-    # into the buffer, so an all-gather need not copy this rank's shard. If None, the shard has
-    # memory of its own, and an all-gather copies it.
+    # Memory for this rank's shard, (shard_numel,), which is also mapped into the buffer, so that an
+    # all-gather need not copy the shard. None: the shard has memory of its own.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
-    # so the unit need not stay unsharded between forward and backward to save an all-gather.
+    # so the unit need not stay unsharded between forward and backward.
     shows_shards = False
 
     def __init__(self, buffer: Tensor) -> None:
@@ -88,19 +84,13 @@ class BufferMemory:
         """
 
     def renew(self) -> None:
-        """Prepare the buffer for new values. Called if the buffer already has memory.
-
-        Undoes ``snapshot``: mapped shards show their current values again.
-        """
+        """Undo ``snapshot``: mapped shards show their current values again."""
 
     def free(self) -> None:
         """Free the memory of the buffer. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Copy mapped shards, to keep the buffer's values if ranks write to their shards.
-
-        The values are kept until ``renew`` or ``free``.
-        """
+        """Until ``renew`` or ``free``, keep the buffer's values if ranks write to their shards."""
 
 
 class AllocatedBuffer(BufferMemory):
@@ -115,25 +105,19 @@ class AllocatedBuffer(BufferMemory):
         return self._storage.nbytes()
 
     def take(self) -> None:
-        # Check the size first, because torch would allocate new memory and copy even if the storage
-        # has the requested size already.
+        # torch would allocate and copy even if the storage has the requested size already.
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        # Resize the storage instead of deleting it: views that autograd saved must refer to the
-        # same storage after the next unshard.
+        # Do not delete the storage: autograd's views must refer to it after the next unshard.
         self._storage.resize_(0)
 
 
 def own_pages(values: Tensor) -> None:
-    """Give this process its own copy of ``values``, which lie in a private mapping of a file.
-
-    Later writes to the file then do not change ``values``.
-    """
+    """Keep ``values``, which lie in a private mapping, when others write to the mapped file."""
     touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
-    # Write one element of each page: at the first write to a page of a private mapping, the system
-    # copies the page for this process.
+    # At the first write to a page of a private mapping, the system copies the page.
     touched.copy_(touched.clone())
 
 
@@ -151,15 +135,15 @@ class PagePool:
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []  # the address ranges of all chunks
 
-        # Addresses of idle chunks. Finalizers of buffers also change this list, and may run between
-        # any two Python operations. Therefore each access to the list is a single operation.
+        # Addresses of idle chunks. Finalizers of buffers change this list between any two Python
+        # operations. Therefore each access to the list is a single operation.
         self._idle: list[int] = []
 
     def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
         """Move pages of idle chunks to the address range from ``place`` to ``end``.
 
-        For each chunk, a lease is appended to ``leases``. If the pool has too few pages, only the
-        beginning of the range gets pages. Returns the end of the part that got pages.
+        Appends a lease for each chunk. Returns the end of the part that got pages, which is less
+        than ``end`` if the pool has too few.
         """
         while place < end and (chunk := self._find_chunk()) is not None:
             nbytes = min(end - place, _CHUNK_BYTES)
@@ -181,8 +165,7 @@ class PagePool:
 
     def take_back(self, leases: list[PageLease]) -> None:
         """Move the pages of all ``leases`` back to their chunks, and empty the list."""
-        # Return the last chunk first: `_find_chunk` takes chunks from the back of the list, so the
-        # next buffer gets the chunks in the same order as this buffer.
+        # Return the last chunk first, so that the next buffer gets the chunks in the same order.
         while leases:
             chunk, place, nbytes = leases.pop()
             if not mapped_files.move_pages(place, chunk, nbytes):
@@ -206,31 +189,22 @@ class PagePool:
             mapped_files.drop_pages(chunk, _CHUNK_BYTES)
 
 
-POOL = PagePool()  # the pool of this process
+POOL = PagePool()
 
 
 class PooledBuffer(BufferMemory):
-    """An unsharded buffer whose memory pages come from ``POOL``.
+    """An unsharded buffer whose memory pages come from ``POOL``."""
 
-    The memory of this rank's shard may be mapped into the buffer.
-    """
-
-    # With sockets an all-gather would copy this rank's shard into the buffer. To save the copy, the
-    # memory of a large shard is a file that is also mapped into the buffer. The mapping in the
-    # buffer is private: if a module writes to its unsharded parameters, the writes do not reach the
-    # shard, and are dropped when the unit is resharded.
+    # To save an all-gather's copy of this rank's shard, the memory of a large shard is a file that
+    # is also mapped into the buffer. That mapping is private: if a module writes to its unsharded
+    # parameters, the writes do not reach the shard, and are dropped when the unit is resharded.
 
     def __init__(
         self, numel: int, dtype: torch.dtype, own: range = range(0), target: OffloadTarget = DEVICE
     ) -> None:
-        """Reserve the addresses of the buffer, and make the file of this rank's shard, if any.
+        """Reserve the buffer's addresses, and make a file for this rank's shard in ``target``.
 
-        Args:
-            numel: number of elements of the buffer.
-            dtype: dtype of the elements.
-            own: range of this rank's shard in the buffer, to which a new file is mapped. Empty: no
-                file is made, and the shard has memory of its own.
-            target: offload target (memory or disk) in which the file is made.
+        ``own``: range of the shard in the buffer. Empty: the shard has memory of its own.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
@@ -247,8 +221,7 @@ class PooledBuffer(BufferMemory):
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
-        # When the buffer is deleted, tell the pool that the pages are gone. Do not run this
-        # finalizer when Python exits, because the end of the process frees all memory.
+        # Not when Python exits, because the end of the process frees all memory.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
@@ -259,16 +232,13 @@ class PooledBuffer(BufferMemory):
         return self.buffer.nbytes - (0 if self._is_kept else stop - start)
 
     def take(self) -> None:
-        """Take pages from the pool, or new pages if the pool has too few."""
         if self._is_taken:
             return
-        # Set this flag before taking pages, because `free` does nothing without the flag: if taking
-        # pages fails, `free` must return the pages that were taken so far.
+        # Set the flag first, without which `free` would not return pages if taking more fails.
         self._is_taken = True
         try:
             for start, end in self._rooms:
-                # The pool may have too few pages. For the rest of the range, allow accesses: at the
-                # first access to a page, the system provides a new page.
+                # The system provides new pages for the rest of the range, at the first access.
                 missing = POOL.lend(start, end, self._leases)
                 if missing < end:
                     mapped_files.allow(missing, end - missing)
@@ -280,22 +250,19 @@ class PooledBuffer(BufferMemory):
         self._is_kept = False
         start, stop = self._own
         if start < stop:
-            # Drop this process's own copies of pages of the private mapping, so that the next
-            # access reads the shard's file again.
+            # Drop copies of pages, so that the next access reads the shard's file again.
             mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         if self._is_taken:
             self._is_taken = False
-            # Return the pages to the pool before `_forbid`, which frees all pages that are left in
-            # the range.
+            # Before `_forbid`, which frees all pages that are left in the range.
             POOL.take_back(self._leases)
             self._forbid()
             self.renew()
 
     def _forbid(self) -> None:
-        # Forbid accesses to the freed buffer, so that a read ends the process. Without this
-        # protection, the read would silently return zeros instead of parameters.
+        # A read of the freed buffer ends the process instead of silently returning zeros.
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
@@ -309,10 +276,10 @@ class PooledBuffer(BufferMemory):
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
     """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
-    # Use the page pool only for large buffers. For small buffers, torch's allocator is as fast.
+    # For small buffers, torch's allocator is as fast as the page pool.
     is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
     if device.type == "cpu" and is_paged:
-        # If no addresses are left, fall back to torch's allocator, which may have free memory.
+        # If no addresses are left, torch's allocator may have free memory.
         with contextlib.suppress(OSError):
             return PooledBuffer(numel, dtype)
     return AllocatedBuffer(numel, dtype, device)
@@ -321,9 +288,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemo
 def fills_pages(nbytes: int) -> bool:
     """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
 
-    A mapping needs whole pages, and is faster than a copy only for large shards.
+    Ranks on the same operating system get the same result.
     """
-    # All ranks must get the same result, which is so if they run the same operating system.
     return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
@@ -389,8 +355,7 @@ class BufferCache:
             new, is_worth_it = self._new(numel, dtype), True
         else:
             new = torch.empty(numel, dtype=dtype, device=device)
-            # Do not keep smaller tensors: the allocator itself keeps the memory of a freed smaller
-            # tensor, and can give the memory to other code in the meantime.
+            # The allocator itself keeps the memory of a freed smaller tensor.
             is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if not is_worth_it or self._kept is not None:
             return new
@@ -404,10 +369,7 @@ class BufferCache:
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage, which all views of the tensor share.
-
-    The number includes the reference made by this function.
-    """
+    """Return the number of references to a tensor's storage, including one by this function."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 

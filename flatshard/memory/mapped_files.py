@@ -35,8 +35,7 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
     try:
         os.ftruncate(number, nbytes)
         if reserve:
-            # Allocate the pages now: if memory runs out, this call raises. Without this call, a
-            # later write to the file would end the process.
+            # If memory runs out, this raises. Otherwise a later write would end the process.
             os.posix_fallocate(number, 0, nbytes)
     except OSError:
         os.close(number)
@@ -46,8 +45,7 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
 
 def _memfd() -> int:
     try:
-        # Set MFD_NOEXEC_SEAL, because systems with sysctl vm.memfd_noexec=2 refuse to make files
-        # that could be executed.
+        # With sysctl vm.memfd_noexec=2, systems refuse to make files that could be executed.
         return os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
@@ -64,8 +62,8 @@ def reserve_range(nbytes: int) -> mmap.mmap:
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
     """Map the open file with descriptor ``number``, for reading and writing."""
-    # Do not let Python's `mmap.mmap` map the file: it would keep a duplicate of the file descriptor
-    # open as long as the mapping exists, and a process may open only about 1,000 files.
+    # Python's `mmap.mmap` would keep a duplicate of the file descriptor open, and a process may
+    # open only about 1,000 files.
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
@@ -76,7 +74,6 @@ def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> No
 
     ``private``: whether writes stay in this process and do not reach the file.
     """
-    # The pages that were written in a private mapping are copies, which `drop_pages` discards.
     flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
     if _mmap(place, nbytes, _PROT_READ_WRITE, flags, number, 0) != place:
         error = ctypes.get_errno()
@@ -89,11 +86,7 @@ def address_of(found: mmap.mmap) -> int:
 
 
 def drop_pages(place: int, nbytes: int) -> None:
-    """Free the memory of a range.
-
-    The next read returns the contents of the file that is mapped to the range, or zeros if there is
-    no file. Values in a shared mapping stay in the file; all other values are lost.
-    """
+    """Free the memory of a range: the next read returns the mapped file's contents, or zeros."""
     if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
         raise RuntimeError(
             f"freeing {nbytes:,} bytes of memory failed (madvise: "
@@ -103,19 +96,16 @@ def drop_pages(place: int, nbytes: int) -> None:
 
 def want_pages(place: int, nbytes: int) -> None:
     """Allocate all pages of a range now, which is faster than a page fault for each page later."""
-    # Ignore errors. Systems before Linux 5.14 do not know this request. There, each page is
-    # allocated at its first use.
+    # Ignore errors: Linux before 5.14 does not know this request.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
 def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move the memory pages of ``nbytes`` at address ``source`` to address ``place``.
+    """Move pages from address ``source`` to ``place``, and return whether that worked.
 
-    Afterwards the range at ``source`` reads as zeros and has no memory. The previous contents at
-    ``place`` are lost. Returns whether the pages were moved.
+    Afterwards the range at ``source`` reads as zeros and has no memory.
     """
-    # The call fails, and this function returns False, on systems before Linux 5.7, which do not
-    # know the flag DONTUNMAP, and if the process has too many mappings.
+    # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
 

@@ -23,11 +23,7 @@ from flatshard.units.module_tree import unit_text
 
 
 class OffloadTarget:
-    """A place where tensors lie between uses. In this base class the place is the device itself.
-
-    Attributes:
-        is_device: whether the target is the device itself, so that no tensor is copied.
-    """
+    """A place where tensors lie between uses. In this base class the place is the device itself."""
 
     is_device = True
 
@@ -47,16 +43,10 @@ class OffloadTarget:
         """Prepare ``tensors`` for being written. Tensors that are not in the target are ignored."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Free the memory of ``tensors`` that lie in files; later reads load the values again.
-
-        Tensors that are not in the target are ignored.
-        """
+        """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve space on the disk for tensors that will be made later.
-
-        ``what``: name of these tensors, for the error.
-        """
+        """Reserve space on the disk for later tensors, which an error calls ``what``."""
 
     def keep_state_of(self, param: Tensor) -> None:
         """Make optimizers keep per-element state of the plain parameter ``param`` in the target.
@@ -83,10 +73,7 @@ class OffloadTarget:
 
 
 class HostMemory(OffloadTarget):
-    """Host memory, as the target of units on an accelerator.
-
-    ``pinned``: whether tensors lie in pinned memory, from which copies are asynchronous.
-    """
+    """Host memory, as the target of units on an accelerator."""
 
     is_device = False
 
@@ -112,11 +99,9 @@ class OffloadTargets:
     shard: OffloadTarget = DEVICE  # target of shards of parameters
     gradient: OffloadTarget = DEVICE  # target of reduced gradients
 
-    # Target of optimizer state with one value per element. None: the state lies where the shard
-    # lies.
+    # Target of optimizer state with one value per element. None: where the shard lies.
     state: OffloadTarget | None = None
-    # Whether the device keeps a copy of the shard for all-gathers. If not, each all-gather first
-    # copies the shard from the host or the disk.
+    # Whether the device keeps a copy of the shard, so that an all-gather need not copy it there.
     keeps_copy: bool = False
 
     @classmethod
@@ -161,7 +146,6 @@ def on_copy_stream(device: torch.device) -> Iterator[None]:
     The work begins after all work that was queued on the current (compute) stream so far.
     """
     stream = copy_stream(device)
-    # Let the copy stream wait: the tensors that it copies are computed on the compute stream.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

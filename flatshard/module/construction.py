@@ -59,11 +59,7 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 
 
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Any:
-    """Return a context that replaces each DTensor parameter by a parameter with its local tensor.
-
-    So construction shards the local tensors. The extra ``tensor_parallel`` implements the context.
-    For a model without DTensors, the context does nothing.
-    """
+    """Return a context in which local tensors replace the DTensors among the parameters."""
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
     return extra("tensor_parallel", _A_DTENSOR).local_parts(module, ignored, settings)
@@ -84,7 +80,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     if initial_values.any_missing:
         meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
     move_buffers(plan, initial_values)
-    # Collect the warnings before units change the module: the checks read the user's own module.
+    # Before units change the module: the checks read the user's own module.
     ranks = plan.settings.ranks
     messages = [*notes, *plan_warnings(plan)] if ranks.world.rank == 0 else []
     units = _make_units(plan, root, kind, initial_values, targets)
@@ -94,8 +90,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     for handle in handles:
         handle.page_out()
     targets.trim()
-    # `connect` is collective, so all ranks must make the same calls in the same order. `sorted`
-    # gives all ranks the same order of the values of `fixed_order` (False, True).
+    # `connect` is collective, so all ranks must use the same order (`sorted`).
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
@@ -105,8 +100,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
             unit.placement = unit.placement.diverging()
     start_run(root)
     optimizer_step.install()
-    # Warn after the last collective. If the user turns warnings into errors, `warnings.warn` raises
-    # on rank 0. If a collective followed, the other ranks would wait there for rank 0.
+    # After the last collective, because warnings may be errors, which only rank 0 raises.
     for message in [*initial_values.warnings(), *messages]:
         warnings.warn(message, stacklevel=3)
 
@@ -114,8 +108,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 def _compare(plan: ModelPlan) -> None:
     """Compare the plan between ranks, and create the strategies' process groups. Collective."""
     ranks = plan.settings.ranks
-    # Compare plans before any other collective: ranks with different plans would call different
-    # collectives and deadlock.
+    # Before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
         described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
@@ -124,8 +117,7 @@ def _compare(plan: ModelPlan) -> None:
         units += map(summary, plan.wrappers)
         tensors = plan.params | plan.buffers
         consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
-    # `resolve` creates the process groups of a strategy, which is collective. So create the groups
-    # only after the comparison above, when all ranks have the same strategies.
+    # Only now: `resolve` creates process groups, so all ranks must have the same strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
     if any(hasattr(param, "tensor_parallel") for param in plan.params.values()):
@@ -165,8 +157,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # An offload to disk may fail on only some ranks, so all ranks raise the error together.
-    # Otherwise the remaining ranks would wait in the next collective.
+    # An offload to disk may fail on only some ranks.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets
@@ -253,11 +244,9 @@ class InitialValues:
         return self.settings.ranks.world
 
     def shard(self, plan: FlatParamPlan, params: Sequence[OriginalParam]) -> Tensor:
-        """Return this rank's shard of a flat parameter, with the values of ``params``.
+        """Return this rank's shard, ``(shard_numel,)``, with the values of ``params``.
 
-        The shape of the shard is ``(plan.layout.shard_numel,)``.
-        Elements of a parameter without values (on the meta device) are zero. Collective if all
-        ranks take rank 0's values.
+        Values on the meta device are zero. Collective if all ranks take rank 0's values.
         """
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device=plan.device)
@@ -275,8 +264,8 @@ class InitialValues:
         span, local = param.span, param.local
         part = shard[local.start : local.end]
         if self.sends:
-            # Broadcast one parameter at a time, and copy the parameter on rank 0 only if necessary.
-            # Otherwise a unit that just fits in memory could not be wrapped.
+            # One parameter at a time, and without a copy on rank 0 if possible: a unit may just fit
+            # in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
                 whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
@@ -297,18 +286,13 @@ class InitialValues:
             buffer = torch.empty_like(buffer, device=self.settings.device)
         contiguous = buffer.detach().contiguous()
         self.world.broadcast(contiguous, op_name=name)
-        # If the buffer is not contiguous, the broadcast wrote into a contiguous copy of the buffer,
-        # not into the buffer. Then copy the values back.
+        # If the buffer is not contiguous, the broadcast wrote into a copy.
         if contiguous.data_ptr() != buffer.data_ptr():
             buffer.detach().copy_(contiguous)
         return buffer
 
     def warnings(self) -> list[str]:
-        """Return a warning, in a list, if the ranks start with different weights.
-
-        The warning names tensors with different values. The list is empty if no tensor differs,
-        and always empty on ranks other than rank 0, so that only rank 0 warns.
-        """
+        """Return a warning, on rank 0, if the ranks start with different weights."""
         if self.world.rank != 0 or not self.different or self.settings.sync_module_states:
             return []
         first, *others = self.different
@@ -327,19 +311,15 @@ class InitialValues:
 def compare_values(plan: ModelPlan) -> InitialValues:
     """Decide whether to broadcast rank 0's values, and find the tensors on the meta device.
 
-    All ranks take rank 0's values in two cases: ``sync_module_states`` is True, or
-    ``sync_module_states`` is None and the checksums of the values differ between ranks. Otherwise,
-    each rank keeps its own values. Tensors on the meta device have no values yet, so they must be
-    initialised later. Collective: all ranks.
-
-    With ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own
-    buffers, as in DistributedDataParallel.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
+    checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
+    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
+    Collective: all ranks.
     """
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     tensors = plan.params | plan.buffers
     kept = {} if sync is not None or plan.settings.broadcast_buffers else plan.buffers
-    # With ``sync_module_states=True``, all ranks take rank 0's values in any case. Then save the
-    # time for checksums, and compare only which tensors are on the meta device.
+    # With ``sync_module_states=True``, save the time for checksums.
     mine = [
         None if tensor.is_meta else (0, 0) if sync or name in kept else checksum(tensor.detach())
         for name, tensor in tensors.items()
@@ -347,8 +327,8 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     different = names_of_different(tensors, mine, world)
     sends = world.size > 1 and (bool(different) if sync is None else sync)
     marks = bytes(value is None for value in mine)
-    # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, only the
-    # marks of rank 0 count. So the other ranks send zeros, and the maxima are rank 0's marks.
+    # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, the other
+    # ranks send zeros, so that the maxima are rank 0's marks.
     counted = bytes(len(marks)) if sends and world.rank != 0 else marks
     everywhere = world.maxima(counted, op_name="comparing weights")
     missing = {id(tensor) for tensor in compress(tensors.values(), everywhere if sends else marks)}
@@ -365,8 +345,7 @@ def names_of_different(
     ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
     tensor, in the same order.
     """
-    # Send all checksums in one message, and take maxima instead of gathering the checksums: so the
-    # size of the message does not depend on the number of ranks.
+    # Maxima, so that the size of the message does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one)) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(tensors), 1)
@@ -400,7 +379,7 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
     module, settings, ignored = plan.module, plan.settings, plan.ignored
     offload = settings.cpu_offload
     found = plan.precision_plan.warnings()
-    # Do not warn if "auto" chose no unit: "auto" keeps a small model in one unit on purpose.
+    # "auto" keeps a small model in one unit on purpose.
     if settings.auto_wrap_policy not in (None, "auto") and not plan.chosen:
         found.append(explain_no_match(plan.tree, settings.auto_wrap_policy))
     if module in ignored.modules:
@@ -428,11 +407,8 @@ def plan_warnings(plan: ModelPlan) -> list[str]:
         )
     if offload.is_on and not offload.path and settings.device.type == "cpu":
         found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
-    # Read the topology (the process groups of a strategy) from the root unit, not from `settings`,
-    # the settings of the whole model. With `allow_divergence=True`, ranks may skip any unit, which
-    # changes the placement of every unit, so no unit has created the groups for the placement in
-    # `settings`. Then `settings.topology` would create these groups, which is collective. But this
-    # function runs only on rank 0, so rank 0 would wait forever.
+    # From the root unit: `settings.topology` would create process groups that no unit has (with
+    # `allow_divergence=True`), which is collective, but this function runs only on rank 0.
     num_shards = plan.units[-1].settings.topology.shard.size
     if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
         if auto_wrap := default_extra("auto_wrap"):

@@ -31,9 +31,7 @@ def convert(
     ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
     context = unit_of(root).context
-    # If an outer wrapper is being converted, its `apply_to_module` has called this wrapper. The
-    # outer wrapper converts all shards, including the shards of this wrapper, so convert no shard
-    # here.
+    # An outer wrapper, whose `apply_to_module` has called this wrapper, converts all shards.
     if context.is_converting:
         apply_to_module()
         return
@@ -41,9 +39,8 @@ def convert(
     check_not_summoned(units_in(root), "converted")
     units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
-    # Several small modules may share a unit, and converting only one of these modules raises an
-    # error. But allow a conversion without effect: teardown code calls `.cpu()` on parts of models
-    # that are already on the CPU.
+    # To convert one of several small modules that share a unit is an error. But teardown code calls
+    # `.cpu()` on parts of models that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
     # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
@@ -78,8 +75,8 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
     ``fn`` takes a tensor; ``model.to()`` passes this function to ``Module._apply``.
     """
     handle.reshard()
-    # Wait for the all-gather that refreshes the secondary shard. Until this all-gather is complete,
-    # other ranks read the memory of this rank's shard, which the code below frees.
+    # Until the all-gather that refreshes the secondary shard is complete, other ranks read the
+    # memory of this rank's shard, which the code below frees.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
@@ -115,14 +112,13 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
         units = [unit for unit in units_in(root) if id(unit) not in memo]
     for unit in units:
         unit.context.forward.recover()
-        # Hooks of copied modules refer to the copied unit, so `memo` needs the unit before the
-        # modules are copied. `copy_into` fills the unit once the copied modules are complete.
+        # Hooks of copied modules refer to the copied unit, which `copy_into` fills later.
         memo[id(unit)] = Unit.__new__(Unit)
     twin: ModuleProxy = type(root).__new__(type(root))
     memo[id(root)] = twin
     twin.__dict__.update(copy.deepcopy(root.__dict__, memo))
-    # If a module defines `__reduce__`, `deepcopy` copies the module's hooks before the module. So
-    # the weak references in the copied hooks refer to a temporary copy, which is freed already.
+    # If a module defines `__reduce__`, `deepcopy` copies its hooks first, whose weak references
+    # then refer to a temporary copy.
     hook: Any
     for module in twin.modules():
         for hook in module._load_state_dict_pre_hooks.values():
@@ -132,14 +128,12 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             handles = [_copied(handle, memo) for handle in unit.handles]
             unit.copy_into(memo, memo[id(unit)])
             memo[id(unit)].own(handles)
-            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks. So add
-            # the hooks again.
+            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks.
             for module in memo[id(unit)].modules:
                 register_forward_hooks(memo[id(unit)], module)
     if is_outermost:
-        # Ranks count their models, and a model has the same number on all ranks. Give the copy the
-        # number of the original model: if only this rank copies the model, a new number would shift
-        # the numbers of later models on this rank, but not on other ranks.
+        # A model has the same number on all ranks. If only this rank copies the model, a new number
+        # would shift the numbers of later models on this rank only.
         start_run(twin, number=unit_of(root).context.number)
     return twin
 

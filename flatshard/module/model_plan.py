@@ -3,10 +3,7 @@
 At the end of the file, the checks of the module: ignored tensors, tensors that cannot be sharded,
 and wrappers that the module contains already.
 
-The constructor of ``ShardedWrapper`` makes the plan, and ``construction.wrap`` only reads the plan:
-the plan lists the module's parameters and buffers, and the wrappers that the module contains
-already. Making a plan changes no module and does not communicate, so the model may be on the meta
-device.
+Making a plan changes no module and does not communicate, so the model may be on the meta device.
 ``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
 """
 
@@ -33,8 +30,7 @@ from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of, unit_text
 from flatshard.units.policies import ChosenModule, Policy, find_units
 
-# Minimum number of bytes for which a collective is limited by bandwidth, not by latency. Joining a
-# collective of this size with other collectives saves little.
+# Minimum number of bytes for which a collective is limited by bandwidth, not by latency.
 LARGE_BYTES = 4 << 20
 
 
@@ -60,17 +56,13 @@ class PlannedUnit:
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
         plans: dict[tuple[object, ...], FlatParamPlan] = {}
-        # If the model has other units, give each large parameter of the root a separate flat
-        # parameter, so that the gradient of the parameter can be reduced while the other units
-        # compute. The root's remaining gradients are complete only at the end of backward. With
-        # boundary="tensor", keep parameters together: each parameter is whole on one rank, and
-        # only parameters of one flat parameter are balanced over the ranks.
+        # Each large parameter of the root has a separate flat parameter, so that its gradient can
+        # be reduced while other units compute. With boundary="tensor", only parameters of one flat
+        # parameter are balanced over the ranks.
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
-            # The root often owns an embedding and a head. In backward, the head's gradient is
-            # complete first and the embedding's last. In one flat parameter, the head's gradient
-            # would have to wait for the embedding's.
+            # In backward, the gradient of the root's head is complete first, its embedding's last.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
@@ -171,22 +163,18 @@ class ModelPlan:
     def _coalesce(self) -> list[list[ChosenModule]]:
         """Join small neighbouring modules with the same settings and kinds of parameters.
 
-        Small all-gathers are latency-bound. Neighbours in a policy's plan mostly run one after the
-        other. If several modules are one unit, they need one all-gather instead of several, and a
-        rank needs only a little more memory. Modules that own no parameter do not become units.
-        Source: DeepSpeed's ``stage3_module_granularity_threshold`` has the same purpose.
+        Small all-gathers are latency-bound, and neighbours mostly run one after the other. Compare
+        DeepSpeed's ``stage3_module_granularity_threshold``.
         """
         members = {member.module: member for member in self.chosen if member.infos}
 
         def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
             """Return the properties that joined modules have in common; None: never join."""
-            # Do not join a module that contains other units. Joined modules should run one after
-            # the other, but the module runs while the units inside the module run.
+            # A module runs while the units inside it run, and not before or after these units.
             module = member.module
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
-            # A unit needs one collective per kind of parameter. So joining two modules would save
-            # no collective if their parameters are of different kinds.
+            # A unit needs one collective per kind of parameter.
             return self.settings_of[module], {
                 (info.param.dtype, info.param.requires_grad) for info in member.infos
             }
@@ -225,8 +213,7 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # A wrapper that the program has dropped may be freed on some ranks, and still await
-            # garbage collection on other ranks. Collect, so that all ranks get the same result.
+            # A dropped wrapper may still await garbage collection on some ranks.
             gc.collect()
             kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:
@@ -257,12 +244,10 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         *_read(given, "ignored_states", nn.Parameter, nn.Module),
     ]
     tops = {top for top in chosen if isinstance(top, nn.Module)}
-    # Names of the ignored modules and tensors, keyed by id: a shared module or a tied tensor has
-    # several names, of which the first is used.
+    # The first names of the ignored modules and tensors, keyed by id.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
     tensors = list(places_in(module))
-    # Compare tensors by id, because `==` of tensors compares their elements. A tensor that the
-    # module lists for DDP to ignore is ignored only if all names of the tensor are listed.
+    # A tensor that the module lists for DDP to ignore is ignored only if all its names are listed.
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     single = {id(tensor) for name, _, _, tensor in tensors if name in listed}
     single -= {id(tensor) for name, _, _, tensor in tensors if name not in listed}
@@ -270,8 +255,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     for name, _, _, tensor in tensors:
         if id(tensor) in single:
             names.setdefault(id(tensor), name)
-    # Do not raise if some objects are not in `module`: a user may pass the same list to several
-    # wrappers, each of which contains only some of the objects.
+    # A user may pass one list to several wrappers, each of which contains some of the objects.
     is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
@@ -282,8 +266,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         tuple(names.values()),
         is_elsewhere,
     )
-    # Raise if a wrapper inside the module has sharded an ignored tensor or a tensor of an ignored
-    # module. A tensor that the inner wrapper ignores is not sharded, and may be ignored here, too.
+    # Raise if a wrapper inside has sharded a tensor to ignore. A tensor that both ignore is fine.
     sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:
@@ -313,10 +296,7 @@ def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
 def check_tensors(
     params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
 ) -> None:
-    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients.
-
-    ``params`` and ``buffers`` are keyed by name.
-    """
+    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients."""
     first: tuple[str, torch.device] | None = None
     for name, buffer in buffers.items():
         _check_memory(f"buffer {name!r}", buffer)
@@ -331,8 +311,7 @@ def check_tensors(
                 f"ShardedWrapper: parameter {name!r} is already in another ShardedWrapper. Wrap "
                 f"each module once. {SHARED_REMEDY}"
             )
-        # Refuse subclasses of Tensor: a flat parameter keeps only the elements of a tensor, so the
-        # state and behaviour of the subclass would be lost.
+        # A flat parameter keeps only elements, not the state and behaviour of a subclass.
         if type(param.data) is not Tensor:
             raise TypeError(
                 f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}, but only "

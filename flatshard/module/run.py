@@ -34,17 +34,16 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-# `_watched`: the modules of all sharded models. `_num_registered`: how many modules and parameters
-# were assigned to attributes of these modules. Each assignment may add a parameter without a unit.
+# `_watched`: the modules of all sharded models. `_num_registered`: number of assignments of modules
+# and parameters to their attributes, which may add a parameter without a unit.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
 
 def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
-    """Make the run (``RunState``) of a model. ``root`` is the outermost wrapper.
+    """Make the run (``RunState``) of a model, which all its wrappers share.
 
-    All wrappers of the model share the run, which has the state of the model's steps. ``number``
-    identifies the model, and is the same on all ranks; if None, the model gets a new number.
+    ``number`` identifies the model, and is the same on all ranks. None: a new number.
     """
     names: dict[Unit, list[str]] = {}
     for wrapper, name in wrappers.named_wrappers(root).items():
@@ -83,11 +82,7 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks or groups do not fit those of the outermost unit.
-
-    The ranks of a unit must be a subset of the outermost unit's ranks. If both units have shard and
-    replicate groups, the two groups of the unit must not be swapped in the outermost unit.
-    """
+    """Raise ValueError if a unit's ranks are no subset, or its groups are the root's, swapped."""
     expected = units[-1].topology.world
     grids = []
     for unit in units:
@@ -100,9 +95,7 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.second_group.size > 1:
             grids.append((unit, topology.intra_group, topology.second_group))
-    # Compare the shard group and the replicate group of each unit with those of the outermost unit.
-    # This check needs no communication, because all ranks get the same result: if the two groups of
-    # a unit are swapped on this rank, they are swapped on every rank.
+    # If the two groups of a unit are swapped on this rank, they are swapped on every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -123,8 +116,7 @@ class RootChecks:
     context: RunState
 
     def __init__(self, root: ModuleProxy, units: Sequence[Unit]) -> None:
-        # Keep only a weak reference. The hooks of every unit inside keep this object, and the
-        # program may drop the outermost wrapper, and use a unit inside in another model.
+        # Weak, because the program may drop the outermost wrapper, and use a unit in another model.
         self._root = weakref.ref(root)
         self._ignored, self._shared = units[-1].ignored, wrappers.other_roots(root)
         self.writes = WriteThrough()
@@ -145,8 +137,7 @@ class RootChecks:
 
         Ignored buffers, and buffers of modules that only some of the ranks train, are left out.
         """
-        # Do not call ``named_buffers()``: this method runs in every step, and ``named_buffers()``
-        # takes longer, because it builds the name of every buffer.
+        # In every step, ``named_buffers()`` would take longer, because it builds names.
         ignored = self._ignored
         left_alone = ignored.modules.union(self._apart)
         seen = {id(buffer) for module in left_alone for buffer in module._buffers.values()}
@@ -169,7 +160,7 @@ class RootChecks:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
-        # Checking all modules takes long, so check only if a module or parameter was assigned.
+        # Checking all modules takes long.
         if self._num_registered != _num_registered and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
@@ -220,17 +211,15 @@ def _install() -> None:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     """Count an assignment to a watched module. Torch calls this for all modules and parameters."""
     global _num_registered
-    # Skip the lookup in the set while Dynamo traces, because Dynamo cannot trace the lookup. Traced
-    # code adds no parameters.
+    # Dynamo cannot trace the lookup, and traced code adds no parameters.
     if not torch.compiler.is_compiling() and module in _watched:
         _num_registered += 1
 
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # Replays of a CUDA graph repeat kernels, but not the Python code that starts all-gathers and
-    # reductions. Ask torch only about the current device: a question about another device would
-    # make torch initialise the other device.
+    # Replays of a CUDA graph do not repeat the Python code that starts collectives. To ask about
+    # another device would make torch initialise it.
     is_current = torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -286,8 +275,7 @@ def _plan_accumulation(
     if max_bytes is None:
         return [GradSync.SHARD_ONLY if replicas_only else GradSync.ACCUMULATE] * len(units)
     syncs = [rest] * len(units)
-    # Give the ``max_bytes`` of unsharded gradients to the smallest units first: then the largest
-    # number of units needs no collective.
+    # Smallest units first: then the largest number of units needs no collective.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
@@ -323,8 +311,7 @@ def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) ->
         context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
-    # Mark the units, so that forwards start no all-gathers: the modules hold full parameters
-    # already.
+    # Forwards start no all-gathers, because the modules hold full parameters.
     with full_params.summoned(handles, request), temporarily(units, is_summoned=True):
         yield
 

@@ -1,17 +1,15 @@
 """``OptimizerAdapter``: replaces sharded parameters of an optimizer by plain ones during a step.
 
-An optimizer's operations give the right results on ``FlatShardTensor``s, but are slow, because each
-operation is dispatched in Python. During a step of an element-wise optimizer, ``BucketAdapter``
-therefore puts ``ParamBucket``s into the parameter groups: plain 1-D parameters in the shard's
-memory. All other optimizers have another adapter, in the extra ``whole_tensors``.
+Operations on ``FlatShardTensor``s are dispatched in Python, and slow. During a step of an
+element-wise optimizer, ``BucketAdapter`` therefore puts ``ParamBucket``s into the parameter groups:
+plain 1-D parameters in the shard's memory. All other optimizers have another adapter, in the extra
+``whole_tensors``.
 
 [Note: buckets]
-A bucket is a 1-D parameter that the optimizer steps in place of several sharded parameters, the
-bucket's members. The members belong to the same parameter group, are neighbours in a shard, and
-their gradients are neighbours in a flat gradient. So a single kernel steps a whole flat parameter,
-instead of a kernel per original parameter. Between steps, each member has optimizer state of its
-own: sharded tensors (``FlatShardTensor``) in the memory of the bucket's state, with the parameter's
-shape. So a norm, sum or mean of optimizer state is of all elements, as for gradients.
+A bucket is a 1-D parameter that the optimizer steps in place of its members: sharded parameters of
+the same group that are neighbours in a shard, and whose gradients are neighbours in a flat
+gradient. So a single kernel steps a whole flat parameter. Between steps, each member has optimizer
+state of its own: sharded tensors in the memory of the bucket's state, with the parameter's shape.
 """
 
 from __future__ import annotations
@@ -52,21 +50,17 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# Use the fused kernel only for these dtypes. With a narrower dtype, the fused kernel would compute
-# in fp32, but separate operations round after each operation, so the results would differ.
+# With a narrower dtype, the fused kernel would compute in fp32, and round differently.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
-# Optimizers in a step, and optimizers whose last step raised. The parameter groups of these
-# optimizers may still hold replacements of the sharded parameters.
+# Optimizers in a step, and optimizers whose last step raised, whose groups may still hold
+# replacements of the sharded parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
-    """Base class for code that an extra runs in optimizer steps.
-
-    The extra adds an object of a subclass to this module's list ``extensions``.
-    """
+    """Base class for code that an extra, by the list ``extensions``, runs in optimizer steps."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""
@@ -129,9 +123,8 @@ unhooked: list[Optimizer] = []
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
     """Call ``optimizer.step()`` without the hooks of the optimizer."""
     step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. But `step` may call
-    # `super().step()`, which has a wrapper, too. So put the optimizer into `unhooked`: flatshard's
-    # own hooks do nothing while `unhooked` is not empty.
+    # Bypass torch's wrapper around `step`, which would call the hooks. `super().step()` in it has a
+    # wrapper, too: flatshard's own hooks do nothing while `unhooked` is not empty.
     unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
@@ -206,9 +199,8 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return the state of each parameter whose state is only on one rank, the parameter's owner.
 
-    In the result, state with one value per element is sharded, and all other state is full, and
-    equal on all ranks. The result is empty if each rank already has the state of this rank's
-    shards, as with element-wise optimizers.
+    In the result, state with one value per element is sharded, and all other state is equal on all
+    ranks.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -220,18 +212,14 @@ def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
 
 
 class Closure:
-    """Replaces the user's closure in ``optimizer.step(closure)``.
-
-    With ``is_early``, ``__init__`` calls the user's closure before the step, and keeps the loss.
-    The first call of this object, which the optimizer makes in the step, only returns this loss.
-    """
+    """Replaces the user's closure in ``optimizer.step(closure)``."""
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
 
-        To prepare the step, flatshard must know the parameters with gradients, so the closure must
-        run before the step. This changes no result if the optimizer calls the closure first. If
-        parameters have gradients already, the optimizer may act first (SAM moves parameters).
+        Then the optimizer's first call only returns the loss: to prepare the step, flatshard must
+        know the parameters with gradients. This changes no result if the optimizer calls the
+        closure first, and not, for example, moves parameters (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -242,8 +230,8 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # Take the optimizer out of `stepping`: the closure's forward calls `restore_all`, which
-        # undoes the replacement of parameters for every optimizer in `stepping`.
+        # The closure's forward calls `restore_all`, which undoes the replacement of parameters for
+        # every optimizer in `stepping`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
@@ -318,13 +306,7 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
 
-        Also chooses the fused kernel for suitable groups.
-
-        Args:
-            optimizer: the optimizer.
-            groups: groups to change; parameters are replaced in the groups' lists.
-            stepped: ids of parameters to omit, because an extension has stepped the parameters
-                already.
+        Also chooses the fused kernel. Omits parameters whose ids are in ``stepped``.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
@@ -357,10 +339,8 @@ class BucketAdapter(OptimizerAdapter):
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the fused kernel supports a group, and the user chose no other kernel."""
-    # On a CPU, Adam and AdamW without the fused kernel run many operations, each of which reads all
-    # parameters, gradients or state. The fused kernel reads everything only once, and takes a fifth
-    # of the time. The fused kernel rounds differently: after a step, about 1 of 100,000 values
-    # differs in the last bit.
+    # On a CPU, the fused kernel takes a fifth of the time, because it reads everything only once.
+    # It rounds differently: after a step, about 1 of 100,000 values differs in the last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     is_open = group["fused"] is group["foreach"] is None
@@ -379,17 +359,15 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# Names of optimizer state with one number per parameter, such as the number of steps. The names are
-# needed if all parameters with this state have one element (see `numbers_in`).
+# Names of optimizer state with one number per parameter, for parameters of one element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
     """Optimizer state of a bucket or of a member. A member's tensors share the bucket's memory."""
 
-    # All members of a bucket share one tensor with the number of steps. Users must get a copy of
-    # this tensor (see `apart`): a user who changes the number for one member would change it for
-    # all.
+    # All members of a bucket share one tensor with the number of steps. Users must get a copy (see
+    # `apart`), so that a change for one member is not a change for all.
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
@@ -419,11 +397,7 @@ def apart(state: State) -> State:
 
 
 def shown(state: State) -> State:
-    """Return a parameter's state as ``optimizer.state_dict()`` shall show it.
-
-    Sharded tensors are replaced by views of this rank's elements, and the number of steps by a
-    copy.
-    """
+    """Return a parameter's state for ``optimizer.state_dict()``, with views of this rank's part."""
     values = apart(state).items()
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
@@ -448,16 +422,13 @@ def find_buckets(
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or get_grad(first) is None:
-            # The optimizer does not step a parameter without a gradient, so the parameter needs no
-            # bucket. The state of the parameter, perhaps views of an earlier bucket's state, stays
-            # as it is.
+            # Not stepped. Its state, perhaps views of an earlier bucket's state, stays as it is.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step if possible: then the members' views of the bucket's
-        # state need not be created again.
+        # In the bucket of the last step, the members' views of the state need not be created again.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -465,16 +436,13 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """Return ``params[position]`` with all later parameters that can join the bucket.
-
-    The parameters are neighbours in a shard, and their gradients are neighbours in a flat gradient.
-    """
+    """Return ``params[position]`` with all later parameters that can join the bucket."""
     first = params[position]
     found, flat_grad, flat = [first], _flat_grad(first), first.flat
     if flat_grad is None:
         return found
     end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
-    # Loop over indices: a slice `params[position:]` would copy the list for each bucket.
+    # A slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.flat is not flat:
@@ -491,11 +459,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return this rank's flat gradient, of which the parameter's gradient is a view, or None.
-
-    The gradient is at the same position in the flat gradient as the parameter in the shard. Returns
-    None if the parameter has no gradient, or a gradient that the user assigned.
-    """
+    """Return this rank's flat gradient, of which the parameter's gradient is a view, or None."""
     grad: Any = get_grad(param) if isinstance(param, FlatShardTensor) else None
     is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
     return grad.flat if is_view else None
@@ -547,15 +511,13 @@ class ParamBucket:
         states cannot be joined, for example because their numbers of steps differ.
         """
         shared: State | None = self._shared
-        # Usually the states of the members are the views that `swap_out` made, and the bucket's
-        # state is up to date. Otherwise, in the first step and after somebody has assigned or
-        # loaded state, join the members' states.
+        # Usually the members' states are the views that `swap_out` made. In the first step, and
+        # after somebody has assigned or loaded state, join them.
         if not BucketState.are_unchanged(self._states, map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
-            # The joined state is a copy. Free the members' states now, to lower the peak memory:
-            # the step allocates temporary tensors.
+            # The joined state is a copy: free the members' states before the step.
             for param in self._params:
                 states.pop(param, None)
         if shared:
@@ -564,16 +526,13 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # An optimizer that writes to `p.data` does not raise the parameter's version. flatshard
-        # would then reuse unsharded buffers from before the step. So raise the version here.
+        # An optimizer that writes to `p.data` does not raise the parameter's version, without which
+        # flatshard would reuse unsharded buffers from before the step.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
-        """Give the members their state back after a step, as views of the bucket's state.
-
-        If the step set the bucket's gradient to None, the members' gradients become None, too.
-        """
+        """Give the members their state back after a step, as views of the bucket's state."""
         if self.param.grad is None:
             for param in self._params:
                 param.grad = None
@@ -581,8 +540,7 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # If the optimizer has updated its state in place, as most do, the views that the members
-        # got after the last step are still right. Otherwise make new views.
+        # Views from the last step are still right if the optimizer updates its state in place.
         if not BucketState.are_unchanged([self._shared], [shared]):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
@@ -591,8 +549,7 @@ class ParamBucket:
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
 
-        State of the padding between members is zero: the optimizer steps the padding, too, and with
-        zeros the padding stays finite.
+        State of the padding between members is zero, so that stepped padding stays finite.
         """
         specs = [param.spec for param in self._params]
         sizes = [size for spec in specs for size in (spec.numel, math.prod(spec.shape))]
@@ -637,8 +594,7 @@ class ParamBucket:
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # Only plain tensors become sharded tensors. If a bucket has one member, the optimizer may
-        # keep quantized state, which no code can slice: leave quantized and fake tensors unchanged.
+        # Quantized state of a bucket with one member cannot be sliced. Leave it and fake tensors.
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
@@ -659,10 +615,7 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return names of state with one number per parameter; none if shapes tell (no numel is 1).
-
-    ``numels``: numbers of elements of parameters and ranges. ``states``: ``optimizer.state``.
-    """
+    """Return names of state with one number per parameter; none if shapes tell (no numel is 1)."""
     return numbers_in(states.items()) if 1 in numels else ()
 
 
@@ -673,8 +626,7 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
     """
     spec = param.spec
     for key, value in state.items():
-        # A tensor may be full (from before wrapping, or loaded from an unwrapped model), sharded
-        # (as Adagrad makes it in its constructor), or already this rank's range.
+        # Full (from before wrapping), sharded (as Adagrad makes it), or already this rank's range.
         part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
@@ -723,7 +675,7 @@ def part_per_element(
         return None
     if is_local and tuple(value.shape) == (spec.numel,):
         return value
-    # Clone the range, because a view would keep the full tensor in memory.
+    # A view would keep the full tensor in memory.
     return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
 
 
@@ -753,9 +705,8 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return names of state with one number per parameter, whatever the parameter's shape.
 
-    Looks only at parameters of several elements: for a parameter of one element, one number per
-    parameter and one value per element have the same shape. ``states`` are pairs of a parameter (or
-    an object with the parameter's ``shape``) and the parameter's state.
+    Looks only at parameters of several elements, whose state of one value per element differs.
+    ``states``: pairs of a parameter (or an object with its ``shape``) and its state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

@@ -33,9 +33,8 @@ from flatshard.units.module_tree import unit_text
 
 StateDict = dict[str, Any]
 
-# The functions in this module of torch take the state of every parameter that is not a DTensor as
-# full, and have no hook to change this. To return full state to these functions, flatshard looks
-# for the functions on the call stack, and reads their options from the stack frames.
+# This module of torch takes the state of every parameter that is not a DTensor as full, and has no
+# hook to change this. So flatshard looks for its functions, and their options, on the call stack.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -53,8 +52,8 @@ def torch_request() -> Any:
 
 def is_for_rank_0(asked: Any) -> bool:
     """Whether torch keeps the state only on rank 0. ``asked``: the options of torch's call."""
-    # With ignore_frozen_params, give every rank the full state. Torch then removes frozen
-    # parameters from the state on every rank, before it drops the state on all ranks but 0.
+    # With ignore_frozen_params, torch removes frozen parameters from the state on every rank,
+    # before it drops the state on all ranks but 0.
     is_dropped: bool = asked.full_state_dict and asked.cpu_offload
     return is_dropped and not asked.ignore_frozen_params
 
@@ -108,10 +107,8 @@ def with_shards(
         ValueError: with ``is_saving``, state has neither one value per element nor one value per
             parameter.
     """
-    # State without a value per element must be equal on all ranks. Check only the state of
-    # element-wise optimizers. With all other optimizers, equality is certain: either all ranks step
-    # the full parameters, and have compared their state, or `shared_state` has sent the state from
-    # the parameter's owner to all ranks.
+    # State without a value per element must be equal on all ranks. For optimizers that are not
+    # element-wise, `shared_state` has compared the state, or sent it from the parameter's owner.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
@@ -126,8 +123,7 @@ def with_shards(
         if part is not None:
             if is_saving:
                 return state_shard(part, spec, f"{name} of")
-            # The state stays a sharded tensor until the optimizer's next step. There, an
-            # element-wise optimizer replaces the tensor by this rank's range (`_local_state`).
+            # An element-wise optimizer replaces it by this rank's range in the next step.
             return FlatShardTensor(part, spec, role=f"{name} of")
         if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
@@ -155,8 +151,7 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # Gather a unit's tensors of one kind of state (such as "exp_avg") together. A few ranks may
-    # hold all of one parameter's state, but all ranks hold about equal parts of the unit's state.
+    # A unit's tensors of one kind (such as "exp_avg") together: all ranks hold about equal parts.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
     for name, value in chain(*(adapter.named_values(state).items() for state in own.values())):
@@ -179,11 +174,10 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
 
 
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
-    """Return a deep copy of nested containers, with all tensors on ``device``.
+    """Return a deep copy of nested containers, with all tensors on ``device``, if given.
 
-    Numbers of numpy become Python's, so that files can be loaded without running code. If
-    ``device`` is None, the copy of each tensor is on the tensor's own device. With
-    ``shares_memory``, a tensor that need not move to another device is not copied.
+    Numbers of numpy become Python's, so that files can be loaded without running code. With
+    ``shares_memory``, a tensor that need not move is not copied.
     """
 
     def copied_leaf(leaf: Any) -> Any:
@@ -235,10 +229,9 @@ def with_shared(
     return {**state_dict, "state": {**kept, **theirs}}
 
 
-# Key of the stamp in an optimizer's state dict. The stamp records which rank made the state dict.
-# The stamp is in the first parameter group: loading keeps unknown keys of groups, but drops unknown
-# top-level keys of a state dict. If a user loads a state dict before the first step,
-# flatshard's hooks are not registered on the optimizer yet; then the first step checks the stamp.
+# Key of the stamp in the first parameter group of a state dict: loading keeps unknown keys of
+# groups, but drops unknown top-level keys. If a user loads before the first step, when flatshard's
+# hooks are not registered on the optimizer yet, the first step checks the stamp.
 STAMP = "flatshard"
 
 _ONE_RANKS = (
@@ -298,8 +291,7 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Warn now. Otherwise, users would notice the missing parts of the other ranks only when
-            # loading the saved file. The warning shows the line that called state_dict().
+            # Otherwise, users would notice the missing parts only when loading the saved file.
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
@@ -323,8 +315,7 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 def unstamped(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the stamp of a state dict, and return the state dict without the stamp.
 
-    If the state dict has a stamp, no tensor is copied. A state dict from torch's ``set_state_dict``
-    has no stamp; then state with one value per element is replaced by sharded tensors.
+    Without a stamp (from torch's ``set_state_dict``), state per element becomes sharded tensors.
     """
     if not is_stamped(state_dict):
         asked = torch_request()

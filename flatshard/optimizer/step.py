@@ -41,15 +41,13 @@ def restore_all() -> None:
 
 
 def _restore_after_failure(optimizer: Optimizer) -> None:
-    """Make all steps of the optimizer's class call ``restore_all`` if they raise.
+    """Make all steps of the optimizer's class, also the current one, ``restore_all`` if they raise.
 
-    Without this, the caller would find the plain parameters in ``optimizer.param_groups``, and an
-    optimizer made of them would train nothing. The step that runs now counts, too.
+    Otherwise an optimizer made of the plain parameters in ``param_groups`` would train nothing.
     """
     # Torch has no hook for a step that raises. But the wrapper that calls the hooks (torch's
     # `profile_hook_step`) reads the function `func` from its closure after the hooks before the
-    # step. So replace `func` there. If another version of torch has no such wrapper, `restore_all`
-    # is still called before the next forward or step.
+    # step. Without such a wrapper, `restore_all` is still called before the next forward or step.
     step: Any = type(optimizer).step
     while isinstance(step, FunctionType):
         cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=False))
@@ -92,9 +90,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         restore_all()
     for extension in adapters.extensions:
         extension.before_step(optimizer)
-    # Users' hooks must see the sharded parameters. So `_begin` must run after all pre hooks of
-    # users, and `_end` before all post hooks of users. Move both in each step, because users may
-    # have added hooks since the last step.
+    # Users' hooks, perhaps added since the last step, must see the sharded parameters. So `_begin`
+    # must run after all their pre hooks, and `_end` before their post hooks.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
@@ -112,8 +109,7 @@ def _steps_a_model(optimizer: Optimizer) -> bool:
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Replace the optimizer's sharded parameters by plain parameters, for the next step.
 
-    ``args`` and ``kwargs`` are the arguments of ``step()``: the optimizer, and perhaps a closure.
-    Returns new arguments for torch's call of ``step()``, or None to keep the arguments.
+    Returns new arguments for torch's call of ``step()``, or None to keep ``args`` and ``kwargs``.
     """
     if unhooked:
         return None
@@ -185,8 +181,7 @@ def _check_params(optimizer: Optimizer) -> None:
 def _check_assigned(optimizer: Optimizer) -> None:
     """Raise if the program has assigned different full tensors to ``.grad`` on the ranks.
 
-    Under DistributedDataParallel, each rank would step with its own tensor, and the ranks' models
-    would drift apart. Collective: all ranks that train the parameters.
+    Collective: all ranks that train the parameters.
     """
     sums: dict[Communicator, dict[str, object]] = {}
     for param in adapters.all_params(optimizer):
@@ -252,10 +247,7 @@ def _name_of(param: Any) -> str | None:
 
 
 def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
-    """Raise, on all ranks, if a unit trains on only some ranks of ``world``.
-
-    The norm over all units would then differ between ranks.
-    """
+    """Raise if a unit trains on only some ranks of ``world``: norms would differ between ranks."""
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
@@ -278,8 +270,7 @@ def check_reduced(
     where = f"{unit_text(unit or '')}, rank {world.rank}"
     error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
-        # Under `no_sync`, the ranks may have used different parameters, so perhaps only some ranks
-        # have unreduced gradients. Exchange the errors, so that all ranks raise.
+        # Under `no_sync`, perhaps only some ranks have unreduced gradients.
         raise_everywhere(None if unit is None else error, world, "clip_grad_norm_")
     elif unit is not None:
         raise error
@@ -302,18 +293,15 @@ def clip_grad_norm_(
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # The rounding of a sum depends on the order of terms. For a norm independent of the order of
-    # `params`, sort the sharded parameters as in `handles`.
+    # For a norm whose rounding does not depend on the order of `params`.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
-        # Leave out gradients of parameters without elements, which add nothing to a norm.
         found = [param.grad for param in ordered]
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = reduction_ops.norms(grads, order)
-    # Let torch combine the norms, with dtypes and errors as for plain tensors. torch first takes
-    # the norm of each given tensor; here each tensor is a number, and stays the same.
+    # Let torch combine the norms (each a number), with dtypes and errors as for plain tensors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
     # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
     # dispatch in Python. torch reads only the attribute `grad` of each parameter.

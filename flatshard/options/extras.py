@@ -1,15 +1,15 @@
 """``EXTRAS``: the table of extras. An extra is a folder that can be deleted.
 
-The core (all packages except ``extras``, ``checkpoint`` and ``integrations``) imports no extra. The
-core looks an extra up in this table when a model is wrapped or an option is given, never in a step.
+The core imports no extra. It looks an extra up in this table when a model is wrapped or an option
+is given, never in a step.
 """
 
 from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Maps the folder of each extra to the purpose of the extra. The error for a missing folder contains
-# the purpose. If several extras act at one moment of a step, they act in the order of this table.
+# Folder and purpose of each extra; the error for a missing folder has the purpose. Extras that act
+# at one moment of a step act in this order.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "uneven": "lets ranks accumulate over different numbers of micro-batches",
@@ -63,8 +63,7 @@ def default_extra(name: str) -> Any | None:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        # Do not hide a missing dependency: raise if the folder exists, but a module that the folder
-        # imports does not.
+        # Do not hide a missing dependency of an existing folder.
         if error.name not in (package, FOLDER):
             raise
         return None

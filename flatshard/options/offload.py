@@ -25,7 +25,7 @@ class CPUOffload:
     Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
     tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
     files without names. The files disappear when the process ends. Setting only ``path`` offloads
-    everything. docs/precision-and-offload.md says how much time and memory each choice costs.
+    everything. The page on precision and offload says how much time and memory each choice costs.
 
     Example:
         ```python
@@ -44,6 +44,11 @@ class CPUOffload:
             effect if ``offload_params`` is set, too.
         path: a directory for the files; ranks may pass different directories.
         pin_memory: whether to pin host memory, so that copies overlap with computation.
+
+    Raises:
+        TypeError: a flag is not a bool, or ``path`` is not a directory's path.
+        OffloadError: from ``ShardedWrapper``, on all ranks: the disk at ``path`` is too full, or
+            the process has too many mapped files.
     """
 
     offload_params: bool = False
@@ -67,7 +72,7 @@ class CPUOffload:
         return self.offload_params or (self.is_on and not self.offload_optimizer)
 
     def describe(self) -> str:
-        """Return a text of the settings. Ranks compare their texts, and raise if they differ."""
+        """Return a text of the settings, for ranks to compare."""
         to = "host" if self.path is None else "disk"
         return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
 

@@ -45,8 +45,7 @@ class MixedPrecision:
     """Dtypes in which parameters are all-gathered and gradients are reduced.
 
     The shard, the gradient for the optimizer and the optimizer state keep the parameter's own
-    dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast. See
-    docs/precision-and-offload.md.
+    dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast.
 
     Example:
         ```python
@@ -141,10 +140,7 @@ class MixedPrecision:
         return all(dtype is None for dtype in dtypes) and not self.overrides
 
     def describe(self) -> str:
-        """Return a text of the settings. Ranks compare their texts, and raise if they differ.
-
-        If ``overrides`` is a function, the text does not contain the function's results.
-        """
+        """Return a text of the settings, for ranks to compare, without a function's results."""
         overrides = "a function" if callable(self.overrides) else self.overrides
         fields = {**self.__dict__, "overrides": overrides}
         return f"MixedPrecision({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -172,14 +168,12 @@ class ParamPrecision:
     def grad_dtypes(self, dtype: torch.dtype, of_hook: torch.dtype | None = None) -> GradDtypes:
         """Return the dtypes of gradients, for parameters of ``dtype``.
 
-        ``of_hook``: the reduce dtype from a communication hook, which has priority over the policy,
-        or None if there is no hook.
+        ``of_hook``: reduce dtype of a communication hook, which has priority over the policy.
         """
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         if not dtype.is_floating_point:
             reduce_dtype = dtype
-        # Accumulate in the parameters' dtype if that dtype is wider than the reduce dtype: a sum in
-        # the narrower dtype would lose small gradients.
+        # A sum in the narrower dtype would lose small gradients.
         is_wider = dtype.itemsize > reduce_dtype.itemsize
         return GradDtypes(
             reduce_dtype,

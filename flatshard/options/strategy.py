@@ -19,20 +19,18 @@ class Placement:
     sharded: bool = True
     # Whether units are resharded between forward and backward.
     reshard_after_forward: bool = True
-    # Whether units are resharded after backward. If not, a unit stays unsharded until its
-    # parameters change, or until a forward without gradients ends.
+    # If False, a unit stays unsharded until its parameters change, or until a forward without
+    # gradients ends.
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks, and not only
-    # within each node. Then each node holds a replica only of the parameters, so that all-gathers
-    # stay within the node.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node holds
+    # a replica of the parameters, so that all-gathers stay within the node.
     over_all: bool = False
     # If a number k: after forward, each rank keeps 1/k of the parameters, so that backward
     # all-gathers from only k ranks. If None, backward all-gathers from the same ranks as forward.
     regather_size: int | None = None
-    # Whether ranks may skip the unit in a step, or run units in different orders. Such a unit is
-    # unsharded from the beginning of the outermost forward to the end of backward.
+    # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
 
     def diverging(self) -> Placement:
@@ -41,10 +39,7 @@ class Placement:
 
 
 class _SameAsTorchs(enum.Enum):
-    """Base class of enums for which torch has an enum of the same name.
-
-    A member is equal to the member of the same name in torch's enum, so users may pass either.
-    """
+    """Base class of enums whose members equal those of torch's enum of the same name."""
 
     def __eq__(self, other: object) -> bool:
         if type(other).__name__ != type(self).__name__ or not isinstance(other, enum.Enum):
@@ -108,8 +103,7 @@ _PLACEMENTS = {
     ShardingStrategy.HYBRID_SHARD_OP: Placement(hybrid=True, over_all=True),
 }
 
-# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`. The remaining
-# strategies have no such counterpart.
+# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`.
 _WITHOUT_RESHARDING = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -177,11 +171,9 @@ class BackwardPrefetch(_SameAsTorchs):
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
-    """Convert the user's ``sharding_strategy`` to a ``ShardingStrategy``.
+    """Convert the user's ``sharding_strategy`` (an enum's member, a name or None).
 
-    ``value``: a member of flatshard's or torch's enum, a member's name, or None. None means
-    ``HYBRID_SHARD`` if the user passed two process groups or a 2-D mesh (``has_grid``), otherwise
-    ``FULL_SHARD``.
+    ``has_grid``: whether the user passed two process groups or a 2-D mesh.
     """
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
@@ -189,17 +181,13 @@ def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Convert the user's ``backward_prefetch`` to a ``BackwardPrefetch``, or None for no prefetch.
-
-    ``value``: a member of flatshard's or torch's enum, a member's name, or None.
-    """
+    """Convert the user's ``backward_prefetch`` (an enum's member, a name, or None: no prefetch)."""
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 
 def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
     if isinstance(value, kind):
         return value
-    # A member of torch's enum has the same name as our member, so look up the name.
     name = value.name if isinstance(value, enum.Enum) else value
     choices = ", ".join(kind.__members__)
     if not isinstance(name, str):

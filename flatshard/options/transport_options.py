@@ -33,7 +33,7 @@ class TransportOptions:
     wire_dtype: torch.dtype | None = None
 
     def describe(self) -> str:
-        """Return a text of the settings. Ranks compare their texts, and raise if they differ."""
+        """Return a text of the settings, for ranks to compare."""
         return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
 
     @property
@@ -44,8 +44,7 @@ class TransportOptions:
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
 
 
-# Default of `coalesce_bytes`: neighbouring units are joined into one unit as long as its parameters
-# have at most this number of bytes.
+# Default of `coalesce_bytes`.
 COALESCE_BYTES = 4 << 20
 
 
@@ -53,7 +52,7 @@ def as_coalesce_bytes(value: object) -> int:
     """Check the user's ``coalesce_bytes``, and return it. None means the default."""
     if value is None:
         return COALESCE_BYTES
-    # Refuse True, because True is an int and would mean one byte.
+    # True would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:
@@ -88,10 +87,7 @@ def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
 
 
 def check_launch_without_group() -> None:
-    """Raise RuntimeError if a launcher started several ranks. Called without a process group.
-
-    Without a process group, each rank would train a separate model.
-    """
+    """Raise RuntimeError if a launcher started several ranks, which would train separate models."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         raise RuntimeError(

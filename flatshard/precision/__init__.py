@@ -1,16 +1,14 @@
 """Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
-Each unit has a precision (a ``MixedPrecision``). ``PrecisionPlan`` decides, before anything is
-sharded, which parameters and modules inside a unit have another dtype than the precision says:
-modules of the classes in ``module_classes_to_ignore``, and with the extra ``overrides`` also
-modules and parameters chosen by name or by a function. Such parameters are flattened into a
-separate flat parameter. Such modules get hooks to cast inputs and outputs.
+``PrecisionPlan`` decides, before anything is sharded, which parameters and modules inside a unit
+have another dtype than the unit's ``MixedPrecision`` says: modules of the classes in
+``module_classes_to_ignore``, and with the extra ``overrides`` also modules and parameters chosen by
+name or by a function. Such parameters lie in a separate flat parameter.
 
 [Note: modules in a dtype of their own]
-Example: a float32 norm inside a bfloat16 unit. The norm is not a unit, but its parameters lie in a
-separate flat parameter of the unit. A forward pre-hook casts the norm's inputs to float32. A
-forward hook casts the norm's outputs back to the dtype of the inputs. Both hooks run inside of the
-hooks that users registered before wrapping, so users' hooks see the tensors of the caller.
+Example: a float32 norm inside a bfloat16 unit. A forward pre-hook casts the norm's inputs to
+float32. A forward hook casts its outputs back to the dtype of the inputs. Both hooks run inside of
+the hooks that users registered before wrapping, which see the tensors of the caller.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
-    # If no tensor was cast, return the object itself, not a copy: the module may append to a list
-    # that the caller passed, and the caller must see the new items.
+    # The module may append to a list of the caller.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
@@ -110,8 +107,7 @@ class ModuleCasts:
         # Dtype in which the module computes. None means the dtype of the module's parameters, or of
         # its buffers if the module has no parameters.
         self._dtype = dtype
-        # Dtype to which outputs are cast if no input is a floating point tensor: the dtype in which
-        # the parent module computes.
+        # The parent module's dtype, for outputs if no input is a floating point tensor.
         self._outside = outside
         self._called_with: torch.dtype | None = None
 
@@ -123,7 +119,7 @@ class ModuleCasts:
         # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
         # cannot read the dtype, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
-        # Look up the module's dtype in each call: the user may convert the module after wrapping.
+        # In each call, because the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
         return _cast_arguments(args, kwargs, self._dtype or own)
 
@@ -138,8 +134,7 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
     """Cast the floating point buffers of modules, once. State dicts keep the original dtypes."""
-    # Record the dtypes of all buffers before any buffer is cast: modules may share a buffer, and
-    # the second module must record the original dtype, too.
+    # Before any buffer is cast, because modules may share a buffer.
     for module, dtype in wanted.items():
         own = {
             name: buffer.dtype
@@ -148,8 +143,7 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
         }
         if own:
             module.__dict__[_CAST_BUFFERS] = dtype, own
-            # torch sets an attribute on each hook that is registered. So register a new `partial`
-            # object, and the function itself stays unchanged.
+            # torch sets an attribute on each hook that is registered.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
         _cast_again(module)
@@ -161,9 +155,8 @@ def convert_buffers(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]
     ``fn`` is the function of a conversion by the user, such as ``module.to(dtype)``.
     """
     for module in modules:
-        # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype, as they
-        # do with unsharded parameters. The conversion changes only the recorded original dtype,
-        # which state dicts have.
+        # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype. Only
+        # the recorded original dtype changes, which state dicts have.
         _, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
         for name, dtype in own.items():
             own[name] = fn(torch.empty(0, dtype=dtype)).dtype
@@ -188,9 +181,8 @@ def _give_own_dtypes(
             state_dict[prefix + name] = value.to(dtype)
 
 
-# With MixedPrecision(keep_low_precision_grads=True), gradients have another dtype than the
-# parameter. This table lists torch's optimizers that would raise for such gradients, or keep state
-# in the wrong dtype, with the reason for flatshard's error message.
+# torch's optimizers that would raise for gradients in another dtype than the parameter's
+# (MixedPrecision(keep_low_precision_grads=True)), or keep state in the wrong dtype, and why.
 _NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
 _REFUSALS = {
     **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
@@ -200,8 +192,7 @@ _REFUSALS = {
 }
 
 
-# Use these functions to read or assign attributes of a parameter: under
-# DisableTorchFunctionSubclass, they take a third of the time of an attribute access.
+# Under DisableTorchFunctionSubclass, these take a third of the time of an attribute access.
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
 get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
@@ -210,8 +201,8 @@ get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and get_dtype(grad) != get_dtype(param):
-        # With `grad_dtype = None`, torch accepts a gradient of any dtype. A torch without
-        # `grad_dtype` never gets here, because the constructor of MixedPrecision raises.
+        # None: torch accepts a gradient of any dtype. Without this attribute in torch, the
+        # constructor of MixedPrecision raises.
         param.grad_dtype = None
     put_grad(param, grad)
 
@@ -227,8 +218,7 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # Look up the class that defines `step`, not the optimizer's class: a subclass of torch's
-    # optimizer may inherit torch's `step`, or define a `step` that accepts the gradient.
+    # The class that defines `step`: a subclass may define a `step` that accepts the gradient.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -295,8 +285,7 @@ class PrecisionPlan:
     ) -> None:
         """Choose the dtypes of all modules and parameters. The model is not changed."""
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
-        # The dtypes that users choose by the names of modules and parameters, or by a function of a
-        # parameter. None: no unit has `MixedPrecision(overrides=...)`.
+        # None: no unit has `MixedPrecision(overrides=...)`.
         self._chosen: Any = None
         if any(precision.overrides for precision in precisions.values()):
             overrides = extra("overrides", "MixedPrecision(overrides=...)")
@@ -374,9 +363,8 @@ class PrecisionPlan:
         elif override is not None:
             compute_dtype, gather_dtype = override.dtype, None
             if reduce_dtype is not None:
-                # Reduce in the wider of the two dtypes. For example, if an override keeps a
-                # parameter in fp32, its gradient must not be rounded to a `reduce_dtype` of bf16,
-                # because the user asked for more precision.
+                # In the wider dtype: if an override keeps a parameter in fp32, its gradient must
+                # not be rounded to a `reduce_dtype` of bf16.
                 own = override.dtype or param.dtype
                 wider = torch.promote_types(own, reduce_dtype)
                 reduce_dtype = None if wider == own else wider
@@ -390,8 +378,7 @@ class PrecisionPlan:
 
     def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
-        # If the module has the hooks of `ModuleCasts`, the unit must not cast the inputs first: the
-        # hooks cast outputs back to the dtype of the caller's inputs, so they must see that dtype.
+        # The hooks of `ModuleCasts` must see the dtype of the caller's inputs.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(precision, override)
         return UnitCasts(

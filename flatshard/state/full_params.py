@@ -27,15 +27,10 @@ from flatshard.units.module_tree import unit_text
 def gather_full(
     handle: FlatParamHandle, device: torch.device | None, *, is_kept: bool
 ) -> list[Tensor]:
-    """Return copies of all original parameters of ``handle`` in their full shapes.
+    """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
 
-    Collective: all ranks of the shard group, unless the unsharded buffer has the values already.
-
-    Args:
-        handle: the owner of the flat parameter.
-        device: device of the copies; None: the device of the all-gathered values.
-        is_kept: whether to return the copies. If False, this rank only takes part in the
-            all-gather, and the returned list is empty.
+    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
+    unsharded buffer has the values already.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -45,8 +40,7 @@ def gather_full(
             "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
             "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
         )
-    # Make ordinary tensors, even in inference mode: users may write to the copies later, and
-    # inference tensors cannot be written outside of inference mode.
+    # Inference tensors could not be written later, outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         flat = handle.flat_param.detach()
         if not handle.is_whole:
@@ -59,9 +53,7 @@ def gather_full(
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     """Return the original parameter to which an entry of a state dict belongs, or None.
 
-    ``tensor`` may be the sharded parameter, or a view of the unsharded buffer of ``handle``. The
-    result is None for an ``nn.Parameter``: with ``keep_vars=True``, the user asks for the
-    parameters themselves, which must not be replaced.
+    None for an ``nn.Parameter``: with ``keep_vars=True``, the user asks for the parameters.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
         return None
@@ -127,10 +119,7 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """Return the groups of ranks that train ``parts``, each group once.
-
-    There is only one group, unless some units train only on some of the model's ranks.
-    """
+    """Return the groups of ranks that train ``parts``, each group once."""
     worlds = dict.fromkeys(part.topology.world for part in parts)
     return list({world.ranks: world for world in worlds}.values())
 
@@ -139,9 +128,8 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
 def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
     """Let modules hold plain full parameters inside the context, instead of sharded parameters.
 
-    ``handles`` own the flat parameters to unshard. Collective at entry: one all-gather per flat
-    parameter. Raises before the first all-gather if the request cannot be met, and at the end of
-    the context if edits cannot be kept.
+    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
+    the request cannot be met, and at the end of the context if edits cannot be kept.
     """
     for handle in handles:
         _check_can_show(handle)
@@ -150,13 +138,11 @@ def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[N
     opened: list[Summoned] = []
     problems: list[str] = []
     try:
-        # If `Summoned` raises for a handle, `extend` has already added the earlier handles, so
-        # `finally` closes the earlier handles.
+        # If `Summoned` raises, `finally` closes the earlier handles.
         opened.extend(Summoned(handle, request) for handle in handles)
         yield
     finally:
-        # Close even after an exception in the context. As in an unwrapped model, edits that were
-        # made before the exception are kept.
+        # As in an unwrapped model, edits that were made before an exception are kept.
         for one in reversed(opened):
             problems += one.close()
     if problems:
@@ -173,10 +159,7 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters from one flat parameter, inside a ``summon_full_params`` context.
-
-    The modules hold the full parameters until ``close``.
-    """
+    """The full parameters from one flat parameter, which modules hold until ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """All-gather the parameters, and let the modules hold full copies.
@@ -184,26 +167,22 @@ class Summoned:
         Collective: all ranks of the shard group.
         """
         self.request = request
-        # The full copies that the modules hold, in the order of `handle.params`. Empty if the
-        # modules keep the sharded parameters.
+        # The full copies that the modules hold. Empty if they keep the sharded parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle = handle
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # If one rank holds the whole flat parameter (NO_SHARD), the sharded parameters may be
-            # plain full parameters. If edits are kept, let the user edit these parameters directly,
-            # without copies.
+            # Under NO_SHARD, the sharded parameters may be plain full parameters, which the user
+            # can edit directly if edits are kept.
             if moves or not (handle.is_aliased and request.writeback):
                 self._gather()
         self._version = handle.version
         handle.summoned = self
-        # The full parameters that the modules hold on this rank: the copies, or the sharded
-        # parameters if they are the full parameters. Empty: the modules hold no full parameters.
+        # The full parameters that the modules hold on this rank, if any.
         self.shown = self.copies or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        # Mark the hook as flatshard's own, so that `OriginalParam.hold_hooks` does not remove it
-        # together with users' hooks.
+        # So that `OriginalParam.hold_hooks` does not remove it together with users' hooks.
         refuse.of_flatshard = True
         self._guards = [
             param.register_post_accumulate_grad_hook(refuse)
@@ -230,8 +209,8 @@ class Summoned:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        # Make copies in the dtype of the shard. The modules cannot hold views of the unsharded
-        # buffer, which may have another dtype, and which the next all-gather overwrites.
+        # Copies, because the unsharded buffer may have another dtype than the shard, and the next
+        # all-gather overwrites it.
         values = gather_full(handle, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(handle.params)
         present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
@@ -260,14 +239,11 @@ class Summoned:
 
         Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # This method does not communicate: all ranks must make the same edits, and each rank
-        # copies its own slice of the edited values.
+        # No communication: all ranks must make the same edits, and each copies its own slice.
         handle, request = self._handle, self.request
-        # Reset this field first, so that the handle can be used even if the code below raises.
+        # First, so that the handle can be used even if the code below raises.
         handle.summoned = None
-        # If the modules held the sharded parameters themselves, remove the hooks from these
-        # parameters. Leave the hooks on copies: a backward that reaches a copy after the context
-        # must raise.
+        # The hooks on copies stay: a backward that reaches a copy after the context must raise.
         for guard in () if self.copies else self._guards:
             guard.remove()
         replaced = self._replaced() if request.writeback else []
@@ -291,8 +267,7 @@ class Summoned:
                 "parameters that the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
-        # Keep either all edits of the flat parameter or none, because only some of the edits would
-        # leave the model inconsistent.
+        # Only some of the edits would leave the model inconsistent.
         if not problems:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_back()
@@ -332,9 +307,8 @@ class Summoned:
             handle.reshard()  # the writes below make the unsharded buffer stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
-                # Write into the sharded parameter, and not into the flat parameter. If the sharded
-                # parameters are plain tensors, each has its own version counter, which a write into
-                # the flat parameter would not increase.
+                # Not into the flat parameter, which would not increase the version counters of
+                # sharded parameters that are plain tensors.
                 param, sharded = self.copies[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)
@@ -346,8 +320,7 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        # Read all gradients before the first `.grad` is removed or set, so that no write can change
-        # a gradient that is read later.
+        # Before the first `.grad` is set, which may change a gradient that is read later.
         grads = [param.grad for param in self.copies]
         for original in handle.params:
             original.sharded.grad = None

@@ -47,7 +47,7 @@ class ModelShards:
         self.parts = parts
         self._model, self._units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self._units for handle in unit.handles]
-        # The ranks that train the model: the largest group, because some units use fewer ranks.
+        # The largest group, because some units use fewer ranks.
         self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
 
     def refuse_dtensors(self, caller: str) -> None:
@@ -96,8 +96,7 @@ class ModelShards:
             if not is_sharded:
                 order = memory_order(value)
                 local = value.permute(order).reshape(-1)
-                # Tied entries have the same address, so use the address as the key. A tensor
-                # without elements has no address, so use the id of the tensor object instead.
+                # Tied entries have the same address. A tensor without elements has no address.
                 place = (value.data_ptr(), *value.shape, *value.stride())
                 key: tuple[object, ...] = place if value.numel() else (id(value),)
                 entries[name] = EntryShard(value, local, order, 0, replicas, key)
@@ -118,13 +117,12 @@ class ModelShards:
         for unit in self._units:
             unit.count_load("a checkpoint")
         for handle in self._handles:
-            # Increase the version counters, so that unsharded buffers and saved views are treated
-            # as stale: reading a file directly into memory does not increase the counters.
+            # Reading a file directly into memory does not increase the version counters.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of a tensor, even if the tensor is empty."""
+    """Return a number that identifies a tensor's storage, even if the tensor is empty."""
     return tensor.untyped_storage()._cdata

@@ -41,23 +41,18 @@ class StateDictOptions:
 
 
 class UnitStateDict:
-    """The state dict hooks of one unit, and the options for the unit's values.
-
-    The hooks run for the state dicts of the unit's modules, of submodules and of outer modules.
-    """
+    """The state dict hooks of one unit's modules, and the options for the unit's values."""
 
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # shared by all units of a model
         self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
-        # Number of nested calls of `state_dict()` under way on modules with these hooks. Only the
-        # end of the outermost call replaces sharded values (by full tensors, for example).
+        # Number of nested calls of `state_dict()`, of which the outermost replaces values.
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
-            # Wrap bound methods in a partial: torch sets an attribute on these hooks, which a bound
-            # method does not allow.
+            # torch sets an attribute on these hooks, which a bound method does not allow.
             module.register_state_dict_pre_hook(partial(self._enter))
             module.register_state_dict_post_hook(partial(self._after_save))
             module.register_load_state_dict_pre_hook(self._before_load)
@@ -74,8 +69,8 @@ class UnitStateDict:
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options, is_saving)
-            # As in an unwrapped model, a write into a tensor of the state dict must change the
-            # model. This does not apply if the user asked for copies, on the CPU or on rank 0.
+            # A write into a tensor of the state dict must change the model, unless the user asked
+            # for copies, on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(self.unit, handle, param, full)
@@ -112,9 +107,8 @@ class UnitStateDict:
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute
-                # If tensor parallelism splits the parameter, the module holds only the local part,
-                # and torch requires that the loaded value has the same shape. So replace the value
-                # by its local part.
+                # If tensor parallelism splits the parameter, torch requires the shape of the local
+                # part, which the module holds.
                 if place is module and key in state_dict:
                     state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
@@ -125,8 +119,7 @@ class UnitStateDict:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
-            # The unit's own modules are the outermost modules with these hooks, so the depth must
-            # be 0 here. Reset the depth, because an earlier call that raised may have left a
+            # The outermost modules with these hooks. An earlier call that raised may have left a
             # wrong depth.
             self._depth = 0
         self.writes.check()
@@ -140,13 +133,10 @@ class UnitStateDict:
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: StateDict, options: StateDictOptions, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
-    """Replace sharded parameters in ``state_dict`` by full copies, and return the copies.
+    """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies; return the copies.
 
-    Only parameters that ``handle`` owns are replaced. If ``is_saving`` is False, the parameters are
-    removed from ``state_dict`` instead.
-
-    Collective: all ranks of the shard group, even ranks that save nothing. For tensor-parallel
-    parameters, all ranks of the mesh.
+    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group, and for
+    tensor-parallel parameters of the mesh.
     """
     found = {key: original_of(handle, value) for key, value in state_dict.items()}
     param_of_key = {key: param for key, param in found.items() if param is not None}
@@ -175,8 +165,7 @@ def _keep_sharded(
     for key, value in list(state_dict.items()):
         if original_of(handle, value) is None:
             continue
-        # If one rank holds the whole flat parameter, the value may be a plain tensor that shares
-        # memory with the shard. Such a value is already a valid entry, so keep it.
+        # Under NO_SHARD, the value may be a plain tensor in the shard's memory: a valid entry.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if options.offload_to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
@@ -192,11 +181,10 @@ def _treat_rest(
 ) -> None:
     """Apply the options to entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
-    # With keep_vars=True, the value may be the parameter that the module holds. It stays as it is.
+    # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # Keep the entry, even on ranks that save nothing: the entry is a parameter of another unit,
-        # whose hooks run later. A rank without the entry would miss the all-gather of that unit.
+        # A parameter of another unit, whose hooks run later, and all-gather the unit on all ranks.
         return
     if not is_saving:
         del state_dict[key]

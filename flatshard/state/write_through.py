@@ -1,9 +1,9 @@
 """``WriteThrough``: copies values that users write into tensors of a state dict to the shards.
 
-The tensors of an unwrapped model's state dict share memory with the parameters. Some classes for
-moving averages (timm's) write into these tensors to change the model. The tensors of a sharded
-model's state dict are full copies, so a write would not change the model. ``WriteThrough`` copies
-written values to the shards, when the model is used next or when the tensor is freed.
+The tensors of an unwrapped model's state dict share memory with the parameters, and some classes
+for moving averages (timm's) write into these tensors. In a sharded model's state dict, they are
+full copies, so ``WriteThrough`` copies written values to the shards, when the model is used next or
+when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class WatchedCopy:
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
 
-    # Version and some values of `copy` (see `_state`), read when `copy` and the shard last had
-    # equal values. None: the extra `device_checks` has found that the user wrote to `copy` since.
+    # Version and some values of `copy` (see `_state`), when `copy` and the shard last had equal
+    # values. None: the extra `device_checks` has found a write since.
     state: tuple[int, list[int]] | None
     unit: Unit
     handle: FlatParamHandle
@@ -46,8 +46,7 @@ class WriteThrough:
         # Keyed by the id of the weak reference to the tensor.
         self.given: dict[int, WatchedCopy] = {}
 
-        # Name of a parameter whose copy was written after the shard had changed, so that the
-        # written values are lost. "": no values are lost.
+        # Name of a parameter whose copy was written after the shard had changed, or "".
         self.lost = ""
 
     def __deepcopy__(self, memo: object) -> WriteThrough:
@@ -67,8 +66,7 @@ class WriteThrough:
         self.given[id(ref)] = watched
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
-        # A state dict in a global variable is freed when the program ends. Copy nothing then:
-        # torch's functions may already be gone, and the model is not used again.
+        # When the program ends, torch's functions may already be gone.
         if (given := self.given.pop(id(user), None)) and not sys.is_finalizing():
             self.take_over([given])
 
@@ -111,9 +109,7 @@ class WriteThrough:
 def _state(copy: Tensor) -> tuple[int, list[int]]:
     """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
 
-    A changed version or a changed value shows that the user wrote to ``copy``. On an accelerator,
-    reading values would wait for the device. There, ``flatshard/extras/device_checks`` finds writes
-    that change only values.
+    On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
     """
     # Most writes increase the version, also under no_grad. But the program's own collectives
     # (``dist.all_reduce(value)``) change only the values.

@@ -40,12 +40,8 @@ _ROLE_LENGTH = 80  # maximum length of a text from `_role_of`, without the diges
 def _local(value: Any, spec: ShardSpec) -> Any:
     """Return the part of an operand that belongs to this rank's range of ``spec``.
 
-    The part is a 1-D tensor if ``value`` is a tensor with dimensions. Other values are returned
-    unchanged.
-
     Raises:
-        NeedsFullTensor: this rank does not hold the part, or the gradient of ``value`` would be
-            wrong.
+        NeedsFullTensor: this rank does not hold the part, or the gradient would be wrong.
     """
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
@@ -58,8 +54,7 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # Refuse a plain tensor that requires a gradient: the gradient depends on the elements
-            # of all ranks, but autograd would use only this rank's elements.
+            # The gradient depends on all ranks' elements, but autograd would use only this rank's.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -97,8 +92,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # Move the result of ``zeros_like`` and similar functions to the place where optimizer state
-        # lies (the disk, for example), because optimizers make their state with these functions.
+        # Optimizers make their state, which may lie on the disk, with ``zeros_like`` and the like.
         result = target.take_in(result) if result.device == like.local.device else result
     return FlatShardTensor(result, spec, role=_role_of(func, args), origin=origin)
 
@@ -106,13 +100,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Caller) -> str | None:
     """Return where an operation with a new result must compute with full tensors, or None.
 
-    A part of a full result would be wrong in two places. There, the ranks compute different
-    results, of which a sharded tensor would have one range of each.
+    There the ranks compute different results, of which a sharded tensor would mix ranges.
     """
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     if not all(tensor.is_alike and not tensor.origin.is_arriving for tensor in sharded):
         return None
-    # A gradient of this rank: a user's `torch.autograd.Function` or hook may add the gradient to
+    # A user's `torch.autograd.Function` or hook may add this rank's gradient to
     # ``zeros_like(weight)``. A derivative formula gets such a gradient as a plain tensor.
     is_mixed = origin.source is Source.OTHER
     if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
@@ -145,10 +138,8 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
         NeedsFullTensor: a sharded operand requires a gradient, so autograd records the operation,
             and another operand may differ between ranks.
     """
-    # Refuse to differentiate a function of a parameter and of a tensor that may differ between
-    # ranks: random numbers, or a plain tensor. Under DistributedDataParallel, each rank uses its
-    # own values for the full parameter, and the gradients are averaged. Here each element would
-    # only have the gradient for the values of the rank that holds the element.
+    # Each element would only have the gradient for the random numbers, or for the plain tensor, of
+    # the rank that holds it. DistributedDataParallel averages the gradients for all ranks' values.
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.origin.is_drawn for value in sharded)
     has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
@@ -163,12 +154,8 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """Return ``value.full_tensor()`` if the ranks hold other ranges of ``value`` than of ``spec``.
 
-    For example, a momentum encoder is updated from an encoder with the same parameters. The two
-    models have flat parameters of different lengths, so a rank holds different ranges of a
-    parameter of the encoder and of the same parameter of the momentum encoder.
-
-    Any other ``value`` is returned unchanged. If the ranges differ, collective: all ranks of the
-    shard group of ``value``.
+    For example, a momentum encoder has other flat parameters than its encoder. If the ranges
+    differ, collective: all ranks of the shard group of ``value``.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
@@ -180,13 +167,11 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains the operation's name, its numbers, the roles of its sharded operands, and the
-    checksums of its plain operands. So a norm or sum of the result raises an error if plain
-    operands differ between ranks: ranks compare the names of collectives, which contain the role.
+    The role contains checksums of plain operands. So a norm or sum of the result raises if they
+    differ between ranks: ranks compare the names of collectives, which contain the role.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
-    # Shorten the text: the role of a running average contains its role of the previous step, and
-    # would grow in each step.
+    # The role of a running average contains its role of the previous step, and would grow.
     digest = f"... {zlib.crc32(text.encode()):08x}"
     return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
 
@@ -194,18 +179,14 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return value.role + value.origin.written
-    # Compute no checksum of a number on an accelerator: optimizers keep such numbers in tensors,
-    # and must not wait for the accelerator.
+    # Optimizers keep numbers in tensors, and must not wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
         return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
     return repr(value) if isinstance(value, int | float) else ""
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements.
-
-    In another order each rank would have to hold other elements, which would need communication.
-    """
+    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements."""
     is_kept = memory_format in (None, torch.preserve_format)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
@@ -223,9 +204,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     For example, ``torch._foreach_add_(params, updates)`` adds ``updates[i]`` to ``params[i]``.
     """
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # For each position, find the `ShardSpec` of the first sharded tensor at this position. At the
-    # same position, other lists may have plain tensors: a plain update for a sharded parameter, for
-    # example. None: all tensors at this position are plain.
+    # For each position, the `ShardSpec` of the first sharded tensor there, or None.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -296,19 +275,17 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
             return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
-        # Refuse in forward: the states of the ranks' generators may differ, because each rank has
-        # drawn random numbers for its own batch.
+        # In forward, each rank may have drawn other random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # Refuse if the parameter is a tensor-parallel part: all parts would get the same numbers.
+    # All tensor-parallel parts would get the same numbers.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
     # values do not depend on the world size.
     role = f"{_role_of(func, args)}, generator {_generator_digest(local.device, kwargs)}"
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # Clone this rank's range: a view of the drawn full tensor would keep the full tensor in
-        # memory.
+        # A view would keep the drawn full tensor in memory.
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
@@ -319,11 +296,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _generator_digest(device: torch.device, kwargs: dict[str, Any]) -> str:
-    """Return a digest of the state of the generator that an operator is about to use.
-
-    Ranks whose generators have different states draw different tensors, so their ranges do not
-    form one tensor.
-    """
+    """Return a digest of the state of the generator, which must be the same on all ranks."""
     if kwargs.get("generator") is not None:
         state = kwargs["generator"].get_state()
     elif device.type == "cpu":
@@ -338,12 +311,10 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # Refuse if the parameter is a tensor-parallel part: `orthogonal_()` calls `view_as()` to
-        # write its result, and would have computed the result from one part only.
+        # `orthogonal_()` calls `view_as()` to write its result, computed from one part only.
         tensor.spec.refuse_part("view_as()")
-    # Make a new sharded tensor with the same memory instead of a view in torch's sense: the view
-    # would have another version counter than the tensor. Leave inference mode, in which a new
-    # tensor gets no version counter, and autograd would raise when it reads the counter.
+    # A view in torch's sense would have another version counter. In inference mode, a new tensor
+    # gets no version counter, and autograd would raise when it reads the counter.
     with torch.inference_mode(False):
         origin = tensor.origin
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role, origin=origin)
@@ -355,8 +326,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
     """Raise for dropout on a trained sharded parameter; otherwise return NotImplemented.
 
-    The gradient would be wrong: each rank would draw random numbers only for its own elements, and
-    the gradients for the numbers of different ranks would not be averaged. Raise before the first
+    The gradients for the numbers of different ranks would not be averaged. Raises before the first
     number is drawn, so that the function can run again with full tensors.
     """
     tensor = first_sharded(args, kwargs)

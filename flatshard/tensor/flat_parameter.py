@@ -33,11 +33,8 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 class FlatParamPlan:
     """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
 
-    All objects that run collectives of the flat parameter share the plan. A conversion
-    (``model.to(...)``) may change the dtype and the device later. The plan keeps the dtype and
-    device with which the flat parameter is made. ``unit_name`` and ``pending_sends`` change if the
-    user later wraps a module that contains the unit: the unit gets a longer name, and its
-    unfinished sends are collected by the new outermost wrapper.
+    A conversion (``model.to(...)``) does not change the plan's dtype and device. ``unit_name`` and
+    ``pending_sends`` change if the user later wraps a module that contains the unit.
     """
 
     unit_name: str  # name of the unit, for errors
@@ -51,8 +48,7 @@ class FlatParamPlan:
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set, with the targets, when the unit is made
     targets: OffloadTargets = field(init=False)
-    # Collectives whose sent tensors other ranks may still be reading. All flat parameters of a
-    # model share this object.
+    # Collectives of the model whose sent tensors other ranks may still be reading.
     pending_sends: PendingSends = field(init=False, default_factory=PendingSends)
 
     def take_params(self) -> list[OriginalParam]:
@@ -90,28 +86,19 @@ class FlatParameter(nn.Parameter):
     def __new__(
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
-        """Make a flat parameter that shares the memory of ``chunk``.
-
-        The shape of ``chunk`` is ``(layout.shard_numel,)``. ``rank`` is the index of the chunk.
-        ``params`` are the original parameters, in the order of ``layout.spans``.
-        """
-        # Set `requires_grad` to False: autograd computes gradients of the full parameters, which
-        # are views of the unsharded buffer, and not of the chunk.
+        """Make a flat parameter that shares the memory of ``chunk``, ``(layout.shard_numel,)``."""
+        # `requires_grad` is False: autograd computes gradients of the full parameters, which are
+        # views of the unsharded buffer.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Use weak references, because each original parameter refers to a view of the chunk.
-        # Python's garbage collector does not see the reference from a view to its base, so it
-        # would never free a cycle through a view.
+        # Weak, because each original parameter refers to a view of the chunk: Python's garbage
+        # collector does not see the reference from a view to its base.
         self._params = [weakref.ref(param) for param in params]
         return self
 
     @property
     def params(self) -> list[OriginalParam]:
-        """The original parameters that lie in the flat parameter, in the order of ``spans``.
-
-        The list is empty if the model was deleted, because a flat parameter does not keep its
-        model alive.
-        """
+        """The original parameters in the flat parameter; none if the model was deleted."""
         return [param for known in self._params if (param := known()) is not None]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -145,8 +132,8 @@ def is_wrapped(param: Tensor) -> bool:
     return isinstance(param, FlatShardTensor) or any(hasattr(h, "of_flatshard") for h in hooks)
 
 
-# A function that returns the hook for an original parameter. Autograd calls the hook with the full
-# parameter, once the full parameter's gradient is complete.
+# Returns the hook for an original parameter, which autograd calls with the full parameter, once its
+# gradient is complete.
 GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
 
 
@@ -191,8 +178,7 @@ class OriginalParam:
             self.local,
             comm=topology.shard,
             replicas=topology.replicate,
-            # If the parameter was a DTensor before wrapping, `extras/tensor_parallel` has set this
-            # attribute. It describes how the DTensor was split.
+            # Set by `extras/tensor_parallel`, if the parameter was a DTensor before wrapping.
             tensor_parallel=getattr(info.param, "tensor_parallel", None),
             # Where optimizer state with one value per element lies. None: where the shard lies.
             state_target=plan.targets.state,
@@ -202,9 +188,8 @@ class OriginalParam:
         self.kept_grad: Any = None
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # The dictionaries of tensor hooks and of post-accumulate-grad hooks that users registered
-        # before wrapping, kept here until the full parameter exists. Keep torch's dictionaries
-        # instead of copies, so that users can still remove the hooks by the handles from torch.
+        # torch's dictionaries of hooks that users registered before wrapping, until the full
+        # parameter exists. No copies, so that users can still remove the hooks by their handles.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: GradHook | None = None
         self.spec._original = weakref.ref(self)
@@ -227,12 +212,9 @@ class OriginalParam:
     # ------------------------------------------------------------ the sharded parameter
 
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
-        """Give ``sharded`` new memory: its range of ``chunk``.
+        """Give ``sharded`` new memory: its range of ``chunk``, ``(shard_numel,)``.
 
-        Args:
-            chunk: this rank's chunk of the flat parameter, ``(shard_numel,)``.
-            is_whole: whether the chunk is the whole flat parameter. If so, ``sharded`` is a plain
-                parameter instead of a ``FlatShardTensor``.
+        ``is_whole``: ``sharded`` is a plain parameter, because the chunk is the whole.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -242,8 +224,7 @@ class OriginalParam:
         if self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
         else:
-            # Assign to `.data`, which replaces only the memory: the parameter object keeps its
-            # hooks and attributes.
+            # `.data` replaces only the memory: the object keeps its hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
@@ -274,17 +255,14 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # Remove an RNN's weak references to its weights: ``torch.utils.swap_tensors``
-                # refuses a tensor with weak references. To an RNN, None in place of a weak
-                # reference means "this weight has not changed".
+                # ``torch.utils.swap_tensors`` refuses a tensor with weak references. To an RNN,
+                # None in place of a weak reference means "this weight has not changed".
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # The hook of `weight_norm` computes the weight before each forward. Detach the
-                    # last computed weight, whose autograd graph refers to the parameter: with such
-                    # a reference the swap below fails. Do not store the weight in a local variable
-                    # for the same reason.
+                    # With a reference from the autograd graph of the last computed weight, or from
+                    # a local variable, the swap below fails.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
         if is_first:
@@ -294,9 +272,8 @@ class OriginalParam:
         try:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
-            # Try again: another thread may refer to the parameter for a moment. While a profiler or
-            # the deadlock detection reads this thread's stack, views in the stack's local variables
-            # stay alive.
+            # Another thread may refer to the parameter for a moment: a profiler, or the deadlock
+            # detection, that reads this thread's stack.
             if tries > 1:
                 time.sleep(0.2)
                 return self._swap_into(view, tries=tries - 1)
@@ -307,9 +284,8 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # ``swap_tensors`` has also removed the user's hooks from the parameter. Register the
-            # hooks on the parameter again: a parameter that is not sharded takes part in forward
-            # itself, so autograd calls the hooks.
+            # ``swap_tensors`` has also removed the user's hooks from the parameter, which takes
+            # part in forward itself.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
@@ -331,28 +307,20 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, view: Tensor | None) -> None:
-        """Set ``full`` to a new parameter with the memory of ``view``.
-
-        ``view``: view of the unsharded buffer, with the parameter's shape. None: there is no
-        separate unsharded buffer, so ``full`` becomes ``sharded``.
-        """
+        """Set ``full`` to a new parameter with the memory of ``view``; to ``sharded`` if None."""
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
-            # Share one dictionary of attributes. Users may set an attribute on the full parameter
-            # (in a forward), and read the attribute on the sharded parameter (between steps).
+            # Users may set an attribute in a forward, and read it between steps.
             self.full.__dict__ = self.sharded.__dict__
-            # Errors of `FreedParameter` read the parameter's name from the spec. Use a weak
-            # reference, because the spec refers to the parameter: only Python's garbage collector
-            # would free such a cycle.
+            # For the name in errors of `FreedParameter`. Weak, because the spec refers to the
+            # parameter.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
-        # If `full` is a new object, move the hooks of the previous full parameter there. Without an
-        # unsharded buffer, `full` is `sharded`, an object that `model.to()` does not replace.
+        # If `full` is a new object, move the hooks there.
         if before is not None and before is not self.full:
-            # Share the dictionary instead of copying the hooks, because users may still remove the
-            # hooks by the handles from torch.
+            # Shared, because users may still remove the hooks by their handles.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
@@ -361,8 +329,7 @@ class OriginalParam:
     def connect(self, grad_hook: GradHook) -> None:
         """Register a hook that autograd calls once ``.grad`` of the full parameter is complete.
 
-        ``grad_hook``: function that returns the hook for an original parameter. The hook must not
-        hold a reference to the unit, because autograd holds the hook and would keep the unit alive.
+        The hook must not refer to the unit, because autograd would keep the unit alive.
         """
         self._grad_hook = grad_hook
         self._hook_grad()
@@ -373,16 +340,11 @@ class OriginalParam:
         register = nn.Parameter.register_post_accumulate_grad_hook
         register_hook(self.full, register, self._grad_hook(self))
         if not self.is_sharded and self.full is not self.sharded:
-            # Also register the hook on the plain parameter that users hold. Users may compute with
-            # this parameter outside of forward, and the hook also averages gradients of such uses.
+            # The hook also averages gradients of uses outside of forward.
             register_hook(self.sharded, register, self._grad_hook(self))
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """Return the deep copy of the parameter, and its locations in the copied modules.
-
-        The copy keeps the parameter's name. ``memo``: the dictionary of ``copy.deepcopy``, which
-        maps ids of original objects to their copies.
-        """
+        """Return the deep copy of the parameter, and its locations in the copied modules."""
         places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
         places[0] = replace(places[0], name=self.name)
         return ParamInfo(memo.get(id(self.sharded), self.sharded), places)
@@ -390,13 +352,9 @@ class OriginalParam:
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """Return a tensor for the parameter's ``.grad`` in the memory of ``chunk``.
-
-        ``chunk``: gradients of this rank's chunk of the flat parameter, ``(shard_numel,)``.
-        """
+        """Return a tensor for ``.grad`` in the memory of ``chunk``, the chunk's gradients."""
         if not self.is_sharded:
-            # Take `.data`, because programs call `p.grad.detach_()`, and torch refuses to detach a
-            # view in place.
+            # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
             return view_of(chunk, self.span).data
         spec = self.spec
         local = chunk.narrow(0, spec.start, spec.numel)
@@ -406,10 +364,8 @@ class OriginalParam:
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
 
-        The hooks move from ``sharded`` to ``post_accumulate_hooks``.
+        They expect the reduced gradient, but autograd would call them before the reduction.
         """
-        # Users' hooks expect the reduced gradient, but autograd would call the hooks before the
-        # reduction.
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
             self.post_accumulate_hooks[key] = hooks.pop(key)
@@ -420,10 +376,7 @@ class OriginalParam:
             hook(self.sharded)
 
     def give_hooks_back(self) -> None:
-        """Undo ``hold_hooks``: register users' hooks on ``sharded`` again.
-
-        There, users can remove the hooks by the handles from torch.
-        """
+        """Undo ``hold_hooks``, so that users can remove the hooks by their handles."""
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)

@@ -25,11 +25,7 @@ Comms = Sequence[Communicator]
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """Reduce a few numbers over the ranks of each communicator in turn, in place.
-
-    Collective: all ranks of ``comms``. ``op`` is the name of a ``ReduceOp``, and ``op_name`` names
-    the operation in errors.
-    """
+    """Reduce a few numbers, in place, over the ranks of each communicator in turn. Collective."""
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
     return values
@@ -57,8 +53,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """Return the arguments of an operator, keyed by name.
 
     Raises:
-        NeedsFullTensor: an argument is given that the handlers in this file do not implement, such
-            as ``dim``.
+        NeedsFullTensor: no handler in this file implements an argument, such as ``dim``.
     """
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -95,8 +90,7 @@ def norms(
         else:
             names = [tensor.described for tensor in some]
             together = joined_norms([*map(own_part, some)], names, order, dtype, comms)
-            # Give each norm the device and dtype that torch's result would have. One cast of all
-            # norms for each pair (device, dtype) is faster than one cast for each norm.
+            # One cast of all norms for each pair (device, dtype) is faster than one for each norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -123,23 +117,20 @@ def joined_norms(
             at least float32.
         comms: the communicators whose ranks together hold all elements.
     """
-    # Take the absolute values of complex numbers first, because torch warns when it counts nonzero
-    # complex numbers (order 0). A norm depends only on absolute values, so it stays the same.
+    # torch warns when it counts nonzero complex numbers (order 0).
     parts = [part.abs() if part.is_complex() else part for part in parts]
     on_host = comms[0].control_device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
-    # If this rank holds no elements of a tensor, the rank's value must not change the result of the
-    # reduction over the ranks. So use 0, and infinity for negative orders: a negative power of
-    # infinity adds 0 to the sum, and infinity does not change the minimum of order -inf.
+    # The value of a rank without elements, which does not change the result: a negative power of
+    # infinity adds 0 to the sum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for kind in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == kind and p.numel() > 0}
         sums = dtype or _sum_dtype(kind)
-        # Do not call the foreach kernel with an empty list, which torch rejects.
         norms = torch._foreach_norm([*some.values()], order, sums) if some else []
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
-    # Use float64, because powers of the norms are added: the square of 1e20 would overflow float32.
+    # Powers of the norms are added, and the square of 1e20 would overflow float32.
     local = torch.stack([*found.values()]).to(torch.float64)
     op_name = f"norm of order {order:g} of {names[0]}"
     if len(parts) > 1:
@@ -166,8 +157,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = _bind(func, args, kwargs)
     tensor = given["self"]
     spec, part = tensor.spec, own_part(tensor).to(given.get("dtype") or tensor.dtype)
-    # Add elements of float16 and bfloat16 in float32, and round to the narrow dtype only once,
-    # after the sums of all ranks are added.
+    # Rounded to float16 or bfloat16 only once, after the sums of all ranks are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
@@ -185,8 +175,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        # A rank without elements must not change the result. So it contributes the smallest value
-        # to a maximum, and the largest value to a minimum.
+        # A rank without elements must not change the result.
         least, greatest = -math.inf, math.inf
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
@@ -206,10 +195,8 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
-    # The MAX and MIN of a backend may lose a NaN, and may return different results on different
-    # ranks. So replace NaN by 0, and reduce a second tensor, the marks, together with the values.
-    # The mark of a NaN is 1 for MAX and -1 for MIN. All other marks are 0. After the reduction, a
-    # mark that is not 0 means that at least one rank has NaN.
+    # The MAX and MIN of a backend may lose a NaN, and differ between ranks. So replace NaN by 0,
+    # and reduce marks together with the values: 1 for MAX, and -1 for MIN, where a rank has NaN.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = _reduced(both, comms, op, op_name).chunk(2)
@@ -255,12 +242,9 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` has sharded parameters.
 
-    The graph of a loss leads to the full parameters, so autograd would return None as the gradient
-    of a sharded parameter. In the backward of a user's ``torch.autograd.Function`` (a checkpoint,
-    or the adjoint method of an ODE), return the gradients of the full parameters, for this rank's
-    batch. ``average_full_gradients`` averages the gradients that the user's function returns.
-
-    Returns NotImplemented without sharded parameters, so that torch's function runs.
+    The graph of a loss leads to the full parameters. In the backward of a user's
+    ``torch.autograd.Function`` (a checkpoint, or the adjoint method of an ODE), return their
+    gradients, for this rank's batch; ``average_full_gradients`` averages what the function returns.
     """
     given = sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}
@@ -275,12 +259,10 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
             "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
-    # Below, ask torch for two gradients of each parameter: the gradient of the full parameter, and
-    # the gradient of the sharded parameter. A graph that uses only one of them has no gradient of
-    # the other. So allow None here, and raise afterwards for inputs without any gradient.
+    # Below, ask torch for the gradients of the full and of the sharded parameter, of which a graph
+    # may use only one. So allow None here, and raise afterwards for inputs without any gradient.
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
-    # Pass edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum or
-    # mean of a parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.
+    # Edges instead of the full parameters, which may be resharded (`FreedParameter`).
     edges = [_edge(t) if id(t) in params else t for t in args[1]]
     found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
     # For each input, the gradient of the input, and of the full parameter if there is one.

@@ -20,31 +20,20 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface by which an operation on a parameter calls the model that trains the parameter.
 
-    This base class does nothing. It stands in for the model if the parameter is a copy, or if the
-    model was deleted.
+    The base class does nothing. Copies of parameters have it, and parameters of deleted models.
     """
 
     is_in_forward = False  # whether a forward of the model is running
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``func``, called with full tensors in place of sharded tensors.
-
-        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor does not
-        come from parameters of the model.
-        """
+        """Return the result of ``func``, called with full tensors, or NotImplemented."""
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Tell the model that a backward is running.
-
-        Called for a parameter that was used outside of forward, before its gradient is averaged.
-        """
+        """Tell the model that a backward of a use outside of forward is running."""
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Unshard a parameter's unit again, because backward reads the freed full parameter.
-
-        Returns whether the unit was unsharded. If not, the read raises an error.
-        """
+        """Unshard a parameter's unit again for a read in backward; returns whether it did."""
         return False
 
 
@@ -54,8 +43,7 @@ _NOBODY = ParamOwner()
 class NeedsFullTensor(RuntimeError):
     """Error: an operation needs the full tensor, but this rank holds only the range of ``spec``.
 
-    If the operation's parameters belong to a model, flatshard catches the error and runs the
-    operation with full tensors. Otherwise the user sees the error.
+    If possible, flatshard catches the error and runs the operation with full tensors.
     """
 
     def __init__(self, message: str, spec: ShardSpec | None = None) -> None:
@@ -82,21 +70,18 @@ class ShardSpec:
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
 
-    # If the parameter is the local part of a DTensor: how the DTensor is split (a `TensorParallel`
-    # of `extras/tensor_parallel`). Otherwise None.
+    # How the DTensor is split of which the parameter is the local part (`extras/tensor_parallel`).
     tensor_parallel: Any = None
     # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
     # Function that returns the ranks of `comm` that hold elements of the parameter, and which
     # elements, as slices. None: only this rank holds elements.
     holders: Any = None
-    # Weak references to the model, behind the properties `owner` and `original`. Gradients and
-    # optimizer state refer to this object, may outlive the model, and must not keep the model
-    # alive.
+    # Weak references: gradients and optimizer state refer to this object, and must not keep the
+    # model alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
-    # The following fields repeat values of `span` and `local`. They are plain attributes instead of
-    # properties because each operation on a sharded tensor reads them.
+    # Values of `span` and `local`, as attributes, because each operation on a tensor reads them.
     shape: tuple[int, ...] = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
@@ -139,8 +124,7 @@ class ShardSpec:
                     f"broadcasts to {self.shape}, got {tuple(tensor.shape)}. Use p.full_tensor().",
                     self,
                 ) from None
-        # ``reshape`` copies only if the elements lie in another order in memory than the
-        # parameter's elements. Otherwise ``reshape`` returns a view.
+        # ``reshape`` copies only if the memory has another order than the parameter's.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
 
     @property
@@ -166,27 +150,19 @@ class ShardSpec:
     def unsplit(self, local: Tensor) -> Tensor:
         """Return the whole DTensor as a plain tensor, or ``local`` without tensor parallelism.
 
-        ``local`` is this rank's part of the DTensor, and has this spec's ``shape``.
-
         Collective with tensor parallelism: the ranks of the tensor-parallel groups.
         """
         return local if self.tensor_parallel is None else self.tensor_parallel.full(local)
 
     def split(self, full: Any) -> Any:
-        """Undo ``unsplit``: return this rank's part of a tensor with the shape of the DTensor.
-
-        Without tensor parallelism, and for any other value, return ``full`` unchanged.
-        """
+        """Undo ``unsplit``: return this rank's part of a tensor with the shape of the DTensor."""
         split = self.tensor_parallel
         if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.shape:
             return full
         return full.of_local_shape() if hasattr(full, "of_local_shape") else split.part_of(full)
 
     def empty(self, like: Tensor) -> Tensor:
-        """Return an uninitialised plain tensor with the parameter's full shape and its strides.
-
-        The dtype and device are those of ``like``.
-        """
+        """Return an uninitialised plain tensor with the parameter's full shape and strides."""
         return like.new_empty_strided(self.shape, self.strides)
 
     def detached(self, _: object = None) -> ShardSpec:
@@ -196,11 +172,7 @@ class ShardSpec:
     __deepcopy__ = detached
 
     def refuse_part(self, operation: str) -> None:
-        """Raise NotImplementedError if the parameter is the local part of a DTensor.
-
-        For operations that would be wrong on a part. Called before any communication, so all
-        ranks raise. ``operation``: name of the operation, for the error.
-        """
+        """Raise NotImplementedError, on all ranks, if the parameter is part of a DTensor."""
         if len(self.comms) > 1:
             raise NotImplementedError(
                 f"{self.where()}: {operation} would see only this rank's part {self.shape} of a "
@@ -210,23 +182,15 @@ class ShardSpec:
             )
 
     def where(self, described: str | None = None) -> str:
-        """Return a text for errors that names a tensor, its unit and this rank.
-
-        ``described``: text that names the tensor, such as ``gradient of 'fc1.weight'``. None: name
-        the parameter to which this spec belongs.
-        """
+        """Return a text for errors: the tensor (default: the parameter), its unit and this rank."""
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        Args:
-            operation: name of the operation, for the message.
-            described: text that names the sharded tensor that the operation got, such as
-                ``gradient of 'fc1.weight'``. None: the operation got the parameter, or a tensor
-                computed only from parameters. Then the message advises to use the parameter in the
-                forward of its module, where the module holds the full parameter.
+        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter, which
+        the message advises to use in the forward of its module.
         """
         refuse_foreign_wrapper()
         remedy = (

@@ -1,15 +1,12 @@
 """``FlatShardTensor``: a parameter that shows its full shape, but stores only this rank's elements.
 
 The elements of a parameter, in memory order, are divided into consecutive ranges. Each rank stores
-one range as a 1-D tensor. A parameter, gradient or state tensor in this form is called a sharded
-tensor.
+one range as a 1-D tensor. A parameter, gradient or state tensor in this form is a sharded tensor.
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
-operations run on this rank's range. A reduction over all elements, such as a norm, reduces the
-range, and combines the ranks' results by one collective. If a full tensor is written into a sharded
-tensor, each rank stores its range of the full tensor. Every other operation raises an error that
-names the parameter. Modules are not affected, because modules hold plain parameters during forward
-and backward.
+operations run on this rank's range. A reduction over all elements, such as a norm, combines the
+ranks' results by one collective. Of a full tensor that is written, each rank stores its range.
+Modules are not affected, because they hold plain parameters during forward and backward.
 """
 
 from __future__ import annotations
@@ -47,8 +44,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def untraced(function: _Function) -> _Function:
     """Keep Dynamo from tracing ``function`` and the functions that it calls.
 
-    Unlike ``torch.compiler.disable``, this decorator returns ``function`` itself, so calls take no
-    additional time. If compiled code calls ``function``, Dynamo breaks the graph before the call.
+    Unlike ``torch.compiler.disable``, this adds no time, because it returns ``function`` itself.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -59,31 +55,27 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
-# The functions that implement torch's operators for sharded tensors, keyed by operator name. A
-# handler is called as ``handler(func, args, kwargs)``. ``elementwise_ops`` adds handlers of
-# operators without communication. ``reduction_ops`` adds handlers of operators with a collective.
+# The functions that implement torch's operators for sharded tensors, keyed by operator name and
+# called as ``handler(func, args, kwargs)``. ``elementwise_ops`` and ``reduction_ops`` add handlers.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # Replacements of torch functions that autograd would differentiate wrongly, keyed by the torch
-# function. If a replacement returns NotImplemented, the torch function itself is called.
-# ``reduction_ops`` and ``elementwise_ops`` add the entries.
+# function, which is called if the replacement returns NotImplemented.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# Names of the attributes that flatshard sets on a ``FlatShardTensor``. All other attributes were
-# set by users, and must be kept when the parameter is sharded or copied.
+# Attributes that flatshard sets on a ``FlatShardTensor``. All others are users', and must be kept
+# when the parameter is sharded or copied.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
 
 # Gradients in ``.grad`` before their reduction over all ranks, and sharded tensors computed from
-# these gradients, mapped to the name of the unit. A norm or an optimizer step with one of these
-# tensors raises. The keys may be sharded or plain tensors.
+# these gradients, mapped to the name of the unit. Norms and optimizer steps of these tensors raise.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Sharded parameters to whose ``.grad`` the program has assigned a full tensor since the last
-# backward. The values are not used.
+# backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. List modules instead of functions, to find the
-# collectives of newer versions of torch too. The operators' schemas do not help to find
-# collectives: a collective's schema does not mark the written tensors.
+# Modules in which torch defines collectives, also in newer versions. A collective's schema does not
+# mark the written tensors.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -157,23 +149,20 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         source = max(source, tensor.origin.source)
         if tensor.origin.is_arriving:
             graph_task = tensor.origin.graph_task
-            # Do not trust a hook or a `torch.autograd.Function` with an averaged gradient: under
-            # DistributedDataParallel, it computes with the gradient of this rank. Only a linear
-            # function with the same factors on all ranks has the same average.
+            # Under DistributedDataParallel, a hook or `torch.autograd.Function` computes with the
+            # gradient of this rank, and not every function of averages is the average.
             source = source if caller is Caller.AUTOGRAD else Source.OTHER
     return Origin(source, graph_task=graph_task)
 
 
-# Functions that tell, from the stack, who called an operator, keyed by `id` of their code. (Python
-# hashes all of a code object at each look-up.) Only Python code calls `__torch_function__`. None:
-# the engine of autograd, which calls formulas and hooks.
+# Functions that tell, from the stack, who called an operator, keyed by `id` of their code, because
+# Python hashes all of a code object. None: autograd's engine, which calls formulas and hooks.
 CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
 
 
 def caller_of_operator() -> Caller:
     """Return who called the operator on a sharded tensor that is running."""
-    # torch turns forward-mode gradients off in the forward of a `torch.autograd.Function`, as in
-    # inference mode.
+    # torch turns forward-mode gradients off in the forward of a `torch.autograd.Function`.
     in_function = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
     if not in_function and torch._C._current_graph_task_id() == -1:
         return Caller.PROGRAM
@@ -205,10 +194,7 @@ def copied_attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
-    """Raise RuntimeError if ``value`` has another shape, dtype or device than ``tensor``.
-
-    Called before an assignment to ``tensor.data``. The error begins with the text ``where``.
-    """
+    """Raise RuntimeError if ``value``, for ``tensor.data``, has another shape, dtype or device."""
     expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
     if found != expected:
         raise RuntimeError(
@@ -238,8 +224,7 @@ class LocalView(Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without autograd, as ``Tensor.data``; an assignment copies the new values."""
-        # `detach` keeps the version counter, but torch's `data` has a new one. By the counter,
-        # flatshard sees that the shard was written, and that unsharded buffers are stale.
+        # torch's `data` has a new version counter, by which flatshard would not see writes.
         return self.detach()
 
     @data.setter
@@ -281,14 +266,12 @@ class FlatShardTensor(torch.Tensor):
             ranks never combine ranges of different tensors.
     """
 
-    # These are plain attributes instead of properties, because reading a property of a tensor calls
-    # `__torch_function__`, which is slow.
+    # Attributes, because a property of a tensor calls `__torch_function__`, which is slow.
     spec: ShardSpec
     flat: Tensor | None
     is_parameter: bool = False
     role: str
-    # For a parameter with tensor parallelism: whether the tensor has the shape and strides of the
-    # DTensor, instead of the shape and strides of this rank's part of the DTensor.
+    # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
     shows_unsplit = False
 
     # `__new__` sets both attributes, but `Gradients.publish` sets neither: few programs read them.
@@ -324,9 +307,8 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # Let torch raise when C++ code asks for the address of the tensor's memory, because the
-        # tensor has no memory of its own. Otherwise C++ code that bypasses dispatch (a collective
-        # whose tensors lie in nested lists, for example) would read from address 0.
+        # C++ code that bypasses dispatch (a collective whose tensors lie in nested lists, for
+        # example) would read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = origin or Origin()
@@ -407,18 +389,16 @@ class FlatShardTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            # In an unwrapped model, after `kept = p.data; p.data = other`, `kept` has the old
-            # values. Here `copy_` below overwrites the shard, whose memory `kept` shares. So first
-            # give `kept` memory of its own.
+            # As in an unwrapped model, after `kept = p.data; p.data = other`, `kept` must have the
+            # old values, which `copy_` below would overwrite.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.source)
             self.copy_(value)
 
-    # Override ``dtype`` to see a collective with a list of tensors (``dist.scatter(x, [p, p])``).
-    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists. But before
-    # the collective, torch.distributed reads and compares the dtypes of the tensors.
+    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all collectives with a list of
+    # tensors (``dist.scatter(x, [p, p])``), which compare the tensors' dtypes first.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
@@ -428,8 +408,7 @@ class FlatShardTensor(torch.Tensor):
             collective(getattr(torch.distributed, name), (self,), {})
         return self.local.dtype
 
-    # Override ``grad`` to bypass ``__torch_function__``, which is slow: clipping and zero_grad()
-    # access ``grad`` of each parameter in each step.
+    # Bypasses ``__torch_function__``, which is slow: each step reads ``grad`` of each parameter.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient, as ``Tensor.grad`` of a plain tensor."""
@@ -480,8 +459,7 @@ class FlatShardTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # Refuse to pickle: the pickle would contain only this rank's elements, and could not be
-        # completed when it is loaded.
+        # A pickle would contain only this rank's elements.
         if self.is_parameter:
             raise RuntimeError(
                 f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
@@ -503,8 +481,8 @@ class FlatShardTensor(torch.Tensor):
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        # The user may have unfrozen the parameter after the last unshard. Then `full` is still
-        # frozen. Unfreeze `full`, too, because torch refuses hooks on a frozen tensor.
+        # The user may have unfrozen the parameter after the last unshard. torch refuses hooks on a
+        # frozen tensor.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -520,24 +498,21 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        # Return None for a gradient: the gradient has the same spec as the parameter, but a hook on
-        # the gradient must not be registered on the parameter.
+        # A gradient has the same spec, but its hook must not be registered on the parameter.
         original = self.spec.original if getattr(self, "_is_param", False) else None
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
-    # DCP saves and loads a tensor through the following methods, if the tensor has them. DTensor
-    # has them too (torch.distributed.checkpoint.planner_helpers, in torch 2.11 to 2.15). The
-    # methods need no collective: each rank lists the boxes (rectangular blocks) of the full tensor
-    # that the rank holds. Each box is a view of the rank's range, so that loading writes in place.
+    # DCP saves and loads a tensor through these methods (torch.distributed.checkpoint's
+    # planner_helpers, in torch 2.11 to 2.15). Each rank lists the boxes (rectangular blocks) of the
+    # full tensor that it holds, as views of its range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # Import here and in `_chunks` instead of at the top of the file, because the package is
-        # slow to import.
+        # Slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
-        # `_chunks` is empty if this rank holds no elements. An empty chunk could have the same name
-        # and offset as another rank's chunk, and DCP would keep only the first of the two.
+        # No empty chunk, which could have the same name and offset as another rank's chunk: DCP
+        # would keep only the first.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -552,10 +527,8 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP calls this method on all ranks before loading. Loading writes to the shard, which
-        # raises the version counter, and so makes the next unshard all-gather again. If this rank
-        # holds no element of the parameter, DCP writes nothing. So raise the counter here: all
-        # ranks must take part in the all-gather.
+        # DCP calls this method on all ranks before loading, but writes nothing if this rank holds
+        # no elements. All ranks must take part in the next all-gather.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -568,8 +541,7 @@ class FlatShardTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
-        # Permute the view, because the dimensions may have another order in memory than in the
-        # shape (channels_last, for example).
+        # The dimensions may have another order in memory (channels_last, for example).
         order = self.spec.order
         in_shape = [order.index(d) for d in range(len(order))]
         return part.view([box.sizes[d] for d in order]).permute(in_shape)
@@ -611,8 +583,7 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # Drop the traceback. It refers to this frame, and this frame refers to the error, so
-            # the tensors in the frame would live until Python's garbage collector runs.
+            # The traceback and this frame refer to each other, and to tensors.
             refused = error.with_traceback(None)
         owner = None if refused.spec is None else refused.spec.owner
         result = NotImplemented if owner is None else owner.run_full(func, args, kwargs)
@@ -626,21 +597,19 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # All fused and foreach operators share one handler, because they are too many to list by
-        # name, and newer versions of torch add more.
+        # Too many to list by name, and newer versions of torch add more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
             handler = collective
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
-            # Programs call `torch.nan_to_num(p.grad, out=p.grad)`. Handlers write only to the first
-            # argument, so compute the result in another tensor, and copy the result to `out`.
+            # Handlers write only to the first argument, but programs call
+            # `torch.nan_to_num(p.grad, out=p.grad)`: copy the result to `out`.
             out, is_elementwise = kwargs.get("out"), torch.Tag.pointwise in func.tags
             if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 result = func.overloadpacket(*args, **rest)
-                # Copy only if torch would write to `out` in place. For another shape, torch resizes
-                # `out`, and for some dtypes, torch raises an error.
+                # For another shape, torch resizes `out`, and for some dtypes, torch raises.
                 if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
@@ -652,12 +621,8 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether keyword arguments contain ``out`` or a sharded tensor.
-
-    A mutable operator may write to this tensor. Handlers write only to the first positional
-    argument, so no handler can run such a call.
-    """
-    # Do not use ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
+    """Whether keyword arguments contain ``out`` or a sharded tensor, to which no handler writes."""
+    # ``any(sharded_in(...))`` would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
@@ -695,9 +660,8 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # Raise the version counter of the shard, which all views of the shard share. By this counter,
-    # the next unshard sees that the shard was written after the last all-gather. Operations under
-    # ``__torch_dispatch__`` do not raise the counter themselves.
+    # By the shard's version counter, the next unshard sees the write. Operations under
+    # ``__torch_dispatch__`` do not raise it themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -707,10 +671,7 @@ def local_range(tensor: Tensor) -> Tensor:
 
 
 def local_grad(grad: Tensor | None, spec: ShardSpec) -> Tensor:
-    """Return this rank's elements of a gradient, 1-D. ``spec`` describes the parameter.
-
-    The engine assigns sharded tensors to ``.grad``, but the program may assign a full tensor.
-    """
+    """Return this rank's elements, 1-D, of a gradient, which may be a full tensor."""
     assert grad is not None, "the caller has checked it"
     return (grad.local if isinstance(grad, FlatShardTensor) else spec.slice(grad)).detach()
 
@@ -721,10 +682,7 @@ def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Return the first sharded tensor among the arguments of an operation.
-
-    Errors about the operation name this tensor.
-    """
+    """Return the first sharded tensor among the arguments, for errors to name."""
     return next(sharded_in((*args, *kwargs.values())))
 
 
@@ -732,29 +690,24 @@ CALLERS[id(FlatShardTensor.__torch_function__.__func__.__code__)] = (  # type: i
     Caller.PROGRAM_FOR_GRADIENT
 )
 
-# Make methods raise that read the tensor's memory directly, without calling ``__torch_dispatch__``:
-# a sharded tensor has no memory of its own, so ``apply_``, for example, would crash.
+# These methods read the tensor's memory without ``__torch_dispatch__``: ``apply_`` would crash.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
-# Add the class to torch's lists of types for foreach kernels. Torch's gradient clipping and
-# optimizers use foreach kernels, which handle many tensors at once, only for types in these lists.
+# Torch's gradient clipping and optimizers use foreach kernels only for types in these lists.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
 
-# Names of the functions that torch passes to ``__torch_function__`` for reading or writing an
-# attribute, for example ``p.grad``. ``refuse_counted`` is not called for these functions, because
-# the functions compute nothing.
+# Names of the functions that torch passes to ``__torch_function__`` for an attribute (``p.grad``).
 ATTRIBUTES = frozenset({"__get__", "__set__"})
 
 
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    There, torch counts the tensors that autograd saves in forward, and raises if autograd saves
-    other tensors when backward recomputes the forward. A parameter may be sharded in forward and
-    unsharded in the recomputation. So operations on the parameter must not save extra tensors.
+    There, torch raises if autograd saves other tensors when backward recomputes the forward. A
+    parameter may be sharded in forward and unsharded in the recomputation.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -763,9 +716,7 @@ def is_counted() -> bool:
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     """Raise NeedsFullTensor if ``func`` runs in a forward and does not write to a tensor.
 
-    The caller then runs ``func`` with full tensors. Without this check ``func`` would first be
-    tried on the shard. The attempt could save tensors for autograd before it fails, and
-    ``torch.utils.checkpoint`` would count these tensors; see ``is_counted``.
+    To try ``func`` on the shard could save tensors for autograd, see ``is_counted``.
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
@@ -774,24 +725,15 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
-    """Raise RuntimeError if DCP is about to write the tensor with ``HuggingFaceStorageWriter``.
-
-    That writer would silently lose values if this rank holds several boxes of the tensor, or if
-    ``save_distributed`` is not set.
-
-    Args:
-        fqn: name of the tensor.
-        num_boxes: number of this rank's boxes (rectangular blocks) of the tensor.
-    """
-    # DCP does not pass the writer, so look for the writer among the callers' local variables.
+    """Raise RuntimeError if DCP's ``HuggingFaceStorageWriter`` would silently lose values."""
+    # DCP does not pass the writer, which is among the callers' local variables.
     frame = sys._getframe(2)
     while frame is not None and "storage_writer" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
     writer = None if frame is None else frame.f_locals["storage_writer"]
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # HuggingFaceStorageWriter writes only one box of a tensor per rank, and without
-    # `save_distributed` only one box in total.
+    # The writer writes one box of a tensor per rank, and without `save_distributed` one in total.
     if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
@@ -804,29 +746,20 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 class StateShard(FlatShardTensor):
     """A sharded entry of a state dict, which ``async_save`` of DCP can copy to host memory.
 
-    ``async_save`` copies a tensor without storage in two steps: it calls ``new_empty`` to make a
-    new tensor, and then copies the attributes. So ``new_empty`` of this class must return a sharded
-    tensor.
+    ``async_save`` calls ``new_empty``, and then copies the attributes.
     """
 
     shows_unsplit = True
 
     def of_local_shape(self) -> FlatShardTensor:
-        """Return a sharded tensor with the same memory, and the shape of this rank's DTensor part.
-
-        With tensor parallelism, an entry of a state dict has the shape of the whole DTensor.
-        """
+        """Return this entry in the shape of this rank's part of a DTensor."""
         return FlatShardTensor(self.local, self.spec, role=self.role)
 
     def data_ptr(self) -> int:
-        """Return zero: the tensor itself has no memory, and the values are in ``local``."""
-        return 0
+        return 0  # the values are in ``local``
 
     def new_empty(self, size: Sequence[int], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Return an uninitialised tensor of shape ``size``, sharded if this is the tensor's shape.
-
-        For any other ``size``, return a plain tensor.
-        """
+        """Return an uninitialised tensor, sharded if ``size`` is the tensor's shape."""
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
@@ -834,15 +767,8 @@ class StateShard(FlatShardTensor):
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
-    """Return an entry of a sharded state dict in the memory of ``local``.
-
-    Args:
-        local: this rank's elements, ``(spec.numel,)``.
-        spec: describes the parameter, and the range of elements in ``local``.
-        role: how ``local`` belongs to the parameter, as in ``FlatShardTensor``.
-    """
-    # If the parameter has no elements, return a plain tensor: a sharded tensor would have no chunk
-    # on any rank, so DCP would not save the entry.
+    """Return an entry of a sharded state dict in the memory of ``local``, ``(spec.numel,)``."""
+    # DCP would not save an entry that has no chunk on any rank.
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

@@ -1,17 +1,14 @@
 """Unsharded parameters that users read or write outside of the module's forward.
 
 [Note: freed parameters]
-A user may keep an unsharded parameter from a forward, and read the parameter after its unit was
-resharded. The read would access freed memory and end the process. With the shared-memory transport
-the read would mix shards from before the optimizer's step with shards from after the step. So
-resharding a unit changes the class of its full parameters to ``FreedParameter``, and unsharding
-changes the class back. An operation on a ``FreedParameter`` raises an error that tells the user
-what to do.
+A user may keep an unsharded parameter from a forward, and read it after its unit was resharded. The
+read would end the process, or, with the shared-memory transport, mix shards from before and after
+an optimizer's step. So resharding a unit changes the class of its full parameters to
+``FreedParameter``, whose operations raise, and unsharding changes the class back.
 
-The user may also keep a view of a parameter, such as ``weight[0]``. flatshard does not know the
-views, so it cannot change their class. For views, ``forbid`` makes torch raise when an operation
-reads the memory, in C++ too. If the installed torch cannot do this, the read ends the process, and
-``python -X faulthandler`` prints the line.
+The user may also keep a view of a parameter, such as ``weight[0]``. For views, ``forbid`` makes
+torch raise when an operation reads the memory, in C++ too. If the installed torch cannot do this,
+the read ends the process, and ``python -X faulthandler`` prints the line.
 
 [Note: gathered copies]
 An operation on a sharded parameter outside of forward computes with a full copy of the parameter. A
@@ -52,10 +49,7 @@ _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 
 
 class FreedParameter(nn.Parameter):
-    """Class of a full parameter while its unit is resharded; see [Note: freed parameters].
-
-    ``set_accessible`` changes the class of existing parameters. No object is made of this class.
-    """
+    """Class of a full parameter while its unit is resharded; see [Note: freed parameters]."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,13 +67,12 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
-        # In backward, autograd may need the values of a parameter that flatshard expected not to be
-        # read, such as an embedding table. Then the model unshards the unit.
+        # In backward, autograd may need a parameter that flatshard expected not to be read, such as
+        # an embedding table.
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # If the user reads or sets an attribute, the function is the attribute's `__get__` or
-        # `__set__`, and the attribute's name is the name of ``func.__self__``.
+        # For an attribute, the function is `__get__` or `__set__` of ``func.__self__``.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: the program used "
@@ -92,12 +85,8 @@ class FreedParameter(nn.Parameter):
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
-    """Allow or forbid operations on full parameters, by their class.
-
-    ``may_read``: True after the unit was unsharded, False after the unit was resharded.
-    """
-    # Switch between two classes instead of checking a flag in one class: to check a flag, the class
-    # would need ``__torch_function__``, which would slow down every operation in forward.
+    """Allow or forbid operations on full parameters, by their class."""
+    # To check a flag, one class would need ``__torch_function__``, which would slow down forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -109,10 +98,9 @@ _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None
 
 
 def forbid(storage: int, unit: str, rank: int) -> None:
-    """Make torch raise when the freed buffer, or a view of the buffer, is read.
+    """Make torch raise, if it can, when a freed buffer or a view of the buffer is read.
 
-    Does nothing if the installed torch does not support this. ``storage`` is the address of the
-    buffer's storage (``_cdata``). ``unit`` and ``rank`` are named in the error.
+    ``storage`` is the address of the buffer's storage (``_cdata``).
     """
     if _forbid is not None and _allow is not None:
         _forbid(storage, _message(unit, rank))
@@ -134,11 +122,7 @@ def allow(storage: int) -> None:
 
 
 class GatheredView(Tensor):
-    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
-
-    Reading operations work as usual. Writing operations raise, because a write would not reach the
-    parameter.
-    """
+    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies]."""
 
     parameter: str  # name of the parameter
 
@@ -149,10 +133,8 @@ class GatheredView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # sets an attribute, and writes no element
                 return func(*args)
-            # Replace each view by a plain tensor that is an alias of the view. Torch can then run
-            # the function, and calls `__torch_function__` of sharded tensors among the arguments.
-            # An alias has the version counter of the view, which shows below whether the function
-            # has written.
+            # Replace each view by a plain alias, with which torch can run the function. The alias
+            # has the view's version counter, which shows below whether the function has written.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = states(func, plain.values())
@@ -213,12 +195,10 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # Leave inference mode for the clone: a tensor that is made in inference mode has no
-            # version counter, by which `GatheredView` notices writes.
+            # A tensor that is made in inference mode has no version counter.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
-        # A tensor with ``requires_grad`` need not become a `GatheredView`, because autograd
-        # itself raises on an in-place write to the tensor.
+        # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.
         if tensor.requires_grad:
             return tensor
         shown = tensor.as_subclass(GatheredView)
@@ -236,8 +216,7 @@ class OutsideUse(torch.autograd.Function):
     over the ranks, and returns this rank's range of the average.
     """
 
-    # How often `forward` was called in this process, for all models. An optimizer that steps in
-    # backward compares the number with an earlier number, to notice uses outside of forward.
+    # Number of calls of `forward`, by which an optimizer that steps in backward notices uses.
     count = 0
 
     @staticmethod
@@ -310,8 +289,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     if gradient is None:
         return None
     if spec.original is not None and spec.original.full._backward_hooks:
-        # Autograd adds up all gradients of a plain parameter before it calls the hooks. Here the
-        # gradients from forward reach the full parameter, and this gradient the sharded parameter.
+        # A hook must get the sum of all gradients. Here those from forward reach the full
+        # parameter, and this gradient the sharded parameter.
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
@@ -329,11 +308,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             )
         gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
-    # Clone the gradient: the reduction overwrites its argument, and autograd may pass the same
-    # gradient to other functions.
+    # The reduction overwrites the gradient, which autograd may also pass to other functions.
     part = gradient.contiguous().clone()
-    # Average over the ranks, as data parallelism does for all gradients, because each rank has its
-    # own loss.
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
     local = spec.slice(part) / (spec.comm.size * spec.replicas.size)
@@ -344,25 +320,18 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
 def average_full_gradients(param: FlatShardTensor) -> None:
     """Register a hook that averages a full gradient before autograd adds it to ``param.grad``.
 
-    The backward of a user's ``torch.autograd.Function`` that was called with the sharded parameter
-    returns a full gradient for this rank's batch, which must be averaged over the ranks. The
-    gradients of all other operations on a sharded parameter are averaged already.
+    A user's ``torch.autograd.Function`` returns a full gradient for this rank's batch. All other
+    gradients of sharded parameters are averaged already.
     """
     with torch._C.DisableTorchFunctionSubclass():
         register_hook(param, Tensor.register_hook, partial(_averaged, param.spec))
 
 
 def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    """Register ``hook`` on the gradient of ``param`` by calling ``register(param, hook)``.
-
-    ``register``: a method of ``Tensor``, such as ``Tensor.register_hook``. Integer parameters have
-    no gradient, so they get no hook.
-    """
+    """Call ``register(param, hook)``, unless the parameter is an integer, without a gradient."""
     if param.is_floating_point() or param.is_complex():
         is_trained = param.requires_grad
-        # Register the hook even on a frozen parameter, because users may unfreeze the parameter
-        # later. torch refuses hooks on a tensor with `requires_grad=False`, so set True for the
-        # call.
+        # Users may unfreeze a frozen parameter later, on which torch refuses hooks.
         param.requires_grad_(True)
         register(param, hook)
         param.requires_grad_(is_trained)

@@ -1,7 +1,7 @@
 """Gathers full tensors from the ranks' parts, and divides full tensors into parts again.
 
-One exchange (an all-to-all of bytes) moves any number of tensors: each rank sends its elements to
-the ranks that need them. From the layout, every rank knows which elements the other ranks hold.
+One exchange (an all-to-all of bytes) moves any number of tensors. From the layout, every rank knows
+which elements the other ranks hold.
 """
 
 from __future__ import annotations
@@ -109,13 +109,11 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     sends[comm.rank], receives[comm.rank] = [], []
     if comm.size == 1:
         return lambda: None
-    # Compare names before any value is sent, also if a stream waits for the values: backends match
-    # collectives only by order, and would mix values of different tensors.
+    # Before any value is sent: backends match collectives only by order, and would mix values.
     kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
     op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
     comm.host.meet(op_name)
-    # All ranks must decide in the same way how to communicate. So decide by the layout, and not by
-    # this rank's parts.
+    # All ranks must decide in the same way: by the layout, not by this rank's parts.
     if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():

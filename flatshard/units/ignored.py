@@ -18,14 +18,12 @@ class Ignored:
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of modules that are not ignored. Stored as module and
-    # attribute, and not as tensors, because a conversion (`.to()`, for example) may replace the
-    # tensors.
+    # Ignored parameters and buffers of modules that are not ignored, by attribute, because a
+    # conversion (`.to()`, for example) may replace the tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
     names: tuple[str, ...] = ()
-    # Whether the user chose modules or parameters, but all of them are outside of the wrapped
-    # module. Then `ShardedWrapper` warns.
+    # Whether all modules and parameters that the user chose are outside of the wrapped module.
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
@@ -42,11 +40,7 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, modules: Iterable[nn.Module]) -> Ignored:
-        """Return the ignored modules and tensors that lie inside of ``modules``.
-
-        The field ``names`` of the result is empty: only the selection for the whole model has
-        names, which ranks compare when the model is wrapped.
-        """
+        """Return the ignored modules and tensors that lie inside of ``modules``, without names."""
         inside = {inner for module in modules for inner in module.modules()}
         return Ignored(
             self.modules & inside,

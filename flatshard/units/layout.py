@@ -1,12 +1,11 @@
 """``FlatLayout``: where each original parameter lies in a flat parameter, and on which rank.
 
-A flat parameter is a padded 1-D range of elements. The layout is a pure function of names, shapes,
-memory orders, alignment and world size. So every rank computes the same layout, and knows without
-communication which rank holds an element.
+The layout is a pure function of names, shapes, memory orders, alignment and world size. So every
+rank knows without communication which rank holds an element.
 
-The elements of a parameter stay in the parameter's memory order, so a view of the parameter's range
-has the same strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and
-``offset`` count elements in memory order.
+The elements of a parameter stay in memory order, so a view of the parameter's range has the same
+strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and ``offset``
+count elements in memory order.
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
       rank 0 |a a a a a a|   rank 1 |b b b b b .|
@@ -36,9 +35,8 @@ from torch import Tensor
 # In a flat parameter, every original parameter and every rank's shard begins at a multiple of this
 # number of bytes.
 ALIGNMENT_BYTES = 16
-# Bytes of a memory page. Large shards fill whole pages, so that shared memory or a file can be
-# mapped as a shard. The size is read from the system, because a page has 64 KiB on some ARM
-# systems. All ranks must have the same page size, or their layouts would differ.
+# Bytes of a memory page, which differ on some ARM systems. Large shards fill whole pages, so that
+# shared memory or a file can be mapped as a shard.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
 # Minimum size, in bytes, of a shard that fills whole pages.
 PAGED_BYTES = 1 << 20
@@ -46,16 +44,14 @@ PAGED_BYTES = 1 << 20
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
-    # Sort by stride. If several dimensions have equal strides, all except one have size 1. Put
-    # dimensions of size 1 further in, so that `strides_of` computes the same strides from the
-    # order.
+    # If several dimensions have equal strides, all except one have size 1. Put these further in, so
+    # that `strides_of` computes the same strides from the order.
     shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
     if all(shape[d] == 1 or strides[d] == dense[d] for d in order):
         return tuple(order)
-    # No order gives the tensor's strides, because the tensor overlaps itself or has gaps. Use the
-    # order of a contiguous tensor.
+    # The tensor overlaps itself or has gaps: use the order of a contiguous tensor.
     return tuple(range(len(shape)))
 
 
@@ -103,19 +99,14 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """Return a view of ``flat`` with the values and shape of the original parameter at ``span``.
-
-    ``flat`` is the unsharded flat parameter, of shape ``(padded_numel,)``.
-    """
+    """Return the view of the unsharded ``flat``, ``(padded_numel,)``, at ``span``."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
 def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """Return the elements of ``tensor`` that ``local`` selects, 1-D and in memory order.
+    """Return a rank's part ``local`` of a full ``tensor``, 1-D and in memory order.
 
-    ``tensor`` has the shape of the original parameter at ``span``, and ``local`` is one rank's part
-    of this parameter. The result is a view if ``tensor`` has the strides of ``span``, otherwise a
-    copy.
+    The result is a view if ``tensor`` has the strides of ``span``, otherwise a copy.
     """
     return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
@@ -177,10 +168,7 @@ class FlatLayout:
 
     @cached_property
     def piece_numels(self) -> list[int]:
-        """Sizes of the pieces of the flat parameter: padding, parameter, padding, ..., padding.
-
-        Most pieces of padding are empty.
-        """
+        """Sizes of the pieces of the flat parameter: padding, parameter, padding, ..., padding."""
         bounds = [bound for span in self.spans for bound in (span.start, span.end)]
         return [end - start for start, end in pairwise([0, *bounds, self.padded_numel])]
 
@@ -192,18 +180,14 @@ class FlatLayout:
         """Return the part of original parameter ``index`` that lies in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
-        # Limit the parameter's range to the shard's range. If the whole parameter is before or
-        # after the shard, this gives an empty range at the beginning or end of the shard.
+        # A parameter before or after the shard has an empty range at the shard's beginning or end.
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
         return LocalSpan(start - begin, end - begin, offset)
 
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return the ranks that hold elements of original parameter ``index``, and which elements.
-
-        ``ranks``: for each shard, the rank that holds it. The elements are in memory order.
-        """
+        """Return the ranks (``ranks``: of each shard) that hold elements, and which elements."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
         return [
@@ -236,8 +220,7 @@ class Box:
 
     offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
     sizes: tuple[int, ...]
-    # Index of the box's first element in the range that was cut into boxes. The elements of the box
-    # are contiguous in this range.
+    # Index of the box's first element in the range that was cut into boxes.
     position: int
 
     @property
@@ -250,8 +233,7 @@ def boxes_of(
 ) -> Iterator[Box]:
     """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    ``start`` and ``stop`` count elements in memory order. ``order`` lists the dimensions from the
-    outermost in memory to the innermost; None means that the tensor is contiguous.
+    ``order``: dimensions from the outermost in memory to the innermost. None: contiguous.
     """
     order = range(len(shape)) if order is None else order
     position = 0

@@ -34,10 +34,7 @@ class ModuleProxy(nn.Module):
             raise
 
     def _interrupt(self) -> None:
-        """Clean up after a forward that ended with a ``KeyboardInterrupt`` or a ``SystemExit``.
-
-        For these, torch does not call the module's hooks with ``always_call``.
-        """
+        """Clean up after a ``KeyboardInterrupt`` or ``SystemExit``, for which torch has no hook."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -46,8 +43,7 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read this property before the wrapped module is set. Then
-        # return the class of the wrapper.
+        # `Module.__init__` and unpickling read this property before the wrapped module is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -68,8 +64,7 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self.__dict__.get("_modules", {}).get("module")
-        # `unit.weight += 1` adds in place, and then assigns the parameter that the module holds
-        # already. So there is nothing to assign.
+        # `unit.weight += 1` assigns the parameter that the module holds already.
         if module is not None and value is module._parameters.get(name) is not None:
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
@@ -88,8 +83,7 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # Set `training` on both: the wrapper has this attribute, too, but the wrapped module's
-        # forward reads the attribute of the wrapped module.
+        # Both have `training`, and the wrapped module's forward reads its own.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -100,8 +94,7 @@ class ModuleProxy(nn.Module):
         own = self.__dict__
         return any(name in names for names in (own, own["_modules"], own["_buffers"]))
 
-    # For an operator such as `model[0]`, Python looks up the method on the class, and does not call
-    # `__getattr__`. So the methods below forward operators to the wrapped module.
+    # For an operator such as `model[0]`, Python does not call `__getattr__`.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -113,16 +106,14 @@ class ModuleProxy(nn.Module):
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
     def __bool__(self) -> bool:
-        # Without this method, `if model:` would call `__len__`. This would be False for a wrapped
-        # module of length zero, and raise for a wrapped module without a length.
+        # `if model:` would call `__len__`, and raise for a wrapped module without a length.
         return True
 
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
         """Register the hook, unless the wrapped module has the same hook.
 
-        Some libraries register a hook on each instance of a class. Because of ``__class__``, such a
-        library takes both the wrapped module and the wrapper for instances, and both hooks would
-        run. For example, transformers would collect every hidden state twice.
+        A library that registers a hook on each instance of a class takes both for instances:
+        transformers would collect every hidden state twice.
         """
         if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
             return RemovableHandle(OrderedDict())
@@ -133,8 +124,7 @@ class ModuleProxy(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
 
-        Because of ``__class__``, a program that edits all modules of a class would take the wrapper
-        for another module, and edit the same parameters twice.
+        A program that edits all modules of a class would edit the same parameters twice.
         """
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -152,10 +142,7 @@ class ModuleProxy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Add ``module.`` to the keys: torch loads the child ``module`` from keys with this prefix.
-
-        The names that torch then reports as missing or unexpected are cleaned of the prefix.
-        """
+        """Add ``module.`` to the keys, from which torch loads the child ``module``."""
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
@@ -173,8 +160,7 @@ class ModuleProxy(nn.Module):
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
-    # Import only here, because the import is slow. In training, the import costs no additional
-    # time, because torch's optimizers import the same module.
+    # A slow import, which torch's optimizers make anyway.
     from torch._dynamo.decorators import skip
 
     proxy.module, proxy.training = module, module.training
@@ -182,15 +168,13 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # If the caller is compiled, its graph must end at this call, because Dynamo cannot trace the
-    # unit's hooks. `skip` does this.
+    # A compiled caller's graph must end at this call: Dynamo cannot trace the unit's hooks.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read the names of a model's arguments from the signature of `forward`, so copy
-        # the signature. `inspect.signature` leaves out the first parameter of a bound method
-        # (`self`), so insert a parameter that it can leave out.
+        # Trainers read the names of a model's arguments from the signature of `forward`, of which
+        # `inspect.signature` leaves out the first parameter.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
@@ -217,14 +201,12 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 # ---------------------------------------------------------------- wrappers of torch
 
-# Wrappers of torch that must not be applied to sharded parameters. `refuse_foreign_wrapper` looks
-# for their functions on the call stack. Keys: the module and the name of the function that makes or
-# runs the wrapper. Values: the wrapper's name, for the error.
+# Functions, by module and name, that make or run wrappers of torch that must not be applied to
+# sharded parameters, with the wrapper's name for the error.
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
-    # torch's decorator `contract` makes several wrappers, and the code of each is named "wrapper".
     # "": read the wrapper's name (such as `fully_shard`) from the decorated function.
     ("torch.distributed._composable.contract", "wrapper"): "",
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
@@ -236,9 +218,7 @@ _NAMES = {name for _, name in _MAKERS}
 def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
     """Raise ValueError if another wrapper of torch is being applied to sharded parameters.
 
-    For example, DistributedDataParallel or ``parallelize_module``. The wrapper is found by its
-    functions on the call stack. The search begins at the caller of this function, and ends at the
-    frame that runs the code object ``end``. None: search the whole stack.
+    Looks for the wrapper's functions on the call stack, up to the frame that runs ``end``.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not end:

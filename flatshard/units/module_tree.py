@@ -2,16 +2,13 @@
 
 [Note: modules that are never units]
 A unit's parameters are unsharded only while the ``forward`` of the unit's module runs. If other
-code reads a parameter, the parameter must belong to an outer unit, whatever a policy chooses. So
-three kinds of modules are never units:
+code reads a parameter, the parameter must belong to an outer unit. So three kinds of modules are
+never units:
 
-- A module without ``forward`` (``ModuleList``, ``ParameterList``, ...). Nothing would unshard the
-  module.
-- All modules inside a module that reads weights of children instead of calling the children.
-  For example, ``MultiheadAttention`` passes ``out_proj.weight`` to a function. The outer module may
-  be a unit.
-- Modules inserted by ``torch.nn.utils.parametrize``. These modules run when code reads an attribute
-  of the parametrized module.
+- A module without ``forward`` (``ModuleList``, ``ParameterList``, ...).
+- All modules inside a module that reads weights of children instead of calling the children, as
+  ``MultiheadAttention`` passes ``out_proj.weight`` to a function.
+- Modules inserted by ``torch.nn.utils.parametrize``, which run when code reads an attribute.
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from flatshard.units.ignored import NOTHING, Ignored
 
-# Classes that read weights of their children. Modules of these classes and of subclasses are found
-# by the class name, because some of the classes cannot be imported everywhere: torchvision may not
-# be installed, and some classes are newer than the oldest supported torch.
+# Classes that read weights of their children, also of subclasses. By name, because torchvision may
+# not be installed, and some classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -63,8 +59,7 @@ class ModuleTree:
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the children that may be units or contain units, with their attribute names.
 
-        Closed modules are left out, because neither a closed module nor a module inside it becomes
-        a unit. Children without parameters, or with only ignored parameters, are left out, too.
+        Closed modules, and children without parameters to shard, are left out.
         """
         return [
             (name, child)
@@ -80,8 +75,7 @@ class ModuleTree:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines ``forward``, so that it can be called."""
-    # Look up `forward` statically, without calling descriptors: in a scripted module, `forward` is
-    # a descriptor that cannot be read from the class.
+    # In a scripted module, `forward` is a descriptor that cannot be read from the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
@@ -95,12 +89,11 @@ def paths(
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
     """Yield every path from ``module`` to an inner module: the name, and the modules on the path.
 
-    A shared module has several paths. The last module on the path is the inner module.
+    A shared module has several paths.
     """
     modules = (*above, module)
     yield name, modules
-    # A `ModuleProxy` takes the place of the wrapped module. So names do not contain the proxy's
-    # attribute `module`.
+    # Names do not contain the attribute `module` of a `ModuleProxy`.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
         if child is not None and child not in modules:
@@ -150,8 +143,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], modules))
             info.containers = [module for module in info.containers if module in modules]
-            # A shared module has several paths, but all paths lead to the same module and
-            # attribute, so record the place only once.
+            # A shared module has several paths to the same place.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
@@ -184,11 +176,9 @@ def unit_text(name: str) -> str:
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return the new name of a parameter whose unit was renamed.
+    """Return the new name of a parameter whose model is wrapped again inside a larger module.
 
-    The name of a unit's module changes if the model is wrapped again inside a larger module.
-    ``name``: the parameter's old name. ``before`` and ``after``: the old and the new names of the
-    unit's modules, in the same order.
+    ``before`` and ``after``: the old and the new names of the unit's modules.
     """
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):

@@ -259,9 +259,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     else:
         chosen = _ask(tree, policy)
     names = {module: name for name, module in tree.module.named_modules()}
-    # `torch.compile(block)` returns an outer module that calls the block. If a policy chose the
-    # block, make the outer module the unit instead. Then the unit's hooks run outside of the
-    # compiled graph.
+    # If a policy chose a block inside `torch.compile(block)`, the outer module becomes the unit, so
+    # that the unit's hooks run outside of the compiled graph.
     for outer in tree.candidates():
         inner = dict(outer.named_children()).get("_orig_mod")
         if inner in chosen and outer not in chosen:
@@ -279,9 +278,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
     """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # Maps each visited module to the parameters of the units in the module. A shared module is
-    # visited only once, but every parent must leave out these parameters in the count of elements,
-    # so keep the parameters.
+    # The parameters of the units in each visited module, which every parent of a shared module must
+    # leave out in the count of elements.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -290,8 +288,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # Visit the children first: the policy must be told how many elements of this module are
-            # in no unit inside it.
+            # The policy must be told how many elements of this module are in no unit inside it.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.module and has_forward(module)
@@ -396,10 +393,7 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
 
 
 def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
-    """Return the text of a warning that the policy chose no module.
-
-    The text lists classes that a policy could choose.
-    """
+    """Return a warning that the policy chose no module, with classes that it could choose."""
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
         by_class[type(module).__name__] += numel(tree.params(module))

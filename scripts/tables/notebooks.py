@@ -22,6 +22,36 @@ from nbclient import NotebookClient
 # Hide warnings of the tools that run the notebook.
 os.environ["PYTHONWARNINGS"] = "ignore:::zmq,ignore:::ipykernel"
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
+TOY = {
+    "huggingface": {
+        "hidden_size=128": "hidden_size=32",
+        "intermediate_size=344": "intermediate_size=88",
+        "num_hidden_layers=8": "num_hidden_layers=2",
+        "STEPS, ROWS, LENGTH = 100, 16, 96": "STEPS, ROWS, LENGTH = 2, 4, 32",
+        "max_new_tokens=160": "max_new_tokens=4",
+    },
+    "memory": {
+        "DEPTH = 80": "DEPTH = 8",
+        "ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]": "ranks = [1, 8, 64]",
+        'RANKS, NODE, SIZES = 4, 2, {"width": 256, "depth": 8}': (
+            'RANKS, NODE, SIZES = 2, 2, {"width": 32, "depth": 3}'
+        ),
+    },
+    "mnist": {
+        "load_mnist(ROOT, download=not is_there)": "load_digits()",
+        "width=384": "width=32",
+        "STEPS, BATCH, TEST = 300, 128, 10_000": "STEPS, BATCH, TEST = 2, 32, 64",
+    },
+    "transformer": {
+        "width=128, depth=4": "width=32, depth=2",
+        "STEPS, SAVED, ROWS = 2500, 600, 24": "STEPS, SAVED, ROWS = 4, 2, 12",
+        "sample(model, 400)": "sample(model, 8)",
+        "OTHER = 3": "OTHER = 1",
+        "RANKS = 4": "RANKS = 2",
+        "--width 256 --depth 8 --steps 4": "--width 32 --depth 3 --steps 2",
+    },
+}
+"""If TUTORIAL_TOY is set, as in the tests, the cells run with these smaller sizes."""
 
 
 def names() -> list[str]:
@@ -47,6 +77,10 @@ def execute(name: str, timeout: float | None = None) -> Any:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
     notebook = read(name)
+    sources = [cell.source for cell in notebook.cells]
+    for size, small in TOY[name].items() if "TUTORIAL_TOY" in os.environ else ():
+        (cell,) = (cell for cell in notebook.cells if size in cell.source)
+        cell.source = cell.source.replace(size, small)
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -54,7 +88,8 @@ def execute(name: str, timeout: float | None = None) -> Any:
         extra_arguments=["--log-level=ERROR"],  # the kernel would warn about TCP
     )
     client.execute()
-    for cell in notebook.cells:
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.source = source
         cell["metadata"] = {}  # remove the times of the run
         if cell.cell_type == "code":
             cell["outputs"] = joined(cell.outputs)

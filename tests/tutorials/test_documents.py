@@ -653,6 +653,25 @@ def test_versions_agree() -> None:
     assert flatshard.__version__ == newest == project[0]
 
 
+def test_changelog_is_short() -> None:
+    """A line for each thing that a user must do, gains, or got wrong; old versions a paragraph."""
+    parts = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert parts[0].startswith("Unreleased")
+    kinds = ["### Breaking", "### New", "### Fixed"]
+    for part in parts[:2]:
+        lines = [line for line in part.splitlines()[1:] if line]
+        assert len(lines) <= 40
+        headings = [line for line in lines if line.startswith("#")]
+        assert headings == [kind for kind in kinds if kind in headings]
+        for line in lines:
+            text = re.sub(r"\]\([^)]*\)", "]", line)
+            assert line[:2] in ("- ", "##"), line
+            assert len(text.split()) <= 26, line
+    for part in parts[2:]:
+        assert len(part.strip().split("\n\n")) == 2, part
+        assert len(part.split()) <= 130, part
+
+
 def _defined(path: Path) -> set[str]:
     """Public names that a module of an integration defines; its framework may be missing."""
     kinds = (ast.ClassDef, ast.FunctionDef)

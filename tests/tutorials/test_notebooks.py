@@ -113,6 +113,7 @@ def test_committed_notebook_is_of_its_script(name: str) -> None:
     source, notebook = build().read(name), committed(name)
     for cell, of_script in zip(notebook["cells"], source.cells, strict=True):
         assert "".join(cell["source"]) == of_script.source, again
+        assert not re.search(r"sys\.path|TOY|from lib\b", of_script.source)  # readers copy cells
     for output in outputs(notebook):
         text = json.dumps({k: v for k, v in output.items() if k != "data"})
         text += "".join(output.get("data", {}).get("text/plain", ()))

@@ -4,8 +4,7 @@ All parameters of a unit are unsharded together, so a unit should be a small par
 each all-gather has a fixed cost, so a unit should not have too few elements. From the root
 downwards, the policy either *opens* a module and decides about the children, or makes the module a
 unit. If a module becomes no unit, all parameters of the module are counted as parameters of the
-enclosing module. In the end, parameters outside of all units belong to the root. docs/choosing.md
-describes the choice.
+enclosing module. In the end, parameters outside of all units belong to the root.
 """
 
 from __future__ import annotations

@@ -33,13 +33,11 @@ _CHOICES = "element", "row", "tensor"
 
 # Maximum padding of a unit, as a fraction of the unit's elements.
 MAX_PADDING = 0.25
-# This number of elements of padding is always allowed, even if it is more than `MAX_PADDING` in a
-# small unit, because it costs next to nothing.
+# Elements of padding that are always allowed, because they cost next to nothing.
 FREE_PADDING = 1 << 18
 
 # `move` tries `_TRIES` shard lengths. The first is the length without boundaries, and each later
-# length is greater by 1 / `_FINENESS` of the first, so the last is an eighth greater. Greater
-# lengths are not tried: `_in_bins`, which puts whole parameters on ranks, rarely needs more.
+# length is greater by 1 / `_FINENESS` of the first, so the last is an eighth greater.
 _TRIES = 64
 _FINENESS = 512
 
@@ -47,7 +45,7 @@ _FINENESS = 512
 def as_boundary(value: object) -> Boundary:
     """Check the option ``boundary``. Raises TypeError or ValueError for an invalid value."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
-    # Refuse True and False, which are ints in Python: True would mean one element.
+    # True would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"{expected}, got {value!r}.")
     if value not in _CHOICES if isinstance(value, str) else value < 1:
@@ -56,10 +54,7 @@ def as_boundary(value: object) -> Boundary:
 
 
 def block_numel(span: ParamSpan, boundary: Boundary) -> int:
-    """Return the size, in elements, of the blocks of a parameter that must stay on one rank.
-
-    For example, with the boundary "row", each row of the parameter is a block.
-    """
+    """Return the size, in elements, of the blocks (such as rows) that must stay on one rank."""
     if isinstance(boundary, int):
         return boundary
     if boundary == "element" or not span.numel:
@@ -78,9 +73,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
     if world_size == 1 or boundary == "element" or not lower:
         return layout
 
-    # First solution: put each parameter as a whole on one rank. This satisfies every boundary, but
-    # may need long shards. The loop below looks for a better solution: all parameters in sequence,
-    # cut at allowed places, in shards that are at most as long.
+    # First solution: each parameter as a whole on one rank, which may need long shards. The loop
+    # below looks for a better one: all parameters in sequence, cut at allowed places.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = shard_length(used, align, itemsize=itemsize)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -98,8 +92,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # Sort by the start, then by the end: an empty parameter and the parameter after it have the
-    # same start, and the empty parameter must come first.
+    # By start, then by end: an empty parameter comes before the parameter after it.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -109,8 +102,7 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
-    Returns two values: a list with the rank of each parameter and its position in the rank's shard,
-    and the largest number of elements on a rank, which is the shortest possible shard.
+    Returns the rank of each parameter with its position in the shard, and the longest shard.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -167,8 +159,7 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     start = edge if numel <= block else start + (edge - start) % block
     if start == edge:
         return _first_place(edge, numel, block, shard_numel)
-    # If the parameter is so long that the end of the next shard cuts it again, the second cut must
-    # be at a multiple of `block`, too. So the length of a shard must be a multiple of `block`.
+    # If a second shard end cuts the parameter, the shard length must be a multiple of `block`, too.
     if start + numel > edge + shard_numel and shard_numel % block:
         return None
     return start

@@ -1,9 +1,8 @@
 """Extra: finds ranks that step an optimizer with different options, or different numbers of times.
 
-Such ranks would train different models without an error. When a step begins, each rank records the
-options. The exchange at the end of the next backward contains a digest of these records, and costs
-no further message. If digests differ, the ranks exchange the records, and all ranks raise. An
-option that changes between steps (by a scheduler, for example) is compared only in steps.
+When a step begins, each rank records the options. The exchange at the end of the next backward
+contains a digest of these records, and costs no further message. If digests differ, the ranks
+exchange the records, and all ranks raise.
 
 Without this folder, ranks with different options train without an error.
 """
@@ -27,9 +26,8 @@ from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]
 
-# The options that ranks compare. For torch's optimizers, ranks compare all options but those that
-# choose a kernel. Optimizers of other libraries may keep numbers in their groups that a step
-# computes from this rank's shards, so for these optimizers ranks compare only this list.
+# For torch's optimizers, ranks compare all options but those that choose a kernel. Optimizers of
+# other libraries may keep numbers in their groups that a step computes from this rank's shards.
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -81,10 +79,7 @@ class ComparedSteps(Steps):
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Names of the parameters that all ranks of the model train, keyed by the parameter's id.
-
-        Parameters that only some ranks train (experts) differ between ranks, and are left out.
-        """
+        """Names, by id, of the parameters that all ranks train (not experts of some ranks)."""
         with suppress(ReferenceError):  # the model is gone, or a part of a larger model now
             return {
                 id(param.sharded): param.name
@@ -100,7 +95,7 @@ class ComparedSteps(Steps):
         for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
             if ids not in self._groups:  # slow; a scheduler changes the options in each step
-                # Sort the names: a program may collect parameters in a set, in any order.
+                # A program may collect parameters in a set, in any order.
                 inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())
                 text = f"{len(inside)} with checksum {checksum:08x}"
@@ -152,8 +147,7 @@ def record_step(optimizer: Optimizer) -> None:
         model.facts.append(facts)
 
 
-# From now on, steps of all optimizers of wrapped models are recorded. This module is imported when
-# the first model is wrapped.
+# This module is imported when the first model is wrapped.
 at_step.append(record_step)
 
 

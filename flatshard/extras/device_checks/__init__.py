@@ -3,9 +3,8 @@
 Two kinds of tensors are checked for writes: parameters that a forward may edit (``DeviceChecks``),
 and tensors of state dicts that the program may write (``StateWrites``). Some writes do not change a
 tensor's version: a write through ``p.data``, or a collective of the program. On CPUs, the core
-finds such writes by reading some values. On an accelerator, the host would have to wait for these
-values. So this extra keeps and compares the values on the device, and reads only the results, at a
-moment when the device has usually computed them.
+finds such writes by reading some values. On an accelerator, this extra compares the values on the
+device, and reads only the results, when the device has usually computed them.
 
 In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
 
@@ -52,10 +51,7 @@ class _Differences:
     def __init__(self, of: Sequence[Any], differ: Sequence[Tensor]) -> None:
         """Start to copy the results to the host, without waiting.
 
-        Args:
-            of: the compared objects.
-            differ: for each object, a 1-D bool tensor that says which of the object's values
-                differ. All these tensors are on the same device.
+        ``differ``: for each object in ``of``, a 1-D bool tensor: which of its values differ.
         """
         self._of, self._sizes = of, [one.numel() for one in differ]
         results = torch.cat([*differ])
@@ -77,9 +73,8 @@ class _Differences:
 class DeviceChecks(ForwardEdits, StepExtension):
     """Checks the forwards of one model on an accelerator.
 
-    The error about edited parameters comes at the end of the backward that follows the forward, on
-    all ranks. If no backward follows, the error comes two forwards later, when that forward begins:
-    by then, the device has usually computed the result.
+    The error comes at the end of the next backward, on all ranks. If no backward follows, the error
+    comes when the second next forward begins.
     """
 
     name, is_made_anew = "device_checks", True
@@ -87,8 +82,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
     def __init__(self, state: RunState) -> None:
         super().__init__()
         self._state = state
-        # Flat parameters of which all values are compared: frozen flat parameters that the program
-        # has written since the first forward, and flat parameters whose version a forward changed.
+        # Flat parameters whose values are all compared: frozen flat parameters that the program has
+        # written since the first forward, and flat parameters whose version a forward changed.
         self._written: set[FlatParamHandle] = set()
         # For each flat parameter that is compared: whether all values are compared, and the values
         # before the unit's latest forward.
@@ -106,8 +101,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         look = super()._look_closely(handle)
         if handle.buffer.is_cpu or look is sample:
             return look
-        # On the host, `checksum` would wait for the device. So the core calls `sample`, which reads
-        # nothing on accelerators, and this class compares all values on the device.
+        # Not `checksum`, for which the host would wait for the device.
         self._written.add(handle)
         return sample
 
@@ -143,8 +137,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
             self._unread.append(_Differences(*zip(*self._compared, strict=True)))
             self._compared = []
         for group, digest in self._digests.items() if output is not None else ():
-            # If this rank has begun no collective in this forward, perhaps only this rank runs the
-            # forward. Then a collective here could wait forever.
+            # If this rank has begun no collective, perhaps only this rank runs the forward.
             if group.history.digest != digest:
                 assert self._state.device is not None, "digests are only taken on a device"
                 _check_order(group, self._state.device, output)
@@ -211,16 +204,12 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 
 
 def _spoil(tensor: Tensor, where: Tensor) -> None:
-    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true.
-
-    Tensors without memory of their own, such as sharded tensors, are not overwritten.
-    """
+    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true and it has memory."""
     has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not has_memory or tensor.layout is not torch.strided:
         return
     value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
-    # Torch refuses to write to an expanded tensor, so write to one element of each expanded
-    # dimension.
+    # Torch refuses to write to an expanded tensor.
     once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
     # Keep the version counter. The module may have returned its input, which autograd may have
     # saved for the backward of another model: this backward would raise if the version changed.
@@ -263,9 +252,8 @@ class StateWrites(WriteThrough):
         """Find the written tensors, and copy their values to the shards.
 
         The host waits for the device if the values of a tensor can still be copied to the shards,
-        or if the user has freed a tensor. Otherwise all shards have changed in the meantime,
-        and written values are lost anyway. Then the host does not wait: the next call reads which
-        tensors were written, so that an error can follow.
+        or if the user has freed a tensor. Otherwise the written values are lost anyway, and the
+        next call raises.
         """
         while self._unread:
             self._mark(self._unread.pop(0))

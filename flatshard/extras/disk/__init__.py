@@ -83,8 +83,6 @@ class DiskMemory(OffloadTarget):
             ) from error
 
     def _nameless(self) -> IO[bytes]:
-        # A TemporaryFile has no name in the directory. If the file system lacks O_TMPFILE, Python
-        # creates the file with a name, and removes the name immediately.
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
@@ -113,12 +111,8 @@ class DiskMemory(OffloadTarget):
         return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
-        """Create a file of ``nbytes`` zeros, which takes over reserved disk space if there is any.
-
-        Returns an open file descriptor.
-        """
-        # First shrink the reserved file by the size of the new file. If the rest of the disk is
-        # full, the new file can only use the space that the reserved file gives up.
+        """Open a new file of ``nbytes`` zeros, which takes over reserved disk space if any."""
+        # First shrink the reserved file: the rest of the disk may be full.
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
@@ -159,10 +153,7 @@ class DiskMemory(OffloadTarget):
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` if its memory is already a file; otherwise return a copy in a file.
-
-        ``tensor`` must have no gaps in memory. The copy has the strides of ``tensor``.
-        """
+        """Return ``tensor`` or a copy in a file; ``tensor`` must have no gaps in memory."""
         return self._copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -171,8 +162,7 @@ class DiskMemory(OffloadTarget):
     def _copy(self, tensor: Tensor) -> Tensor:
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        # Release the pages of both tensors. Otherwise the process's memory (RSS) would grow by
-        # every tensor that is copied.
+        # Otherwise the process's memory (RSS) would grow by every tensor that is copied.
         self.page_out(place, tensor)
         return place
 
@@ -187,17 +177,14 @@ class DiskMemory(OffloadTarget):
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:
-        # Load all pages of each file in a single call, because all pages are about to be used. This
-        # is faster than a page fault per page.
+        # A single call is faster than a page fault per page.
         for address in _addresses(tensors):
             mapped_files.want_pages(address, _mapped[address])
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # A page of a mapped file counts as memory of the process from the first use until the
-        # release here. A release costs little: the page stays in the system's file cache, and is
-        # written to disk only when memory is short. If the process soon uses the page again, the
-        # page comes from the file cache.
+        # A release costs little: the page stays in the system's file cache, and is written to disk
+        # only when memory is short.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
@@ -209,7 +196,7 @@ class DiskMemory(OffloadTarget):
 
 
 def rounded(nbytes: int) -> int:
-    """Return the length in bytes of a file for ``nbytes`` bytes, rounded up to whole pages."""
+    """Round ``nbytes`` up to whole pages."""
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
@@ -221,8 +208,7 @@ def is_on_disk(tensor: Tensor) -> bool:
 def state_disk(param: Any) -> DiskMemory | None:
     """Return the disk that keeps a parameter's optimizer state, or None if no disk does."""
     if not isinstance(param, FlatShardTensor):
-        # If no disk is in use, skip the lookup, which is slow: each optimizer step calls this
-        # function for each parameter.
+        # Each optimizer step calls this function for each parameter, and the lookup is slow.
         return _state_disks.get(param) if _state_disks else None
     target = param.spec.state_target
     return target if isinstance(target, DiskMemory) else None
@@ -234,8 +220,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# Once a part has this number of parameter bytes, it takes no further shard. With Adam, a step of a
-# part needs four times as many bytes in memory: parameters, gradients and two tensors of state.
+# A part with this number of parameter bytes takes no further shard. With Adam, a step of the part
+# needs four times as many bytes in memory.
 _PART_BYTES = 8 << 20
 
 
@@ -253,8 +239,7 @@ class DiskSteps(OptimizerExtension):
         """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
         for param in params:
             storage = state_disk(param)
-            # Move only the state of parameters that are not sharded: the state of a sharded
-            # parameter is created on the disk.
+            # The state of a sharded parameter is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
                 state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
@@ -281,8 +266,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
         for param in group["params"]:
             if state_disk(param) is None or param.grad is None:
                 continue
-            # Put all parameters of a shard into the same part, because the whole shard is stepped
-            # as a single tensor.
+            # The whole shard is stepped as a single tensor.
             own = getattr(param, "flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(StepPart(optimizer, group, []))
@@ -294,10 +278,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a step of ``params`` touches: parameters, state and gradients.
-
-    Parameters without state on a disk are skipped.
-    """
+    """Yield the parameters, state and gradients of those of ``params`` with state on a disk."""
     for param in params:
         if state_disk(param) is None:
             continue
@@ -316,12 +297,12 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # Do not step an optimizer from another library in parts: its `step` may count its calls.
+    # The `step` of an optimizer from another library may count its calls.
     if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
         return False
 
-    # Reserve the space before the step. An optimizer creates state during the first step. If the
-    # disk turned out to be full only then, the step would end after some of the parameters.
+    # If the disk turned out to be full in the step, which creates state, the step would end after
+    # some of the parameters.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -345,8 +326,7 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: in
     if param not in optimizer.state:
         nbytes = local_range(param).numel() * per_element
         return rounded(nbytes) if per_element else 0
-    # State from `load_state_dict` is in memory until the next step moves the state to files. So
-    # only state in memory still needs disk space.
+    # State from `load_state_dict` is in memory until the next step.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
@@ -357,13 +337,12 @@ def _bytes_per_element(
 ) -> int | None:
     """Return how many bytes of state ``optimizer`` keeps per element of a parameter like ``param``.
 
-    Returns None if a step changes options of the parameter group (a step count, for example). Such
-    an optimizer cannot be stepped in parts, because each part would change the group again.
+    Returns None if a step changes options of the parameter group (a step count, for example),
+    because each part would change the group again.
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Step a small probe parameter, to see the state that the optimizer creates. Use this optimizer,
-    # not a new optimizer of the same class: the arguments of the constructor are not known.
+    # Step a small probe parameter with this optimizer: the arguments for a new one are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])
@@ -378,10 +357,9 @@ def _bytes_per_element(
     )
 
 
-# Importing this module extends the steps of all optimizers of the process. The module is imported
-# when the first model with `CPUOffload(path=...)` is wrapped.
+# Imported when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 extensions.append(_steps)
-# torch runs this global hook after the optimizer's own hooks, including flatshard's hook, which
-# puts the sharded parameters and the state back.
+# torch runs this global hook after the optimizer's own hooks, of which flatshard's puts the sharded
+# parameters and the state back.
 register_optimizer_step_post_hook(_after_step)

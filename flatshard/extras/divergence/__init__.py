@@ -1,10 +1,9 @@
 """Extra: lets some ranks skip a unit in a step, or run units in a different order.
 
-Such a unit is called divergent. Every rank must take part in an all-gather, so a divergent unit
-cannot be all-gathered at the moment when a rank runs the unit. Instead, all ranks all-gather all
-divergent units when the outermost forward begins, and keep these units unsharded until the
-outermost backward ends. Then all ranks reduce the gradients of each divergent unit with gradients
-on at least one rank.
+A divergent unit cannot be all-gathered when a rank runs it, because every rank must take part.
+Instead, all ranks all-gather all divergent units when the outermost forward begins, and keep them
+unsharded until the outermost backward ends. Then they reduce the gradients of each divergent unit
+that has gradients on any rank.
 
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises ``MissingExtraError``.
 """
@@ -67,16 +66,12 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # After a failed step, the unit may still be unsharded on some ranks. These ranks would
-            # skip the all-gather below, and all other ranks would wait. So reshard on all ranks
-            # first.
+            # After a failed step, the unit may still be unsharded on some ranks, which would skip
+            # the all-gather below.
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
-            # The all-gather of a unit does not change the unit's modules: they hold sharded
-            # parameters until a forward of the unit calls `Forward.unshard`, which waits for the
-            # all-gather and puts the full parameters into the modules. The call is skipped if the
-            # unit is in phase FORWARD and already unsharded, and the modules would then compute
-            # with sharded parameters. So enter phase FORWARD only if the unit is not unsharded yet.
+            # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
+            # in phase FORWARD that is already unsharded.
             if not unit.is_current:
                 unit.enter(Phase.FORWARD)
 
@@ -86,8 +81,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Finish the all-gather even if no forward used the unit on this rank: the other
-                # ranks do not write their shards until this rank has read the shards.
+                # Even if no forward used the unit: the other ranks do not write their shards until
+                # this rank has read the shards.
                 handle.wait_unshard()
                 if not handle.is_aliased:
                     handle.put_back()
@@ -100,11 +95,9 @@ class DivergentUnits(StepExtension):
 
     def begin_backward(self) -> None:
         for unit in self._units:
-            # An earlier backward may have resharded the unit, if two backwards follow a forward or
-            # two forwards come before a backward. Then this call starts another all-gather.
+            # An earlier backward may have resharded the unit.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                # Under create_graph, the second backward needs the unsharded buffers. Keep the
-                # buffers even on a rank without a call of the unit: all ranks must reshard a unit,
-                # or none, because only ranks with a resharded unit begin another all-gather.
+                # Under create_graph, the second backward needs the unsharded buffers. All ranks
+                # must reshard a unit, or none: only then they begin another all-gather.
                 unit.keep_unsharded()

@@ -3,11 +3,11 @@
 Without this folder, ``ShardedWrapper.join()`` raises ``MissingExtraError``.
 
 [Note: a rank without input]
-A rank without input runs no forward, but still holds shards and optimizer state of the model, so
-the rank must take part in all collectives. The ranks with input announce each action in a separate
-process group before the action: a forward, an all-gather, the end of a backward, clipping, or a
-step of an optimizer. The ranks without input take the same action with gradients of zero. As long
-as all ranks have input, ranks announce only each forward.
+A rank without input still holds shards and optimizer state, so it must take part in all
+collectives. The ranks with input announce each action (a forward, an all-gather, the end of a
+backward, clipping, an optimizer's step) in a separate process group, and the ranks without input
+take the same action with gradients of zero. As long as all ranks have input, they announce only
+each forward.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ _FAILED = "failed"
 
 
 class Doing(NamedTuple):
-    """An announcement of a rank: the action that the rank begins, or the rank's failure.
-
-    ``kind`` names a ``follow_`` method of ``Join``, and ``detail`` has the method's arguments.
-    """
+    """An announced action, or failure: a ``follow_`` method of ``Join``, and its arguments."""
 
     kind: str
     detail: tuple[Any, ...] = ()
@@ -66,9 +63,8 @@ def joining(
     context.extend(join)
     histories = [group.history for group in context.gather_groups]
     try:
-        # With gloo, a rank may wait before an all-gather until all ranks have compared the names of
-        # their all-gathers. Switch the comparison off: a rank without input learns of an all-gather
-        # only from a rank that begins the all-gather, and would never take part in the comparison.
+        # With gloo, ranks may compare the names of all-gathers before they begin. A rank without
+        # input learns of an all-gather too late to take part in this comparison.
         with temporarily(histories, announces=False):
             yield
             join.follow()
@@ -122,8 +118,7 @@ class Join(StepExtension):
         # Result of `_options_of` at the beginning of an optimizer's last step, keyed by `_key`.
         self._options: dict[Any, Any] = {}
 
-        # Maps each gradient to the gradient's version after backward or clipping. If the version
-        # has changed later, the program has edited the gradient.
+        # The version of each gradient after backward or clipping, to find edits by the program.
         self._published: Any = WeakTensorKeyDictionary()
         self._grads: tuple[str, ...] = ()  # result of `_look` when the present backward began
         self._versions: list[int] = []  # versions of the flat parameters after the last step
@@ -137,8 +132,7 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine`` is this rank's action, or None on a rank without input. The result is None if no
-        rank has input any more.
+        ``mine`` is None on a rank without input. The result is None if no rank has input any more.
 
         Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
         different actions, or if a rank has failed.
@@ -192,11 +186,7 @@ class Join(StepExtension):
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare gradients and buffers for a forward in which only the active ranks have input.
-
-        Gradients will be averaged over the active ranks (or over all ranks, as the user chose), and
-        buffers will be broadcast from an active rank.
-        """
+        """Prepare gradients and buffers for a forward in which only the active ranks have input."""
         size, num_active = self._comm.size, len(self._active)
         self._state.lacks_ranks = num_active < size
         for handle in self._handles:
@@ -242,8 +232,7 @@ class Join(StepExtension):
                 self._fail(f"{type(optimizer).__name__} is not known to be element-wise.")
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Do not announce a step inside of a backward. A user's hook makes such a step, and the same
-        # hook also runs on ranks without input.
+        # A user's hook that steps inside of a backward also runs on ranks without input.
         in_hook = torch._C._current_graph_task_id() != -1
         if self._leads and not in_hook and self._holds(optimizer):
             key = self._key(optimizer)
@@ -254,11 +243,7 @@ class Join(StepExtension):
         return any(p in self._numbers for group in optimizer.param_groups for p in group["params"])
 
     def _key(self, optimizer: Optimizer) -> Any:
-        """Return a key that identifies the optimizer, and is the same on all ranks.
-
-        The key consists of the name of the optimizer's class, and for each of its parameters the
-        index among the model's parameters (-1 if the parameter is not in the model).
-        """
+        """Return a key that is the same on all ranks: class name, and indices of parameters."""
         groups = optimizer.param_groups
         numbers = tuple(
             tuple(self._numbers.get(p, -1) for p in group["params"]) for group in groups
@@ -357,9 +342,7 @@ class Join(StepExtension):
                 "have no input at all, name the optimizer: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # The optimizer may also hold parameters outside of the model. On a rank without input,
-        # these parameters have only gradients of earlier steps. Do not step these parameters
-        # again, and keep their gradients as they are.
+        # Parameters outside of the model have only gradients of earlier steps here.
         others = {
             param: param.grad
             for group in found[0].param_groups
@@ -398,7 +381,7 @@ class Join(StepExtension):
 
 
 def _options_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """Return the numeric options (such as ``lr``) of each parameter group, as name and value."""
+    """Return the numeric options (such as ``lr``) of each parameter group."""
     return [
         tuple(
             (name, value.item() if isinstance(value, Tensor) else value)

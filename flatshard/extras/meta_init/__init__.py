@@ -1,10 +1,9 @@
 """Extra: initialises models on the meta device, after sharding, group by group.
 
 A group is a module with all submodules, or a whole unit. ``MetaInit``, called by
-``construction.wrap``, gives the modules of a group full plain tensors, and calls the modules' own
-functions (or the user's ``param_init_fn``) to initialise the tensors. Each rank copies its part of
-each tensor into its shard. Then the full tensors are freed before the next group gets tensors, so
-the full model never has to fit in memory.
+``construction.wrap``, gives the modules of a group full plain tensors, initialises them by the
+modules' own functions (or the user's ``param_init_fn``), copies this rank's parts into the shards,
+and frees them before the next group. So the full model never has to fit in memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises
 ``MissingExtraError``. A single case needs no folder: rank 0 has all values, all other ranks have
@@ -12,9 +11,8 @@ tensors on the meta device, and ``sync_module_states=True``.
 
 [Note: the pattern of unwritten memory]
 ``_write_pattern`` fills new tensors with a pattern. If a tensor still has the pattern after
-initialisation, the initialiser forgot the tensor, and the model would train on garbage. If a tensor
-still has the pattern at the first forward, ``leave_empty`` left the tensor empty, and
-``load_state_dict`` did not load the tensor.
+initialisation, the initialiser forgot the tensor. If a tensor still has the pattern at the first
+forward, ``leave_empty`` left it empty, and ``load_state_dict`` did not load it.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ from flatshard.units.ignored import places_in
 from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
 
-# Maps each module to functions that initialise the module's tensors, such as `reset_parameters`,
-# keyed by function name. Called only if the user passes no `param_init_fn`.
+# Functions that initialise each module's tensors, such as `reset_parameters`, keyed by name.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -75,14 +72,12 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         for reset in ("_reset_parameters", "reset_parameters"):
             if missing and callable(call := getattr(module, reset, None)):
                 found["reset_parameters()"] = call
-        # `_init_weights` of a module may also set tensors of submodules. Call `_init_weights` only
-        # if all these tensors are on the meta device, so that no existing value is overwritten.
+        # `_init_weights` may also set tensors of submodules: no existing value must be overwritten.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
         # Whether initialisation would overwrite present values. `reset_parameters` overwrites all
-        # parameters. A `param_init_fn` may keep values of parameters, but if the function calls
-        # `to_empty`, the values of ignored parameters are lost.
+        # parameters, a `param_init_fn` that calls `to_empty` ignored ones.
         overwrites = any(
             not (param is None or param.is_meta)
             and (init_fn is None or (module, attribute) in ignored.places)
@@ -114,8 +109,7 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    # In transformers, for example, the constructor of a model ends with
-    # `self.apply(self._init_weights)`, which initialises each submodule.
+    # A model's constructor in transformers ends with `self.apply(self._init_weights)`.
     found = getattr(module, "_init_weights", None)
     takes_module = inspect.ismethod(found) and len(inspect.signature(found).parameters) == 1
     return found if takes_module else None
@@ -123,10 +117,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute with a parameter or buffer that needs values.
-
-    ``meta`` is the full tensor on the meta device. For a buffer, ``handle`` and ``param`` are None.
-    """
+    """A module's attribute with a parameter or buffer (without ``handle``) that needs values."""
 
     module: nn.Module
     attribute: str
@@ -135,10 +126,9 @@ class _Slot:
     handle: FlatParamHandle | None = None
     param: OriginalParam | None = None
 
-    # Whether this is the first attribute with the parameter, whose values are kept. A tied
-    # parameter is an attribute of several modules. Each attribute is initialised, because the
-    # constructor of the model also draws random numbers for each attribute, and the random numbers
-    # for later tensors must be the same as in the constructor.
+    # Whether this is the first attribute with the parameter, whose values are kept. Each attribute
+    # of a tied parameter is initialised, so that later tensors get the same random numbers as in
+    # the model's constructor.
     is_first: bool = True
 
     @property
@@ -168,8 +158,7 @@ def _is_patterned(tensor: Tensor) -> bool:
     """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # Compare in pieces, so that `all` stops at the first piece without the pattern. In an
-    # initialised tensor, this is usually the first piece of all.
+    # In pieces, because usually the first piece of an initialised tensor lacks the pattern.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
@@ -196,8 +185,7 @@ class MetaInit:
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        # `missing` has ids from before sharding. The ids are still valid, because sharding changes
-        # the parameters but keeps the objects.
+        # Ids in `missing` are still valid, because sharding keeps the objects.
         slots = []
         for handle in handles:
             like = handle.flat_param.new_empty(0, device="meta")
@@ -227,7 +215,7 @@ class MetaInit:
                     "meta device, with different values. Call torch.manual_seed() with one seed on "
                     "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
                 )
-        # Let modules share a buffer again if they shared the buffer on the meta device.
+        # Modules that shared a buffer on the meta device share it again.
         tied: dict[int, _Slot] = {}
         for slot in buffers:
             slot.module._buffers[slot.attribute] = tied.setdefault(id(slot.meta), slot).tensor
@@ -294,8 +282,7 @@ class MetaInit:
                 except RuntimeError as error:
                     failed = error
             if start.sends:
-                # If the initialiser failed on rank 0, raise on all ranks now. Otherwise the other
-                # ranks would wait for rank 0's values of this group.
+                # Otherwise the other ranks would wait for rank 0's values of this group.
                 raise_everywhere(failed, start.world)
             elif failed is not None:
                 break
@@ -312,11 +299,9 @@ class MetaInit:
         Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
         empty.
         """
-        # If there is a `param_init_fn`, pass tensors on the meta device, as
-        # FullyShardedDataParallel does: the function calls `to_empty`.
+        # A `param_init_fn` calls `to_empty`, as for FullyShardedDataParallel.
         memory = self._device if self._init_fn is None else "meta"
-        # Switch off inference mode, if the user wraps the model in inference mode: tensors created
-        # in inference mode cannot be trained.
+        # Tensors created in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -340,10 +325,7 @@ class MetaInit:
             }
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a module left empty by ``leave_empty`` that has only non-persistent buffers.
-
-        No state dict has these buffers, so ``load_state_dict`` could not set the buffers.
-        """
+        """Initialise a left-empty module that has only buffers that no state dict has."""
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:
@@ -404,8 +386,7 @@ class MetaInit:
                     start.take_part(handle.flat_param, param, value)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
-            # Release the memory pages of shards on disk after each group. Otherwise the shards of
-            # all groups would be in memory at the end.
+            # Otherwise the shards on disk of all groups would be in memory at the end.
             for handle in _handles_of(slots):
                 handle.page_out()
 

@@ -1,8 +1,6 @@
 """Extra: warns of the first gradient with inf or NaN, and names the parameter and the rank.
 
-The extra checks each rank's own gradients, before the average over the ranks. The average would be
-non-finite on all ranks, and would not show the rank of origin. The extra only observes steps
-(``StepExtension``), and changes nothing.
+The extra checks each rank's own gradients, because their average would not show the rank of origin.
 
 Without this folder, ``ShardedWrapper.warn_non_finite()`` raises ``MissingExtraError``.
 """
@@ -32,8 +30,7 @@ class NonFiniteWatch(StepExtension):
 
     def __init__(self, rank: int, state: RunState) -> None:
         self._rank, self._state = rank, state
-        # One entry for each gradient of the present backward: names of the unit and of the
-        # parameter, and the largest magnitude in the gradient.
+        # For each gradient of this backward: the unit, the parameter, and the largest magnitude.
         self._checked: list[tuple[str, str, Tensor]] = []
 
     def begin_backward(self) -> None:
@@ -42,17 +39,13 @@ class NonFiniteWatch(StepExtension):
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.numel():
-            # The largest magnitude is NaN if a value is NaN. Use `vector_norm`, which reads the
-            # gradient only once and allocates no temporary of the gradient's size. Keep the result
-            # on the device, so the host does not wait for the device during backward.
+            # NaN if a value is NaN. `vector_norm` allocates no temporary of the gradient's size,
+            # and its result stays on the device, so the host does not wait during backward.
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Warn and stop checking if a gradient of this backward was inf or NaN.
-
-        Waits until the device has computed the gradients.
-        """
+        """Warn and stop checking if a gradient was inf or NaN. Waits for the device."""
         checked, self._checked = self._checked, []
         if not checked:
             return
@@ -73,10 +66,7 @@ class NonFiniteWatch(StepExtension):
 
 
 def watch_non_finite(state: RunState, rank: int | None) -> None:
-    """Start to check gradients on rank ``rank``, or stop checking if ``rank`` is None.
-
-    See ``ShardedWrapper.warn_non_finite``.
-    """
+    """Start to check gradients on rank ``rank``, or stop checking if ``rank`` is None."""
     before = state.extension(NonFiniteWatch.name)
     if before is not None:
         state.drop(before)

@@ -50,8 +50,7 @@ class ChosenDtypes:
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
-        # A module in several places of the model has several names, and a pattern may match any
-        # name. So collect all names before the first dtype is chosen.
+        # All names of a module in several places, because a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
             if not any(isinstance(outer, ModuleProxy) for outer in modules):
@@ -113,8 +112,7 @@ class ChosenDtypes:
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # If all parameters already have the dtype, return `Override(None)` (each parameter's own dtype)
-    # instead of `Override(dtype)`. Parameters share a flat parameter only if their overrides are
-    # equal, so fewer different overrides mean fewer flat parameters.
+    # `Override(None)` if all parameters already have the dtype: parameters share a flat parameter
+    # only if their overrides are equal.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

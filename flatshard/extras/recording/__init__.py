@@ -54,16 +54,11 @@ class StepRecorder(StepExtension):
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
     ) -> None:
-        """Begin to record the steps of ``units``.
-
-        ``collectives.record`` appends each collective to the list ``events``. The recorder reads
-        and empties the list.
-        """
+        """Begin to record the steps of ``units``, and of ``collectives.record``'s ``events``."""
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # Maps a unit's name to the unit's index. If a wrapper directly wraps another wrapper, the
-        # two units have the same name, and the name must mean the inner unit with the parameters.
-        # The inner unit comes first in `units`, so insert in reversed order: the last entry wins.
+        # Reversed, so that the inner unit with the parameters wins if a wrapper directly wraps
+        # another wrapper, and both have the same name.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()
@@ -82,8 +77,7 @@ class StepRecorder(StepExtension):
         self._held: dict[int, tuple[int, int]] = {}
         # Drop collectives that were started between two steps.
         self._events.clear()
-        # Whether the next forward begins a new step. Set when backward begins, or, in evaluation,
-        # when a forward begins.
+        # Whether the next forward begins a new step.
         self._is_over = False
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -126,8 +120,7 @@ class StepRecorder(StepExtension):
 
     def begin_backward(self) -> None:
         self._is_over = True
-        # If this backward runs inside a forward (to compute forces, for example), do not begin a
-        # backward pass: the time of this backward is part of the forward pass.
+        # A backward inside a forward (to compute forces, for example) is part of the forward pass.
         if (Kind.FORWARD_PASS, None) not in self._in_flight:
             self._in_flight[Kind.BACKWARD_PASS, None] = self._clock()
 
@@ -173,10 +166,7 @@ class StepRecorder(StepExtension):
                 return
 
     def _switch(self) -> None:
-        """Record the time since the last switch as time of the innermost work of the thread.
-
-        Called before the thread's work changes.
-        """
+        """Record the time since the last switch as time of the innermost work of the thread."""
         now = self._clock()
         if self._doing:
             kind, unit, _ = self._doing[-1]
@@ -202,18 +192,15 @@ class StepRecorder(StepExtension):
                 if kind is not Kind.GATHER_WAIT:
                     self._look_at([unit])
             if purpose == "reduce":
-                # Check the memory of all units. A unit's gradient buffer is freed as soon as this
-                # rank notices that all ranks have read the buffer, perhaps in a wait for another
-                # unit.
+                # Another unit's gradient buffer may have been freed in this wait.
                 self._look_at(self._units)
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record the size and the start time of collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # `unit` is None if the name is not found. This happens if the collective belongs to
-            # another model: the second stages of reductions (between nodes, for example) go through
-            # one queue for all models.
+            # None for a collective of another model: the second stages of reductions (between
+            # nodes, for example) go through one queue for all models.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:

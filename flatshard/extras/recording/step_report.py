@@ -68,9 +68,8 @@ class StepReport:
     begins. Under gradient accumulation, every micro-batch is a step. Several forwards before a
     backward belong to the same step, and a forward in evaluation is a step.
 
-    Times are measured on the host. On an accelerator, a range is therefore the time to launch
-    kernels. The time of the kernels themselves is part of the range in which the host waits for the
-    kernels.
+    Times are measured on the host: on an accelerator, of launching kernels, and of waiting for
+    them.
 
     Attributes:
         number: number of steps recorded before this step.
@@ -204,10 +203,8 @@ def sum_up(
     **figures: Any,
 ) -> StepReport:
     """Make a report of a step from ranges of time, communication and memory."""
-    # At every moment, the training thread does a single kind of work for a single unit, or runs
-    # code outside of flatshard. So the thread's ranges never overlap, and the sum is at most the
-    # step's time. All-gathers and reductions are not work of the thread, so their ranges may
-    # overlap other ranges.
+    # The training thread's ranges never overlap, so their sum is at most the step's time.
+    # All-gathers and reductions are not work of the thread, and may overlap.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
@@ -218,7 +215,7 @@ def sum_up(
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
         sizes = [volume.get((index, purpose), 0) for purpose in _PURPOSES]
         units.append(UnitReport(name, *times, *sizes))
-    # Start with zero bytes, which is the memory of the units before the first sample.
+    # Zero bytes before the first sample.
     held = [(0, 0), *(each for _, *each in memory.totals())]
     return StepReport(
         seconds=memory.seconds,

@@ -5,12 +5,8 @@ Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 
 [Note: float8]
 With ``gather_dtype``, each rank quantises its shard to float8 before an all-gather, with a scale
-per block of elements. As in ZeRO++ (arXiv 2306.10209), a large element therefore reduces only the
-precision of the elements in the same block.
-
-Scales are powers of two, so the product of a float8 number and the scale is exact in bfloat16 and
-wider dtypes. Values are therefore rounded only once, by the quantisation, to the relative precision
-of the float8 dtype.
+per block of elements, as in ZeRO++ (arXiv 2306.10209): a large element reduces only the precision
+of its block. Scales are powers of two, so values are rounded only once, by the quantisation.
 """
 
 from __future__ import annotations
@@ -82,15 +78,14 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
             for unit, its in planned.items()
         }
 
-    # Set the hook only after all ranks have agreed: a hook on only some ranks would deadlock.
+    # A hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # Hooks are called in the middle of a backward, after an exchange in a separate process
-        # group. Create the group now, because creating a group is collective.
+        # For an exchange before the hook is called. Creating a group is collective.
         _ = world.side_group
     context.refresh()
 
@@ -117,8 +112,7 @@ def _plan(
     for unit in units:
         if problem := _problem(unit, hook, dtype, is_average):
             raise problem
-        # A hook that only averages is never called: flatshard reduces in the dtype that the hook
-        # would use. ``ReduceQueue`` calls any other hook instead of a reduction.
+        # A hook that only averages is never called: flatshard reduces in the hook's dtype.
         planned[unit] = (
             CommHook(dtype)
             if is_average
@@ -132,9 +126,8 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
     The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
     """
-    # Compare functions, not names: another function may have the same name through
-    # ``functools.wraps``. Do not import torch's modules of hooks, because the modules need numpy.
-    # Without an earlier import, `hook` cannot be a function of these modules.
+    # Do not compare names, which ``functools.wraps`` copies. Do not import torch's modules of
+    # hooks, which need numpy: if nobody has imported a module, `hook` is not from this module.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
@@ -204,16 +197,14 @@ def _user_hook(
 
     def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
         where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # The hook of a sharded unit must fill `out`. Fill `out` with NaN first, so the user notices
-        # elements not written by the hook. The hook of an unsharded unit (NO_SHARD) averages
-        # `buffer` in place.
+        # NaN shows the user elements of `out` not written by the hook. The hook of an unsharded
+        # unit (NO_SHARD) averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:
             with watched(lambda: where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-            # Refuse hooks that return a future (as hooks for DistributedDataParallel do), because
-            # flatshard would not wait for the future.
+            # flatshard would not wait for a future, which DistributedDataParallel's hooks return.
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but the reduction must be "
@@ -278,8 +269,7 @@ class Float8Shard:
     def unpack(self, everything: Tensor, out: Tensor) -> None:
         """Undo ``pack`` for the shards of all ranks."""
         full_blocks = self.numel // BLOCK_NUMEL
-        # Unpack all ranks' shards in one call: on an accelerator, launching a small kernel takes
-        # longer than running the kernel.
+        # In one call, because launching a small kernel takes longer than running it.
         scales, elements = self._split(everything.view(-1, self.nbytes))
         parts = out.view(-1, self.numel)
         parts.copy_(elements)

@@ -3,20 +3,17 @@
 Used for ``collectives="auto"`` if this folder is installed and the system permits ranks to read
 each other's memory. Without this folder, ``collectives="auto"`` uses sockets.
 
-In a collective of ``SharedMemoryTransport``, each rank publishes the address of data for the other
-ranks. The other ranks copy the data (in an all-gather) or add up the data piece by piece (in a
-reduce-scatter), and then publish that the data are read. Each byte is copied only once.
+In a collective, each rank publishes the address of its data. The other ranks copy the data (in an
+all-gather) or add them up piece by piece (in a reduce-scatter), and then publish that they have
+read the data.
 
-Large shards are not copied at all. Each rank keeps its shard in a file in memory. Every rank maps
-all of these files, in rank order, onto a single range of addresses. This range is the unsharded
-buffer (``MappedShards``). An all-gather only waits until no rank writes a shard any more, and
-resharding drops the mapped pages. A rank must not write its shard until all other ranks have
-finished reading the shard: ``PendingSends`` waits until then.
+Large shards are not copied at all. Each rank keeps its shard in a file in memory, and maps all
+ranks' files, in rank order, into the unsharded buffer (``MappedShards``). An all-gather only waits
+until no rank writes a shard any more, and resharding drops the mapped pages. ``PendingSends`` keeps
+a rank from writing its shard until all other ranks have read the shard.
 
-The mapping is private, so writes of a module to unsharded parameters do not change the shards:
-resharding drops the written values, as with copied shards. A shard that cannot be mapped is copied
-into the buffers instead: into every rank's buffer if the shard's own rank cannot create a file, and
-only into this rank's buffer if this rank cannot map the file. Results are the same.
+The mapping is private, so writes of a module to unsharded parameters do not change the shards. A
+shard whose file cannot be created or mapped is copied into the buffers instead.
 """
 
 from __future__ import annotations
@@ -49,11 +46,9 @@ from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 from flatshard.units.layout import as_bytes
 
-# An all-gather and a reduce-scatter of the same flat parameter are requested with the same tag. Add
-# this number to the tags of reduce-scatters, which therefore use the second half of a mailbox.
+# Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.
 _REDUCING = peer_memory.TAGS // 2
-# Number of elements to read and add at a time. A piece of this size is still in the CPU's cache for
-# the addition.
+# Elements to read and add at a time, so that they are in the CPU's cache for the addition.
 _PIECE_NUMEL = 1 << 16
 
 
@@ -71,8 +66,7 @@ class SharedMemoryTransport(Transport):
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
         # For each tag: the arguments of a wait until all ranks have read this rank's last
-        # publication. The arguments are the other ranks' records of their reads, and the condition
-        # that ends the wait. The wait comes before this rank's next publication.
+        # publication, which comes before this rank's next publication.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -80,8 +74,8 @@ class SharedMemoryTransport(Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # Use this transport only with default options. A wire dtype asks for values that are
-        # rounded before they are sent, with every transport, and this transport does not round.
+        # A wire dtype asks for rounded values with every transport, and this transport does not
+        # round.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -92,7 +86,6 @@ class SharedMemoryTransport(Transport):
         return cls(members, processes, mailbox, reason) if processes else reason
 
     def accepts(self, device: torch.device, tag: int) -> bool:
-        # The mailbox has no records for larger tags: its second half is for reduce-scatters.
         return device.type == "cpu" and tag < _REDUCING
 
     def forget(self, tag: int) -> None:
@@ -108,8 +101,8 @@ class SharedMemoryTransport(Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # Set the same value on all ranks, even if only this rank copies shards: the flag decides
-        # when a unit is resharded, and all ranks must reshard at the same time.
+        # The same on all ranks, even if only this rank copies shards: all ranks must reshard at the
+        # same time.
         memory.shows_shards = can_map
         return memory
 
@@ -142,10 +135,7 @@ class SharedMemoryTransport(Transport):
         return publication
 
     def _average(self, full: Tensor, records: dict[int, Awaited], out: Tensor) -> None:
-        """Fill ``out`` with the average of all ranks' values for this rank's shard.
-
-        Adds in rank order, so that every run and every rank rounds in the same way.
-        """
+        """Fill ``out`` with this rank's part of the average, added in rank order."""
         members, itemsize = self.members, full.itemsize
         own, first = full.chunk(members.size)[members.rank], members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=full.dtype, device="cpu")
@@ -184,16 +174,14 @@ class SharedMemoryTransport(Transport):
         mapped the file. First waits until the other ranks have read the tag's previous publication.
         Collective: all ranks of the group.
         """
-        # A mailbox has only one record per tag. If this rank overwrote the record too early, a slow
-        # rank would never see the previous publication.
+        # A mailbox has only one record per tag, which a slow rank may not have seen yet.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
-        # Count the collective before the record is visible. Otherwise the deadlock detector could
-        # report this rank's collective as missing.
+        # Count the collective before the record is visible: the deadlock detector compares both.
         need = history.begin(("offer", tag), abort=lambda: _give_up(records.values()))
         number = need.number
         sends_need = history.needs(("take", tag), number, abort=lambda: _give_up(taken))
@@ -268,11 +256,7 @@ class MappedShards(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory for copies of shards in the buffer. Mapped shards need no memory.
-
-        After ``snapshot``, the whole buffer is a copy. Otherwise, only shards without a mapping are
-        copies.
-        """
+        """Bytes of copies of shards in the buffer. Mapped shards need no memory."""
         num_copied = self._transport.members.size if self._is_copy else self._num_copied
         return num_copied * self._nbytes
 
@@ -296,9 +280,8 @@ class MappedShards(BufferMemory):
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
-        # Do this at the first all-gather, not at construction. A file stays open until all ranks
-        # have mapped it. At construction, all units would have open files at the same time, and a
-        # process may have few open files.
+        # Not at construction, when all units would have open files at the same time: a process may
+        # have few open files.
         try:
             file, found = self._target.create_mapped(self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -306,8 +289,7 @@ class MappedShards(BufferMemory):
         try:
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
-            # Map the new file at the shard's old addresses, because existing tensors and views
-            # point to these addresses.
+            # At the shard's old addresses, to which existing tensors and views point.
             mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
@@ -329,8 +311,7 @@ class MappedShards(BufferMemory):
         """Map or copy the shards of all ranks into the buffer, after all have been published."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
-            # The other process keeps the file open until this rank calls `take`, so the file
-            # descriptor is still valid.
+            # The other process keeps the file open until this rank calls `take`.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
                     file = peer_memory.open_of(processes[rank].pid, record.file)
@@ -349,8 +330,7 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Publish that this rank no longer reads shards through the buffer: then the other ranks
-        # may write their shards.
+        # From now on the other ranks may write their shards.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -360,7 +340,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call `take` only after the copy: after `take`, the other ranks may write the shards.
+            # Only after the copy, because then the other ranks may write the shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -1,17 +1,16 @@
 """``PeerProcess``: reads the memory and the mailbox of another process on this host.
 
 On Linux, a process can read the memory of another process of the same user with the system call
-``process_vm_readv`` (Cross Memory Attach, as in MPI implementations). The call makes a single copy,
-directly to the destination, at the speed of memory. If the kernel or a container forbids the call
-on any rank, or if the ranks are on several hosts, no rank uses the call: ``meet`` returns the same
-answer on all ranks.
+``process_vm_readv`` (Cross Memory Attach), which copies directly to the destination. If the kernel
+or a container forbids the call on any rank, or if the ranks are on several hosts, no rank uses the
+call: ``meet`` returns the same answer on all ranks.
 
-Each rank publishes records in a mailbox, a file in memory. The other ranks map and poll the file. A
-tag is a number for all collectives of the same kind on the same flat parameter. There are two kinds
-of records: "publication n of this tag is at this address", and "this rank has taken (finished
-reading) all other ranks' publications n of this tag". Until all ranks have taken a publication, the
-published memory must not change, and no new publication may use the tag. A poll costs less than a
-microsecond. A message through a socket would cost thirty microseconds, and occupy a thread.
+Each rank publishes records in a mailbox, a file in memory that the other ranks map and poll. A tag
+is a number for all collectives of the same kind on the same flat parameter. There are two kinds of
+records: "publication n of this tag is at this address", and "this rank has taken (finished reading)
+all other ranks' publications n of this tag". Until all ranks have taken a publication, the memory
+must not change, and no new publication may use the tag. A poll costs less than a microsecond, a
+message through a socket thirty, and a thread.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from flatshard.memory import mapped_files
 
 # Number of tags in a mailbox.
 TAGS = 1 << 16
-# A mailbox has eight words for each tag: (number, address, file, check) of this rank's publication,
-# and from word `_TAKEN` on the same four words for this rank's record of having taken the other
-# ranks' publications.
+# Words per tag: (number, address, file, check) of this rank's publication, and from word `_TAKEN`
+# on the same four words for this rank's record of having taken the other ranks' publications.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
@@ -50,8 +48,7 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Reason why other processes cannot read this process. If there is such a reason, the remaining
-    # fields are not valid. "": other processes may be able to read this process.
+    # Reason why other processes cannot read this process, and the remaining fields are not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
@@ -62,17 +59,13 @@ class RankAddress(NamedTuple):
 
 
 class Mailbox:
-    """The records published by this process, in a file in memory, for other ranks to map.
-
-    If the mailbox cannot be created, ``address.problem`` contains the reason.
-    """
+    """The records published by this process, in a file in memory, for other ranks to map."""
 
     def __init__(self) -> None:
         self._file: int | None = None
         try:
             self.address = self._open()
-        # Keep the error for `meet`: an error raised only by this rank would leave the other ranks
-        # waiting in `meet`.
+        # If only this rank raised, the other ranks would wait in `meet`.
         except (OSError, ValueError) as error:
             self.address = RankAddress(f"no mailbox in shared memory: {error}")
 
@@ -80,7 +73,7 @@ class Mailbox:
         if _readv is None:
             return RankAddress("the system has no process_vm_readv")
         host = _host()
-        # Do not reserve the pages: most tags are never used, and unused pages take no memory.
+        # Most tags are never used, and their pages take no memory.
         self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
         self._words = _mapped_words(self._file)
         nonce = int.from_bytes(os.urandom(7), "little")
@@ -95,10 +88,7 @@ class Mailbox:
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish ``address`` as publication ``number`` of a tag.
-
-        ``file`` is the descriptor of an open file for the other ranks to map, or -1.
-        """
+        """Publish ``address``, and an open file to map (or -1), as publication ``number``."""
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
@@ -112,8 +102,7 @@ class Mailbox:
         words[first] = number
         words[first + 1] = address
         words[first + 2] = file
-        # Write the check last. A reader may see a half-written record, and ignores the record until
-        # its check matches.
+        # Last, because a reader ignores a record until its check matches.
         words[first + 3] = number ^ address ^ file ^ _CHECK
 
 
@@ -132,17 +121,11 @@ class PeerProcess:
             os.close(file)
 
     def read(self, address: int, out: Tensor) -> None:
-        """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor.
-
-        Raises ``RuntimeError`` if the memory of the process cannot be read.
-        """
+        """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor."""
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if the process has ended, and its memory cannot be read.
-
-        The mailbox does not show this: its mapping is still readable after the end of the process.
-        """
+        """Raise ``RuntimeError`` if the process has ended, which its mailbox does not show."""
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
@@ -150,10 +133,7 @@ class PeerProcess:
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return an object that waits until the process has read publication ``number`` of a tag.
-
-        The process calls ``take`` when it has read the publications.
-        """
+        """Return a wait until the process has read publication ``number`` of a tag."""
         # The wait also ends if the process ends without the record: then it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
@@ -179,8 +159,7 @@ class Awaited:
         """Whether ``wait`` would return or raise immediately."""
         if not self._is_over and self._process.words[self._first] == self._number:
             number, address, file, check = self._process.words[self._first : self._first + 4]
-            # If the check does not match, the other process was just writing the record. Then the
-            # next call reads the record again.
+            # Otherwise the other process was just writing the record.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
                 _order_memory()  # published memory must be read after the record, never before
@@ -193,8 +172,8 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # If another wait for the same process has timed out since this record was requested, do not
-        # wait at all. Otherwise the timeouts of waits for several records would add up.
+        # If another wait for the process has timed out since this record was requested, do not
+        # wait: timeouts would add up.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -228,7 +207,7 @@ class Awaited:
                 self._error = error
 
     def give_up(self) -> None:
-        """Make a thread that is in ``wait`` raise ``RuntimeError``. Called by another thread."""
+        """Make a thread that is in ``wait`` raise ``RuntimeError``."""
         self._is_given_up = True
 
 

@@ -61,10 +61,7 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """Keeps ``optimizer.step()`` from stepping parameters again after a step in backward.
-
-    Sets the ``.grad`` of these parameters to None, so the optimizer skips the parameters.
-    """
+    """Sets ``.grad`` to None after a step in backward, so that ``optimizer.step()`` skips it."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -86,8 +83,7 @@ class SteppedInBackward(StepExtension):
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units with reduced gradients, not stepped yet. Other gradients of such a unit may still be
-        # unreduced.
+        # Units with some reduced gradients, not stepped yet.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
@@ -101,8 +97,7 @@ class SteppedInBackward(StepExtension):
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.
 
-        Returns two values, as ``agreed`` expects: True, and texts about the optimizer and the
-        parameter groups, to be compared between ranks.
+        Returns True, and texts about the parameter groups for ``agreed`` to compare between ranks.
         """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -143,8 +138,7 @@ class SteppedInBackward(StepExtension):
     def recover(self) -> None:
         """Forget a failed backward, and set each ``.grad`` that is a ``ConsumedGrad`` to None.
 
-        Called before new gradients are computed, because autograd cannot add a gradient to a
-        ``ConsumedGrad``, the placeholder for a freed gradient.
+        Otherwise autograd would add the next gradient to the placeholder.
         """
         if torch._C._current_graph_task_id() == -1:
             self._drop_failed()
@@ -169,17 +163,13 @@ class SteppedInBackward(StepExtension):
                 for record in at_step:
                     record(optimizer)
         except RuntimeError as error:
-            # Raise the error only at the end of backward. If this rank raised now, ranks without an
-            # error would wait for this rank in the collectives of backward.
+            # Raised at the end of backward: now, other ranks would wait in its collectives.
             self._problem = error
         else:
             self._parts = self._plan_parts()
 
     def _plan_parts(self) -> dict[int, list[StepPart]]:
-        """Return the parts to step, keyed by the index of the unit.
-
-        All parameters of a part are in the same unit and the same parameter group.
-        """
+        """Return the parts (of one parameter group each) to step, keyed by the unit's index."""
         self._owned = owned = _find_owned(self._units)
         parts: dict[int, list[StepPart]] = {}
         for optimizer in self.optimizers:
@@ -196,13 +186,8 @@ class SteppedInBackward(StepExtension):
             self._reduced[unit] = None
 
     def between_units(self) -> None:
-        """Step the units with reduced gradients that this backward does not need any more.
-
-        Called in backward whenever collectives have been started, so that steps and collectives
-        overlap.
-        """
-        # If another backward runs inside this backward, the inner backward may add gradients to any
-        # unit. Then step no unit before the end of this backward.
+        """Step the units with reduced gradients that this backward does not need any more."""
+        # A backward inside this backward may add gradients to any unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -210,16 +195,14 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grads.used_by_rank)
                 handle.grads.publish([n in used for n in range(len(handle.params))])
-                # `publish` has cleared `used_by_rank`. Restore the value: at the end of backward,
-                # this rank sends the value to all ranks.
+                # `publish` has cleared this, which the rank sends at the end of backward.
                 handle.grads.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Raise the error only at the end of backward. If this rank raised now, the other
-                # ranks would wait for reductions never begun by this rank.
+                # Raised at the end of backward: now, other ranks would wait for reductions.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
@@ -233,8 +216,7 @@ class SteppedInBackward(StepExtension):
         # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
-            # After gradient accumulation, do not step a unit with a frozen parameter early: before
-            # the user froze the parameter, another rank may have accumulated a gradient for it.
+            # Before the user froze a parameter, another rank may have accumulated a gradient.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
             and not self.state.pending_sends.is_sending(handle.flat_param)
@@ -244,17 +226,13 @@ class SteppedInBackward(StepExtension):
         )
 
     def votes(self) -> bytes:
-        """Return one byte for each unit: 1 if this rank has stepped the unit in this backward."""
         return bytes(unit.index in self._stepped for unit in self._units)
 
     def tally(self, maxima: bytes) -> None:
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if any rank has already stepped a unit of ``units``.
-
-        These units got further gradients after the reduction.
-        """
+        """Raise, on all ranks, if any rank has stepped a unit that got further gradients."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
@@ -262,10 +240,9 @@ class SteppedInBackward(StepExtension):
     def end_backward(self, has_gradients: bool) -> None:
         """Step the units that were not stepped early. Raises the first error of this backward.
 
-        Called after users' post-accumulate hooks have run, because the step drops the gradients.
+        Called after users' post-accumulate hooks, because the step drops the gradients.
         """
-        # If this backward runs inside a forward, do nothing: the backward after that forward will
-        # step the units.
+        # Inside a forward: the backward after that forward will step the units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -284,8 +261,7 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Set `.grad` to a placeholder that raises on every use. Until now, `.grad` had to be
-            # None, because backward could still have added gradients to `.grad`.
+            # Not earlier, because backward could still have added gradients to `.grad`.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -315,8 +291,7 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Mark the optimizer as stepped: otherwise a learning rate scheduler would warn that
-                # it was stepped before the optimizer.
+                # Otherwise a learning rate scheduler would warn that it was stepped first.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         for param in (param for part in parts for param in part.params):
             if param.grad is not None:
@@ -331,7 +306,6 @@ def _drop_consumed(params: Iterable[nn.Parameter]) -> None:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the index of the group of each parameter, keyed by the parameter's id."""
     groups = enumerate(optimizer.param_groups)
     return {id(param): number for number, group in groups for param in group["params"]}
 
@@ -358,7 +332,7 @@ def _got_more(what: str) -> RuntimeError:
 
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
-    """Return the unit and the name of each sharded parameter, keyed by the parameter's id."""
+    """Return the unit and the name of each sharded parameter, keyed by id."""
     return {
         id(param.sharded): (unit, param.name)
         for unit in units
@@ -390,8 +364,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Disable `__torch_function__`, which would make every attribute access slow. The class needs
-    # only `__torch_dispatch__` below, called for every operation.
+    # `__torch_function__` would make every attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -399,8 +372,7 @@ class ConsumedGrad(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ZEROING:
-            # The list for `_foreach_zero_` may contain ordinary gradients and placeholders. Set the
-            # ordinary gradients to zero.
+            # The list for `_foreach_zero_` may also contain ordinary gradients.
             for tensor in args[0] if isinstance(args[0], list) else []:
                 if not isinstance(tensor, cls):
                     tensor.zero_()
@@ -417,6 +389,5 @@ class ConsumedGrad(torch.Tensor):
         )
 
 
-# From now on, `_DropConsumed` acts in the steps of all optimizers of the process. This module is
-# imported at the first call of `step_in_backward()`.
+# This module is imported at the first call of `step_in_backward()`.
 extensions.append(_DropConsumed())

@@ -66,11 +66,7 @@ class TensorParallel:
         return shown
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Convert a hook for the DTensor's gradient into a hook for the local part's gradient.
-
-        ``hook`` still receives a DTensor. If the hook computes a norm, the result is therefore the
-        norm of the whole gradient, not only of the local part.
-        """
+        """Return a hook of the local part's gradient that passes ``hook`` a DTensor."""
 
         def call(grad: Tensor) -> Any:
             result: Any = hook(self.as_dtensor(grad))
@@ -90,10 +86,7 @@ class TensorParallel:
             return shown.full_tensor().to(local.device, copy=True)  # type: ignore[no-any-return]
 
     def part_of(self, full: Tensor) -> Tensor:
-        """Return this rank's part of ``full``, a tensor that all ranks of the mesh have.
-
-        No communication.
-        """
+        """Return this rank's part of ``full``, which all ranks have. No communication."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         mesh, placements = self.layout.mesh, self.layout.placements
@@ -125,9 +118,8 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         _check(name, param, settings)
     try:
-        # Put a new parameter into the module. The DTensor object cannot become the sharded
-        # parameter: `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter,
-        # because the classes have different slots.
+        # `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter, because the
+        # classes have different slots.
         for name, (one, param) in found.items():
             _put(one, _local_part(param))
             param.flattened_as = name
@@ -138,8 +130,7 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
             _put(one, param)
         raise
     for _, param in found.values():
-        # Free the DTensor's memory. An optimizer that was made before wrapping still refers to the
-        # DTensor, and would keep the memory alive.
+        # An optimizer that was made before wrapping still refers to the DTensor.
         param._local_tensor = param._local_tensor.new_empty(0)
 
 

@@ -5,8 +5,8 @@ attributes. If a method of a torch wrapper is missing, the error names the repla
 folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
 missing attributes raise Python's ``AttributeError``.
 
-A test compares the names with the tables of docs/migration.md, and with torch's classes, to notice
-new names in torch.
+A test compares the names with the migration page's tables, and with torch's classes, to notice new
+names in torch.
 """
 
 from __future__ import annotations
@@ -175,7 +175,6 @@ def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str,
         if name not in accepted:
             close = difflib.get_close_matches(name, [*own, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            hint += " docs/migration.md lists all keywords."
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
         keyword = IGNORED.get(name) or REFUSED.get(name)
         if value is None or (keyword is not None and value == keyword.default):

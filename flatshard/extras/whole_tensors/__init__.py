@@ -1,11 +1,10 @@
 """Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
 Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
-the norm of a layer, blocks of 8-bit states. Such an optimizer steps each parameter on a single
-rank, the parameter's owner. The owner gathers the parts, keeps the optimizer's state, and scatters
-the new values. Optimizers with computations on several parameters together (LBFGS) step all
-parameters on every rank. ``StepMode`` lists all modes. ``WholeTensorAdapter`` finds the mode by
-trying copies of the optimizer.
+the norm of a layer, blocks of 8-bit states. They step each parameter on a single rank, its owner,
+which gathers the parts, keeps the optimizer's state, and scatters the new values. Optimizers that
+combine several parameters (LBFGS) step all parameters on every rank. ``WholeTensorAdapter`` finds
+the ``StepMode`` by trying copies of the optimizer.
 
 Without this folder, an optimizer not known to be element-wise raises at the first step on sharded
 parameters. The element-wise optimizers of torch, and optimizers passed to
@@ -78,10 +77,8 @@ def swap_full_in(
 ) -> ExitStack:
     """Replace sharded parameters of an optimizer by full parameters, until the stack is closed.
 
-    The state of the sharded parameters moves to the full parameters. ``full`` maps sharded to full
-    parameters. All other parameters leave the optimizer, except ``others``.
-
-    Returns a stack of actions that undo this when the stack is closed.
+    ``full`` maps sharded to full parameters, to which the state moves. All other parameters leave
+    the optimizer, except ``others``.
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
@@ -107,12 +104,12 @@ class WholeTensorAdapter(OptimizerAdapter):
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
-        # Ids of the parameters with whose gradients, not of zero, the mode was found.
+        # Ids of the parameters with whose nonzero gradients the mode was found.
         self._tried: set[int] = set()
         self._has_tried = False
         self._compile_again: Callable[[], object] | None = None
         # The owner of each parameter in its shard group, also of a removed parameter, which may be
-        # added again later. Empty if every rank steps all parameters.
+        # added again. Empty if every rank steps all.
         self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         self._params: dict[FlatShardTensor, ShardSpec] = {}  # of the last step on full parameters
         # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
@@ -124,12 +121,10 @@ class WholeTensorAdapter(OptimizerAdapter):
         # A trial may have all-gathered parameters, which ends all steps that have begun.
         stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Run the step eagerly, without compilation. Do not do so if there is a closure, which
-            # may run a compiled model: the model must stay compiled.
+            # Run the step eagerly, but not a closure, which may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` restores the stance. If a step raises and nobody uses the optimizer again,
-                # the finalizer restores the stance when this object is freed.
+                # `undo` restores the stance, or the finalizer if a step raises.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         self._choose_owners(optimizer)
@@ -143,8 +138,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
 
     def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
-        # All optimizers of torch call the closure first (LBFGS). So does an optimizer that has no
-        # gradients to begin with, or only gradients that the closure's backward will reduce.
+        # All optimizers of torch call the closure first (LBFGS). So do optimizers without reduced
+        # gradients.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -185,8 +180,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
-        # With gradients of zero, with which torch's get_state_dict steps, an optimizer may skip its
-        # computation: DAdaptSGD returns early. So repeat the trial once a gradient is not zero.
+        # With gradients of zero, as from torch's get_state_dict, an optimizer may skip its
+        # computation (DAdaptSGD). So repeat the trial once a gradient is not zero.
         grads: Any = [param.grad for param in some]
         norms = zip(some, reduction_ops.norms(grads, 1.0), strict=True)
         moving = {id(param) for param, norm in norms if norm.item() != 0}
@@ -201,7 +196,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 "parameters, but the ranks of this model together hold only a part of the DTensor. "
                 "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # Warn if every rank gets the full model, which may not fit into the memory of a rank.
+        # The full model on every rank may not fit into its memory.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
@@ -225,7 +220,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         for comm in self._comms() if self.mode is not StepMode.ON_EVERY_RANK else ():
             some = [param for param, spec in params.items() if spec.comm is comm]
             held = [{rank: e.stop - e.start for rank, e in p.spec.holders()} for p in some]
-            # Keep each parameter's earlier owner, because only the owner has optimizer state.
+            # Only the earlier owner has optimizer state.
             known = [self._owners.get(param) for param in some]
             owners = choose_owners([p.spec.shape for p in some], held, comm.size, known)
             self._owners.update(zip(some, owners, strict=True))
@@ -330,8 +325,8 @@ class WholeTensorAdapter(OptimizerAdapter):
                 grad = None if param.grad is None else next(tensors)
                 loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
                 if value is None:
-                    # Only the owner has state. Give the parameter an empty entry here: if there
-                    # were no entry, torch's get_state_dict would make a step to create state.
+                    # Only the owner has state. Without an entry, torch's get_state_dict would make
+                    # a step to create state.
                     optimizer.state[param] = {}
                     continue
                 full[param] = nn.Parameter(value, param.requires_grad)
@@ -345,8 +340,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return finish
 
     def _average(self, loss: Any) -> Any:
-        """Return the average of the ranks' losses, the loss of the whole batch. Collective."""
-        # All ranks need the same loss, because optimizers such as LBFGS decide by the loss.
+        """Return the ranks' average loss, by which optimizers such as LBFGS decide. Collective."""
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
@@ -375,8 +369,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         """Replace the optimizer's sharded parameters by full parameters. Collective."""
         self._agree_on_gradients(optimizer)
         for param, full in self._start_gather(optimizer, [*self._params])().items():
-            # Use the same parameter objects at each call of a closure, because the optimizer may
-            # keep references to the objects.
+            # The optimizer may keep references to parameters between calls of a closure.
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
@@ -403,8 +396,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             }
             everyone = comm.host.gather(described, "optimizer state")
             for number, param in enumerate(params):
-                # Skip state from a checkpoint: it is already sharded, until the next step gathers
-                # the state on the owner.
+                # State from a checkpoint is sharded until the next step.
                 if _sharded_state(optimizer.state.get(param, {})):
                     continue
                 owner = self._owners[param]
@@ -424,8 +416,7 @@ class WholeTensorAdapter(OptimizerAdapter):
     def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        Every rank steps all full parameters, so the ranks' states should be equal. But an optimizer
-        that calls collectives itself may update the state of a parameter only on one rank.
+        An optimizer that calls collectives itself may update a parameter's state on one rank only.
         """
         values = {
             f"state {name!r} of parameter {param.spec.name!r}": value
@@ -446,7 +437,7 @@ class WholeTensorAdapter(OptimizerAdapter):
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
-    """A closure for a single call: returns ``loss``, which the user's closure returned before."""
+    """Return a closure for a single call, which returns ``loss``."""
     losses = [loss]
 
     def closure() -> Any:
@@ -461,10 +452,7 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
 
 
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the owner's state, to send to other ranks, without the values of per-element state.
-
-    Meta tensors replace these values. ``whole.scatter`` sends the values instead.
-    """
+    """Return the owner's state, with meta tensors for what ``whole.scatter`` sends."""
 
     def described(_: str, value: Any) -> Any:
         if isinstance(value, FlatShardTensor):
@@ -476,10 +464,7 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """Return this rank's parts of the tensors to gather on the parameter's owner.
-
-    These are the parameter, the gradient (unless None), and state from a checkpoint.
-    """
+    """Return this rank's parts of the parameter, its gradient, and state from a checkpoint."""
     parts = [param.local.detach()]
     if param.grad is not None:
         parts.append(local_grad(param.grad, param.spec))
@@ -488,6 +473,6 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
 
 
 def _sharded_state(state: State) -> dict[str, FlatShardTensor]:
-    """Return the sharded values in a parameter's state. Such values come from a checkpoint."""
+    """Return the sharded values in a parameter's state, which come from a checkpoint."""
     values = named_values(state).items()
     return {name: value for name, value in values if isinstance(value, FlatShardTensor)}

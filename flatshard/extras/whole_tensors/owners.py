@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. With a number above
-# 1, more parameters can go to the rank that already holds most of the elements, so less data is
-# sent.
+# Maximum share of work and memory of a rank, as a multiple of an equal share. Above 1, more
+# parameters can go to the rank that already holds most of the elements.
 ABOUT_EQUAL = 1.05
 
 
@@ -16,8 +15,7 @@ def step_cost(shape: Sequence[int]) -> int:
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
-    # One Newton-Schulz iteration has two products of the matrix with a matrix of shape (rows,
-    # rows), and one product of two matrices of shape (rows, rows).
+    # A Newton-Schulz iteration multiplies the matrix by (rows, rows) twice, and (rows, rows) once.
     return rows * rows * (2 * columns + rows)
 
 
@@ -30,20 +28,13 @@ def choose_owners(
     """Choose for each parameter its owner, the rank that will step it. Returns a list of ranks.
 
     The choice gives each rank about an equal share of the work and memory, and sends few elements.
-    It depends only on the arguments, so all ranks choose the same owners.
+    All ranks choose the same owners.
 
     A parameter with an owner in ``known`` keeps this owner, and a parameter whose elements are all
-    on one rank goes to that rank. The remaining parameters are assigned in order of decreasing
-    cost. Candidates are the ranks with elements of the parameter, and the rank with the smallest
-    share so far. Among the candidates that stay within an equal share, the rank with most elements
-    of the parameter becomes the owner. If no candidate does, the rank with the smallest share
-    becomes the owner.
-
-    Args:
-        shapes: the shape of each parameter.
-        held: for each parameter, the number of its elements on each rank that has any.
-        size: number of ranks.
-        known: for each parameter, its owner, or None if it has none yet.
+    on one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
+    ranks with elements of the parameter (``held``: how many), and the rank with the smallest share
+    so far, which also is the choice if none stays within an equal share. Otherwise the candidate
+    with most elements becomes the owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

@@ -1,7 +1,6 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-A list of optimizer classes and modes would not be enough: users bring new optimizers, and the mode
-may depend on an optimizer's options.
+No list would be enough: users bring new optimizers, and the mode may depend on their options.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ Params = Sequence[Any]
 
 
 class StepMode(enum.Enum):
-    """How an optimizer steps parameters: on shards or full parameters, and on which ranks.
-
-    An optimizer that is known to be element-wise needs no mode, because it steps shards.
-    """
+    """How an optimizer steps parameters: on shards or full parameters, and on which ranks."""
 
     ON_SHARDS = "on the sharded parameters"
     IN_PARTS = "some full parameters at a time, each on one rank"
@@ -39,8 +35,7 @@ class StepMode(enum.Enum):
 
 
 # Trials multiply gradients by each of _SCALES: an optimizer may clip only gradients that are larger
-# than before (StableSPAM). Trials of full parameters step small ones, with dimensions of at most
-# _LONGEST.
+# than before (StableSPAM). Full parameters in trials have dimensions of at most _LONGEST.
 _LONGEST = 6
 _SCALES = (1.0, 1e-3, 1e3)
 
@@ -49,11 +44,8 @@ class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
     Such an optimizer (distributed Muon, for example) divides the parameters among the ranks by
-    their numbers in the parameter groups, so every rank must step all parameters. If each rank
-    stepped only the parameters that it owns, the collective would mix values of different
-    parameters.
-
-    flatshard's own collectives are not seen: they run inside operations on sharded tensors, in
+    itself, so every rank must step all parameters: otherwise the collective would mix values of
+    different parameters. flatshard's own collectives run inside operations on sharded tensors, in
     which torch turns the mode off.
     """
 
@@ -64,12 +56,11 @@ class _NoCollectives(TorchFunctionMode):
 
 
 def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Find the ``StepMode`` of an optimizer. The optimizer's state and parameters do not change.
+    """Find the ``StepMode`` of an optimizer, without a change of its state and parameters.
 
-    Collective: all ranks of the optimizer's sharded parameters, which try the same operations.
+    Collective: all ranks of the optimizer's sharded parameters.
     """
-    # Trials must not change the state of the random number generators. Do not compile the trials'
-    # steps, because compilation takes time.
+    # Trials must not change the random number generators, nor take time for compilation.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         with _NoCollectives():
@@ -77,9 +68,8 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                 if _works_on_shards(optimizer):
                     return StepMode.ON_SHARDS
             _check_attributes(optimizer)
-            # An optimizer with `eval()` (ScheduleFree, for example) replaces the weights by
-            # averages, computed from state. So every rank needs the full state. An optimizer that
-            # steps an inner optimizer (Lookahead) may replace weights, too.
+            # An optimizer with `eval()` (ScheduleFree) replaces the weights by averages, for which
+            # every rank needs the full state. So may an optimizer that steps another (Lookahead).
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
@@ -90,10 +80,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo writes to gradients in the context, if the optimizer keeps modules in an attribute.
-
-    K-FAC, for example, reads and writes the gradients of its modules, which trials do not copy.
-    """
+    """Undo writes to gradients of modules in the optimizer's attributes, as K-FAC makes them."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
@@ -119,16 +106,14 @@ def copy_with_params(
 ) -> torch.optim.Optimizer:
     """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
 
-    If an attribute of the optimizer holds parameters of the optimizer, the attribute of the copy
-    holds the new parameters instead. An optimizer in an attribute is copied in the same way.
+    Attributes with parameters hold the new ones in the copy, and inner optimizers are copied, too.
     """
-    # Make the copies without `deepcopy`, which calls `Optimizer.__setstate__`. That method changes
-    # the class: for a class that does not call `super().__init__()`, no step would work afterwards.
+    # Not by `deepcopy`, which calls `Optimizer.__setstate__`: that changes the class, and without
+    # `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}
-    # If `groups` has no new parameter for an old parameter, keep the old parameter: `memo` maps it
-    # to itself, so that `deepcopy` does not copy its memory.
+    # An old parameter without a new parameter in `groups` is kept, not copied.
     memo |= {id(old): old for one in twins for old in all_params(one)}
     # Keep modules, too: the copy of a unit would take the new parameters as its own.
     memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}
@@ -175,11 +160,9 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
             step_unhooked(twin)
     except Exception:
         return False
-    # State of one value per element is a FlatShardTensor, sharded as the parameter, and correct. A
-    # number or a tensor of one element (a step count, for example) is correct, too. But a plain
-    # tensor of several elements (the means of rows and columns in Adafactor, or values that an
-    # 8-bit optimizer quantizes in blocks) was computed as if this rank's elements were the full
-    # parameter. Such an optimizer must step full parameters.
+    # Sharded state of one value per element is correct, and so is a single number. But a plain
+    # tensor of several elements (means of rows in Adafactor, 8-bit values in blocks) was computed
+    # as if this rank's elements were the full parameter.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
@@ -213,8 +196,7 @@ def _copied(param: Tensor) -> Tensor:
 def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
     """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
 
-    The attribute may also hold a module with sharded parameters, as in K-FAC. A step replaces only
-    the parameters in ``param_groups`` by full parameters, also those of an inner optimizer.
+    A step replaces only the parameters in ``param_groups`` by full parameters.
     """
     found = with_inner(optimizer)
     known = {id(group["params"]) for one in found for group in one.param_groups}
@@ -235,8 +217,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     """Find the ``StepMode`` by trial steps of small full parameters.
 
-    Steps all of the small parameters together, and each half separately. If the results are equal,
-    the parameters do not depend on each other, and may be stepped by different owners.
+    If each half steps separately as both together, different owners may step the parameters.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
@@ -301,9 +282,8 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        # Use the same seed in all trials. If the optimizer draws random numbers, the numbers for a
-        # parameter depend on the number of parameters in a trial. So the results differ, rightly:
-        # the optimizer must step all parameters together.
+        # If the optimizer draws random numbers, the results for all parameters and for half of them
+        # differ, rightly: it must step all parameters together.
         torch.manual_seed(1)
         step_unhooked(self._twin)
 

@@ -18,21 +18,21 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
 from flatshard.extras import torch_names
 from tests.harness import allow_warnings, run_ranks
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
-OURS = inspect.signature(ShardedWrapper.__init__).parameters
+OURS = {*inspect.signature(ShardedWrapper.__init__).parameters, *wrapper.RARE}
 
 
 @pytest.mark.parametrize("wrapper", [*(one.__init__ for one in WRAPPERS), fully_shard])
 def test_every_keyword(wrapper: Any) -> None:
     theirs = {name for name in inspect.signature(wrapper).parameters if name != "self"}
     others = {*torch_names.IGNORED, *torch_names.REFUSED, *torch_names.OTHER_NAMES}
-    assert not theirs - others - set(OURS), "torch has new keywords: give each a fate"
-    assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & set(OURS)
+    assert not theirs - others - OURS, "torch has new keywords: give each a fate"
+    assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & OURS
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -93,6 +93,7 @@ def test_ignored_keywords_warn_once() -> None:
         ({"param_to_hook_all_reduce": 1}, NotImplementedError, "complete"),
         ({"bucket_cap_mbs": 1}, TypeError, "Did you mean 'bucket_cap_mb'"),
         ({"shardingstrategy": 1}, TypeError, "Did you mean 'sharding_strategy'"),
+        ({"ignore_modules": []}, TypeError, "Did you mean 'ignored_modules'"),
     ],
 )
 def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
