@@ -19,7 +19,7 @@ import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 
 PRELOAD = ("tests.compiler",)
 
@@ -175,7 +175,18 @@ def test_breaks_at_units_alone() -> None:
     run_ranks(_whole, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
-def _compiled_steps(rank: int, world_size: int) -> None:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
+    penalty = sum(param.square().sum() for param in model.parameters())
+    (model(rows).square().mean() + 0.01 * penalty).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.uncoalesced
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+def test_compiled_steps(rank: int, world_size: int) -> None:
+    """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     models = []
     for parts in ([], *every(2, [["step"], ["optimizer"]])):
         with naming(str(parts)), allow_warnings():
@@ -194,21 +205,9 @@ def _compiled_steps(rank: int, world_size: int) -> None:
         _assert_same(model, models[0])
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
-    penalty = sum(param.square().sum() for param in model.parameters())
-    (model(rows).square().mean() + 0.01 * penalty).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.uncoalesced
-def test_compiled_steps() -> None:
-    """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
-    run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
-def _features(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
         "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
@@ -235,11 +234,6 @@ def _features(rank: int, world_size: int) -> None:
                 _train(model, rank, 4)
                 models.append(model)
             _assert_same(models[1], models[0])
-
-
-@pytest.mark.uncoalesced
-def test_compiled_blocks_with_other_options() -> None:
-    run_ranks(_features, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 @allow_warnings()  # Dynamo's own

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -53,11 +53,8 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_training() -> None:
-    run_ranks(_training, 4)
-
-
-def _training(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_training(rank: int, world_size: int) -> None:
     """The loss of a rank is the mean over its tokens; the wrapper averages over both dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     dp, cp = (mesh[name].get_local_rank() for name in ("dp", "cp"))

@@ -13,7 +13,7 @@ from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every, usual_and_every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
 from tests.ways import BASIC, each_way
@@ -247,11 +247,8 @@ def _run_script(rank: int, world_size: int, script: Script, ways: list[str]) -> 
 
 
 @pytest.mark.parametrize("script", [assigned_to_data, put_away_and_back, exchanged])
-def test_script_in_mixed_precision(script: Script) -> None:
-    run_ranks(_mixed_precision, 2, script)
-
-
-def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
+@on_ranks(2)
+def test_script_in_mixed_precision(rank: int, world_size: int, script: Script) -> None:
     """Where plain parameters do not compute themselves: the edits must reach what does."""
     precision = MixedPrecision(param_dtype=torch.float32)
     sharded, plain = pair(rank, world_size, "no_shard", mixed_precision=precision)
@@ -265,11 +262,8 @@ def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
 # ---------------------------------------------------------------- refused
 
 
-def test_what_needs_the_whole_tensor() -> None:
-    run_ranks(_needs_whole, 2)
-
-
-def _needs_whole(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
     """What reads is right, what writes is a named error and changes nothing on any rank."""
     for way in SHARDED:
         with naming(way):
@@ -311,12 +305,9 @@ def _needs_whole(rank: int, world_size: int) -> None:
             assert_same(sharded.model, plain.model, 1e-12)
 
 
-def test_added_in_place_through_a_unit() -> None:
+@on_ranks(2)
+def test_added_in_place_through_a_unit(rank: int, world_size: int) -> None:
     """As a LoRA's merge: Python then assigns the result to the attribute, which raised."""
-    run_ranks(_added_in_place, 2)
-
-
-def _added_in_place(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=policy)
     before = model[0].weight.full_tensor()
@@ -325,11 +316,8 @@ def _added_in_place(rank: int, world_size: int) -> None:
     assert torch.equal(model[0].weight.full_tensor(), before + 1)
 
 
-def test_replaced_parameter() -> None:
-    run_ranks(_replaced, 2)
-
-
-def _replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_parameter(rank: int, world_size: int) -> None:
     """Without sharding the new parameter computed, and nobody averaged its gradient."""
     for way in BASIC:
         with naming(way):
@@ -340,11 +328,8 @@ def _replaced(rank: int, world_size: int) -> None:
                 sharded.loss(0).backward()
 
 
-def test_construction_leaves_no_graph() -> None:
-    run_ranks(_no_graph, 2)
-
-
-def _no_graph(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_construction_leaves_no_graph(rank: int, world_size: int) -> None:
     """The shard was copied from the originals under autograd, whose graph kept these alive."""
     for way in BASIC:
         sharded, _ = pair(rank, world_size, way)
@@ -357,12 +342,9 @@ def _handles(run: Run) -> list[FlatParamHandle]:
     return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
 
 
-def test_data_edited_between_two_forwards() -> None:
+@on_ranks(2)
+def test_data_edited_between_two_forwards(rank: int, world_size: int) -> None:
     """Without no_grad, the second forward used the weights that the first had gathered."""
-    run_ranks(_edited_data, 2)
-
-
-def _edited_data(rank: int, world_size: int) -> None:
     sharded, plain = pair(rank, world_size, "full")
     for run in (sharded, plain):
         run.evaluate()
@@ -373,12 +355,9 @@ def _edited_data(rank: int, world_size: int) -> None:
 
 
 @each_way
-def test_moving_to_meta_is_refused(way: str) -> None:
+@on_ranks(2)
+def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
     """to("meta") threw the weights away and left a model that crashed later."""
-    run_ranks(_to_meta, 2, way)
-
-
-def _to_meta(rank: int, world_size: int, way: str) -> None:
     run, _ = pair(rank, world_size, way)
     with pytest.raises(RuntimeError, match="meta"):
         run.model.to("meta")

@@ -8,7 +8,7 @@ from flatshard.engine import backward, forward, handle, unit
 from flatshard.engine.events import StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.options.extras import EXTRAS, default_extra
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 
 NAMES = list(EXTRAS)
@@ -47,11 +47,8 @@ class _Voter(StepExtension):
         self.maxima = list(maxima)
 
 
-def test_an_extension_leaves_in_an_event() -> None:
-    run_ranks(_leaves, 2)
-
-
-def _leaves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_extension_leaves_in_an_event(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     state = model._sharded_unit.context
@@ -65,11 +62,8 @@ def _leaves(rank: int, world_size: int) -> None:
     assert state.extension(NAMES[0]) is None
 
 
-def test_votes_of_all_ranks() -> None:
-    run_ranks(_votes, 2)
-
-
-def _votes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_votes_of_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     acts: list[str] = []
@@ -96,11 +90,6 @@ def test_core_names_no_watcher() -> None:
         assert "NonFinite" not in words
 
 
-def test_a_failed_inner_backward_lets_the_forward_go_on() -> None:
-    """Its unit is in BACKWARD then, and is called again."""
-    run_ranks(_inner_backward_fails, 2)
-
-
 class _Energy(nn.Module):
     """Computes forces of a term by an inner backward, which fails."""
 
@@ -120,7 +109,9 @@ def _fail(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def _inner_backward_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failed_inner_backward_lets_the_forward_go_on(rank: int, world_size: int) -> None:
+    """Its unit is in BACKWARD then, and is called again."""
     from flatshard import ShardedWrapper
     from flatshard.wrap import ModuleWrapPolicy
 

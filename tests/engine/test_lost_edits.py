@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.module import run as model_run
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
 
 pytestmark = pytest.mark.by_turns
@@ -111,22 +111,16 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def test_named_on_all_ranks() -> None:
-    run_ranks(_named, 2, group_timeout=5)
-
-
-def _named(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=5)
+def test_named_on_all_ranks(rank: int, world_size: int) -> None:
     for message, run in MISTAKES.items():
         for keywords in ({}, {"collectives": "sockets", "sharding_strategy": "SHARD_GRAD_OP"}):
             with naming(message), pytest.raises((RuntimeError, ValueError), match=message):
                 run(keywords)
 
 
-def test_looked_for_in_every_forward() -> None:
-    run_ranks(_edited_late, 2)
-
-
-def _edited_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
     """Once, forwards 3 to 9 and 11 to 99 were not looked at: an encoder that starts late was."""
     for frozen, was_written, first in (
         (True, True, 3),
@@ -154,12 +148,9 @@ def _edited_late(rank: int, world_size: int) -> None:
         assert all("momentum encoder (MoCo, BYOL) between steps" in m for m in found.values())
 
 
-def test_a_copy_on_one_rank_alone() -> None:
+@on_ranks(2, group_timeout=5)
+def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
     """Its number was taken for that of another model."""
-    run_ranks(_copied_on_one, 2, group_timeout=5)
-
-
-def _copied_on_one(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for _ in range(2):
         model = case.wrap(case.model(), sharding_strategy="NO_SHARD")
@@ -168,11 +159,8 @@ def _copied_on_one(rank: int, world_size: int) -> None:
             copy.deepcopy(model)
 
 
-def test_steps_register_nothing() -> None:
-    run_ranks(_registers, 2)
-
-
-def _registers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_steps_register_nothing(rank: int, world_size: int) -> None:
     """Else every step would look at all modules."""
     for keywords in (
         {},
@@ -234,11 +222,8 @@ class _Undone(_Renormed):
         return output
 
 
-def test_same_values_written_in_forward() -> None:
-    run_ranks(_same_values, 2)
-
-
-def _same_values(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
     """Only other values are an edit, whenever the writes begin; all ranks raise together."""
     for kind, layer, first, at in (
         ("right", _Adapted, 0, None),

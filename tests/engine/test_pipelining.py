@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -99,11 +99,8 @@ def _schedules(rank: int, world_size: int, dp: int) -> None:
                 assert_same(model.state_dict(), plain[i].state_dict())
 
 
-def test_tensor_parallel_stages() -> None:
-    run_ranks(_tensor_parallel, 8)
-
-
-def _tensor_parallel(rank: int, world_size: int) -> None:
+@on_ranks(8)
+def test_tensor_parallel_stages(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     number = mesh["pp"].get_local_rank()
     # Of each stage the first layer is cut by columns, the second by rows.

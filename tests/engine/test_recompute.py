@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from flatshard import ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
@@ -138,21 +138,20 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
-)
-@pytest.mark.uncoalesced
-def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
-    run_ranks(_train_and_count, 2, kind, way)
-
-
 def _nth(way: str) -> int:
     """Of what is crossed with the ways, the usual one meets all."""
     return 1 if way == "full" else 2
 
 
-def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
+)
+@pytest.mark.uncoalesced
+@on_ranks(2)
+def test_same_numbers_and_no_gather_too_many(
+    rank: int, world_size: int, kind: str, way: str
+) -> None:
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
@@ -210,11 +209,8 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 @each_way
 @both_kinds
 @pytest.mark.uncoalesced
-def test_around_the_whole_wrapper(kind: str, way: str) -> None:
-    run_ranks(_whole, 2, kind, way)
-
-
-def _whole(rank: int, world_size: int, kind: str, way: str) -> None:
+@on_ranks(2)
+def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
     case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=4)
     model = _wrap(case, way)
@@ -308,11 +304,8 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
 @pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])
 @each_way
 @pytest.mark.uncoalesced
-def test_checkpoint_wrappers(way: str, build: Callable[[str, Case], ShardedWrapper]) -> None:
-    run_ranks(_wrapper_modules, 2, way, build)
-
-
-def _wrapper_modules(
+@on_ranks(2)
+def test_checkpoint_wrappers(
     rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
 ) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
@@ -338,11 +331,8 @@ def _wrapper_modules(
 
 @pytest.mark.parametrize("way", BASIC)
 @both_kinds
-def test_scripts(kind: str, way: str) -> None:
-    run_ranks(_run_scripts, 2, kind, way)
-
-
-def _run_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
+@on_ranks(2)
+def test_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
     scripts = (_accumulate, _two_forwards, _evaluate_between, _fail_in_recomputation)
     for script in every(_nth(way), scripts, start=list(BASIC).index(way)):
         with naming(script.__name__), _no_input_gradients():
@@ -441,12 +431,11 @@ class _Boxes(nn.Module):
 
 @pytest.mark.parametrize("kind", [_Box, _Record])
 @each_way
-def test_checkpoint_in_a_unit_that_returns_an_object(way: str, kind: type) -> None:
+@on_ranks(2)
+def test_checkpoint_in_a_unit_that_returns_an_object(
+    rank: int, world_size: int, way: str, kind: type
+) -> None:
     """Outputs were not found in the object, so nothing was gathered for the recomputation."""
-    run_ranks(_boxed, 2, way, kind)
-
-
-def _boxed(rank: int, world_size: int, way: str, kind: type) -> None:
     case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
     sharded, plain = pair(rank, world_size, way, case)
     for run in (sharded, plain):
@@ -485,16 +474,13 @@ class _Readers(nn.Module):
 
 @each_way
 @pytest.mark.uncoalesced
-def test_checkpointed_unit_that_sums_a_childs_weight(way: str) -> None:
+@on_ranks(2)
+def test_checkpointed_unit_that_sums_a_childs_weight(rank: int, world_size: int, way: str) -> None:
     """A sum over ranks saved a tensor for backward, the sum of an unsharded weight saves none.
 
     The child is resharded after its first pass in forward, and not in the recomputed forward, so
     the checkpoint counted one saved tensor fewer.
     """
-    run_ranks(_sums_weight, 2, way)
-
-
-def _sums_weight(rank: int, world_size: int, way: str) -> None:
     case = Case("readers", _Readers, vectors, (_Reader, _Child))
     sharded, plain = pair(rank, world_size, way, case)
     with allow_warnings():  # the sum is taken outside the child's forward

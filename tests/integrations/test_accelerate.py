@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
@@ -221,11 +221,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
         run.steps(1)
 
 
-def test_refuses() -> None:
-    run_ranks(_refuses, 2, preload=PRELOAD)
-
-
-def _refuses(rank: int, world_size: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_refuses(rank: int, world_size: int) -> None:
     with accelerators(rank, world_size) as (_, ours):
         from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
 from flatshard.optimizer import adapter
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
 
@@ -30,11 +30,8 @@ KINDS: dict[str, Any] = {
 }
 
 
-def test_buckets_change_nothing() -> None:
-    run_ranks(_compare, 2)
-
-
-def _compare(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_change_nothing(rank: int, world_size: int) -> None:
     for kind in KINDS:
         with naming(kind):
             joined = _train(rank, world_size, kind)
@@ -66,11 +63,8 @@ def _train(rank: int, world_size: int, kind: str) -> Any:
 # ---------------------------------------------------------------- by which kernel
 
 
-def test_fused_where_it_is_left_open() -> None:
-    run_ranks(_by_kernel, 2)
-
-
-def _by_kernel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fused_where_it_is_left_open(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     called = 0
     fused_adamw = torch._fused_adamw_
@@ -113,11 +107,6 @@ def _num_params(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-@pytest.mark.uncoalesced  # one parameter for each layer
-def test_the_optimizer_sees_a_parameter_per_shard() -> None:
-    run_ranks(_seen, 2)
-
-
 class _Watching(torch.optim.Optimizer):
     """Plain gradient descent that remembers what it saw."""
 
@@ -133,7 +122,9 @@ class _Watching(torch.optim.Optimizer):
             param.sub_(param.grad, alpha=0.1)
 
 
-def _seen(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced  # one parameter for each layer
+@on_ranks(2)
+def test_the_optimizer_sees_a_parameter_per_shard(rank: int, world_size: int) -> None:
     declare_elementwise(_Watching)
     case = CASES["mlp"]
     model = case.wrap(case.model())
@@ -144,12 +135,9 @@ def _seen(rank: int, world_size: int) -> None:
     assert sum(optimizer.lengths) >= sum(param.local.numel() for param in trainable(model))
 
 
-def test_state_stays_where_it_is() -> None:
+@on_ranks(3)
+def test_state_stays_where_it_is(rank: int, world_size: int) -> None:
     """Also where the first of neighbours lies on another rank."""
-    run_ranks(_stays, 3)
-
-
-def _stays(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     assert rank == 0 or any(p.local.numel() == 0 for p in model.parameters()), "no such case"
@@ -163,12 +151,9 @@ def _stays(rank: int, world_size: int) -> None:
     assert places[2] == places[0]
 
 
-def test_norms_and_means_of_state() -> None:
+@on_ranks(3)
+def test_norms_and_means_of_state(rank: int, world_size: int) -> None:
     """State was 1-D and had only this rank's elements: a norm was wrong without an error."""
-    run_ranks(_reads_state, 3)
-
-
-def _reads_state(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for kind, make in KINDS.items():
         with naming(kind):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import (
     OPTIMIZERS,
@@ -56,11 +56,8 @@ def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     ).split(),
 )
 @each_way
-def test_equals_the_plain_models(name: str, way: str) -> None:
-    run_ranks(_same_at_any_moment, 2, name, way)
-
-
-def _same_at_any_moment(rank: int, world_size: int, name: str, way: str) -> None:
+@on_ranks(2)
+def test_equals_the_plain_models(rank: int, world_size: int, name: str, way: str) -> None:
     case = CASES[name]
     plain = case.model()
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -91,11 +88,8 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
 
 
 @each_way
-def test_names_are_the_plain_models(way: str) -> None:
-    run_ranks(_names, 2, way)
-
-
-def _names(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_names_are_the_plain_models(rank: int, world_size: int, way: str) -> None:
     for name in ("mlp", "tied-across-units", "tied-blocks", "nested", "batch-norm"):
         case = CASES[name]
         plain = case.model()
@@ -108,11 +102,8 @@ def _names(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_after_training(way: str) -> None:
-    run_ranks(_after_training, 2, way)
-
-
-def _after_training(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_after_training(rank: int, world_size: int, way: str) -> None:
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     early = model.state_dict()
@@ -140,11 +131,8 @@ def _after_training(rank: int, world_size: int, way: str) -> None:
     model(case.batch(0, 2)[0]).sum().backward()
 
 
-def test_prefix_and_pickling() -> None:
-    run_ranks(_prefix_and_pickling, 2)
-
-
-def _prefix_and_pickling(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefix_and_pickling(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     plain = case.model()
     model = case.wrap(case.model())
@@ -175,11 +163,8 @@ ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 
 
 @each_way
-def test_on_rank_0_alone(way: str) -> None:
-    run_ranks(_on_rank_0_alone, 2, way)
-
-
-def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
     """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
     for name in ("nested", "tied-across-units", "batch-norm"):
         case = CASES[name]
@@ -196,11 +181,8 @@ def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
         _assert_identical(model.state_dict(), plain.state_dict())
 
 
-def test_settings_of_state_dicts() -> None:
-    run_ranks(_settings, 2)
-
-
-def _settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     optimizer = OPTIMIZERS["sgd"](trainable(model))
@@ -267,11 +249,8 @@ def test_load_from_ddp(way: str) -> None:
     run_ranks(_load, 2, "batch-norm", way, "module.")
 
 
-def test_torchs_functions() -> None:
-    run_ranks(_torchs_functions, 2)
-
-
-def _torchs_functions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_functions(rank: int, world_size: int) -> None:
     """What DistributedDataParallel's and FSDP2's users save and load models with."""
     for name in ("tied-across-units", "nested", "batch-norm"):
         case = CASES[name]
@@ -309,11 +288,8 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
 
 
 @each_way
-def test_training_goes_on_from_loaded_weights(way: str) -> None:
-    run_ranks(_train_and_load_back, 2, way)
-
-
-def _train_and_load_back(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_from_loaded_weights(rank: int, world_size: int, way: str) -> None:
     """A restart from the initial weights, in a model that was trained, ends as a fresh one."""
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -324,11 +300,8 @@ def _train_and_load_back(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_load_into_a_part(way: str) -> None:
-    run_ranks(_load_into_a_part, 2, way)
-
-
-def _load_into_a_part(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_load_into_a_part(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     plain = case.model()
@@ -346,11 +319,8 @@ def _load_into_a_part(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_missing_and_unexpected_keys(way: str) -> None:
-    run_ranks(_missing_and_unexpected, 2, way)
-
-
-def _missing_and_unexpected(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     plain = case.model()
@@ -371,11 +341,8 @@ def _missing_and_unexpected(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_wrong_shape_names_the_parameter(way: str) -> None:
-    run_ranks(_wrong_shape, 2, way)
-
-
-def _wrong_shape(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_wrong_shape_names_the_parameter(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     before = snapshot(model)
@@ -389,11 +356,8 @@ def _wrong_shape(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_dtype_is_cast(way: str) -> None:
-    run_ranks(_dtype, 2, way)
-
-
-def _dtype(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_dtype_is_cast(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     plain = case.model()
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -404,11 +368,8 @@ def _dtype(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_assign_is_refused(way: str) -> None:
-    run_ranks(_assign, 2, way)
-
-
-def _assign(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_assign_is_refused(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     for target in (model, model.module, model.fc1):

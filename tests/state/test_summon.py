@@ -13,7 +13,7 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm.communicator import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
 from tests.side import Run, pair
@@ -277,11 +277,8 @@ def _rank0_only(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_rank0_only_with_writeback() -> None:
-    run_ranks(_rank0_writeback, 2)
-
-
-def _rank0_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank0_only_with_writeback(rank: int, world_size: int) -> None:
     sharded, _ = pair(rank, world_size, "full")
     for kind in ("gather", "scalars"):
         with collectives_of(kind) as issued:
@@ -290,11 +287,8 @@ def _rank0_writeback(rank: int, world_size: int) -> None:
         assert not issued
 
 
-def test_rank0_only_edits_on_other_ranks() -> None:
-    run_ranks(_rank0_edits, 2)
-
-
-def _rank0_edits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank0_only_edits_on_other_ranks(rank: int, world_size: int) -> None:
     """Rank 0's edit is undone and the other's would stay: a mixture."""
     sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
@@ -308,11 +302,8 @@ def _rank0_edits(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # one unit after another
-def test_other_ranks_hold_one_unit_at_a_time() -> None:
-    run_ranks(_memory, 2)
-
-
-def _memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_ranks_hold_one_unit_at_a_time(rank: int, world_size: int) -> None:
     """At each gather no other whole tensor is alive on rank 1, and none is once all is gathered."""
     width, depth = 64, 6
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
@@ -435,11 +426,8 @@ def _unreduced(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "no_shard"])
-def test_gradient_on_some_ranks(way: str) -> None:
-    run_ranks(_some_ranks, 2, way)
-
-
-def _some_ranks(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_gradient_on_some_ranks(rank: int, world_size: int, way: str) -> None:
     """The error comes on all ranks, before one waits for another."""
     sharded, _ = pair(rank, world_size, way)
     sharded.loss(0).backward()

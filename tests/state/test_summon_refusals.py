@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.oracle import assert_same
 from tests.side import pair
 from tests.state.summoning import assert_trains_alike, each_way, summon
@@ -115,22 +115,16 @@ def _step_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_part_of_a_unit() -> None:
-    run_ranks(_part, 2)
-
-
-def _part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_part_of_a_unit(rank: int, world_size: int) -> None:
     """It did nothing, and left the parameters sharded."""
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
 
 
-def test_replaced_before() -> None:
-    run_ranks(_replaced_before, 2)
-
-
-def _replaced_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_before(rank: int, world_size: int) -> None:
     """The new parameter was overwritten without a word."""
     sharded, _ = pair(rank, world_size, "full")
     sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))

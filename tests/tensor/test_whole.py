@@ -13,7 +13,7 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.whole import Moved
 from tests.combinations import every
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
@@ -89,12 +89,9 @@ def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str)
         assert torch.equal(param.full_tensor(), expected[name]), name
 
 
-def test_owners_first_with_hybrid_shard_op() -> None:
+@on_ranks(4)
+def test_owners_first_with_hybrid_shard_op(rank: int, world_size: int) -> None:
     """The first exchange of a model also finds out which rank holds which shard."""
-    run_ranks(_owners_first, 4)
-
-
-def _owners_first(rank: int, world_size: int) -> None:
     expected, params = _params("hybrid-op")
     parts = [(param.spec, param.local.detach(), 0) for param in params.values()]
     found = whole.start_gather(parts, "to rank 0")()
@@ -102,11 +99,8 @@ def _owners_first(rank: int, world_size: int) -> None:
         assert full is None if rank else torch.equal(full, expected[name]), name  # type: ignore[arg-type]
 
 
-def test_each_element_is_sent_once_to_each_rank() -> None:
-    run_ranks(_traffic, 3)
-
-
-def _traffic(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_each_element_is_sent_once_to_each_rank(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = ShardedWrapper(nn.Linear(64, 64))
     params = [param for param in model.parameters() if isinstance(param, FlatShardTensor)]
@@ -126,12 +120,9 @@ def _traffic(rank: int, world_size: int) -> None:
     ]
 
 
-def test_different_tensors() -> None:
+@on_ranks(2, group_timeout=60)
+def test_different_tensors(rank: int, world_size: int) -> None:
     """All ranks raise, before any value is sent, and the ranks are in step afterwards."""
-    run_ranks(_different, 2, group_timeout=60)
-
-
-def _different(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
     weight, bias, other, *_ = model.parameters()
     assert all(isinstance(param, FlatShardTensor) for param in (weight, bias, other))

@@ -17,7 +17,7 @@ from flatshard.memory_plan import predict
 from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS, assert_same
 
@@ -81,11 +81,8 @@ ORDERS: dict[str, Callable[[int, int], list[int]]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_the_plain_model(world_size: int) -> None:
-    run_ranks(_equals, world_size)
-
-
-def _equals(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_equals_the_plain_model(rank: int, world_size: int) -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets"},
@@ -132,11 +129,8 @@ def _train(
     assert_same(model, plain)
 
 
-def test_every_tiny_model() -> None:
-    run_ranks(_tiny, 2)
-
-
-def _tiny(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_tiny_model(rank: int, world_size: int) -> None:
     """Coalesced, and with every parameter of the root reduced by itself."""
     for name, case in CASES.items():
         with naming(name):
@@ -155,11 +149,8 @@ def _tiny(rank: int, world_size: int) -> None:
             assert_same(parted, apart)
 
 
-def test_collectives_and_report() -> None:
-    run_ranks(_collectives, 2)
-
-
-def _collectives(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_collectives_and_report(rank: int, world_size: int) -> None:
     model = wrapped()
     units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]
     assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-2]] == [
@@ -183,11 +174,8 @@ def _collectives(rank: int, world_size: int) -> None:
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
 
-def test_large_parameters_of_the_root() -> None:
-    run_ranks(_large_parameters, 2)
-
-
-def _large_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     """The head is reduced before the blocks, the embedding after them."""
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
@@ -229,11 +217,10 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_the_roots_embedding_is_freed_after_forward(strategy: str) -> None:
-    run_ranks(_embedding, 2, strategy)
-
-
-def _embedding(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_the_roots_embedding_is_freed_after_forward(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
     plain, model = Looking(), Looking()
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
@@ -266,12 +253,9 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             assert_same(model, plain)
 
 
-def test_one_of_several() -> None:
+@on_ranks(2)
+def test_one_of_several(rank: int, world_size: int) -> None:
     """What is done with one module of a unit is about it alone, or refused."""
-    run_ranks(_one_of_several, 2)
-
-
-def _one_of_several(rank: int, world_size: int) -> None:
     model, plain = wrapped(), made()
     own = rows(0, world_size)[rank * ROWS : (rank + 1) * ROWS]
     model(own, [0, 1, 2, 3, 4]).square().mean().backward()
@@ -297,11 +281,8 @@ def _one_of_several(rank: int, world_size: int) -> None:
     assert_same(twin, plain)
 
 
-def test_bad_values() -> None:
-    run_ranks(_bad, 1)
-
-
-def _bad(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_bad_values(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="coalesce_bytes: expected 0 or more bytes, got -1"):
         wrapped(coalesce_bytes=-1)
     with pytest.raises(TypeError, match="coalesce_bytes: expected an int"):

@@ -19,10 +19,10 @@ from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -137,11 +137,8 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
 
 
 @each_way
-def test_training(way: str) -> None:
-    run_ranks(_training, WAYS[way].world_size, way)
-
-
-def _training(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_training(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     hows = ("modules", "parameters", "states", "names")
     for how in every(2, hows, start=list(CHOSEN).index(way)):
@@ -158,11 +155,8 @@ def _training(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_accumulation(way: str) -> None:
-    run_ranks(_accumulation, WAYS[way].world_size, way)
-
-
-def _accumulation(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_accumulation(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "parameters")
     model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
@@ -184,11 +178,8 @@ def _accumulation(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_clipping(way: str) -> None:
-    run_ranks(_clipping, WAYS[way].world_size, way)
-
-
-def _clipping(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_clipping(rank: int, world_size: int, way: str) -> None:
     """All ranks have the same rows, so that their ignored gradients are one model's."""
     WAYS[way].set_nodes()
     for order in (2.0, float("inf")):
@@ -222,11 +213,8 @@ def _clipping(rank: int, world_size: int, way: str) -> None:
 # ---------------------------------------------------------------- what they are
 
 
-def test_they_stay_plain() -> None:
-    run_ranks(_they_stay_plain, 2)
-
-
-def _they_stay_plain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_they_stay_plain(rank: int, world_size: int) -> None:
     model, keywords, ignored = _build(rank, "states")
     params = {name: p for name, p in model.named_parameters() if name in ignored}
     names = [name for name, _ in model.named_parameters()]
@@ -252,11 +240,8 @@ def _they_stay_plain(rank: int, world_size: int) -> None:
 
 @each_way
 @pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
-def test_copies(way: str) -> None:
-    run_ranks(_copies, WAYS[way].world_size, way)
-
-
-def _copies(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_copies(rank: int, world_size: int, way: str) -> None:
     """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
     WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "states")
@@ -275,11 +260,8 @@ def _copies(rank: int, world_size: int, way: str) -> None:
     assert_same_state(wrapped.state_dict(), before, 0.0, 0.0)
 
 
-def test_other_shapes_on_each_rank() -> None:
-    run_ranks(_other_shapes, 3)
-
-
-def _other_shapes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
     """Only its name must agree; what a rank holds there is its own affair."""
     model = Model().double()
     model.local = nn.Sequential(
@@ -320,11 +302,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_tied(strategy: str, policy: ModuleWrapPolicy | None) -> None:
-    run_ranks(_tied, 2, strategy, policy)
-
-
-def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
+@on_ranks(2)
+def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
     """A tied parameter is ignored as a whole; by DDP's list only if all its names are there."""
     expected = {"local.bias", "inner.weight", "local.weight"}
     for how, ignored in (
@@ -353,11 +332,8 @@ def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | 
             assert wrapped.local.weight is wrapped.inner.weight
 
 
-def test_units_inside_units() -> None:
-    run_ranks(_units_inside_units, 2)
-
-
-def _units_inside_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_inside_units(rank: int, world_size: int) -> None:
     """What a hand-wrapped unit ignores, the wrapper around it ignores too."""
     model = _build(rank, "modules")[0]
     plain = [_build(r, "modules")[0] for r in range(world_size)]
@@ -384,12 +360,9 @@ def _nested_names(plain: nn.Module) -> nn.Module:
     return plain
 
 
-def test_one_list_for_every_wrapper() -> None:
+@on_ranks(2)
+def test_one_list_for_every_wrapper(rank: int, world_size: int) -> None:
     """What was in another part of the model was refused."""
-    run_ranks(_one_list, 2)
-
-
-def _one_list(rank: int, world_size: int) -> None:
     model, _, ignored = _build(rank, "states")
     copies = Copies([_build(one, "states")[0] for one in range(world_size)], ignored)
     everywhere = [model.local, model.gain, model.fc2.bias, Model().fc1]
@@ -406,11 +379,8 @@ def _one_list(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_refused() -> None:
-    run_ranks(_refused, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     def wrap(**keywords: Any) -> None:
         ShardedWrapper(model, **keywords)
 
@@ -451,11 +421,8 @@ def _still_works(model: nn.Module, rank: int, world_size: int) -> None:
     _loss(wrapped, rank, world_size, 0).backward()
 
 
-def test_ranks_that_ignore_different_things() -> None:
-    run_ranks(_different, 3)
-
-
-def _different(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
     for odd in ("fc1", "fc2"):
         model = Model()
         ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
@@ -472,11 +439,8 @@ def _different(rank: int, world_size: int) -> None:
         ShardedWrapper(model, ignored_states=[ignored])
 
 
-def test_everything_ignored() -> None:
-    run_ranks(_everything, 2)
-
-
-def _everything(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_everything_ignored(rank: int, world_size: int) -> None:
     model = Model().double()
     plain = copy.deepcopy(model)
     if rank == 0:
@@ -490,12 +454,9 @@ def _everything(rank: int, world_size: int) -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_policies_pass_by() -> None:
+@on_ranks(1)
+def test_policies_pass_by(rank: int, world_size: int) -> None:
     """A policy is not asked about what is ignored, and sizes do not count it."""
-    run_ranks(_policies, 1)
-
-
-def _policies(rank: int, world_size: int) -> None:
     asked = []
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, Mlp, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
@@ -294,11 +294,8 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
 
 @each_way
 @pytest.mark.uncoalesced  # which of two units owns what they share
-def test_owner(way: str) -> None:
-    run_ranks(_owner, 2, way)
-
-
-def _owner(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_owner(rank: int, world_size: int, way: str) -> None:
     """Where a tied weight lies, and that it lies there once."""
     for tie in TIES.values():
         with naming(tie.name):
@@ -315,11 +312,8 @@ def _owner(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", BASIC)
-def test_parameters_are_the_same_object(way: str) -> None:
-    run_ranks(_same_object, 2, way)
-
-
-def _same_object(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_parameters_are_the_same_object(rank: int, world_size: int, way: str) -> None:
     for tie in TIES.values():
         with naming(tie.name):
             sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
@@ -344,11 +338,8 @@ def _assert_tied(model: nn.Module, tie: Tie) -> None:
 
 
 @each_way
-def test_training_and_state_dicts(way: str) -> None:
-    run_ranks(_train_and_load_all, 2, way)
-
-
-def _train_and_load_all(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_training_and_state_dicts(rank: int, world_size: int, way: str) -> None:
     for tie in every(1 if way == "full" else 6, TIES.values(), start=list(BASIC).index(way)):
         with naming(tie.name):
             _train_and_load(rank, world_size, tie, way)
@@ -397,11 +388,8 @@ def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
 
 
 @each_way
-def test_equal_values_are_no_tie(way: str) -> None:
-    run_ranks(_untied, 2, way)
-
-
-def _untied(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_equal_values_are_no_tie(rank: int, world_size: int, way: str) -> None:
     def build() -> nn.Module:
         model = Mlp()
         model.again = nn.Linear(7, 5)

@@ -24,7 +24,7 @@ from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, local_loss, snapshot, train_steps, trainable
 from tests.ways import WAYS
@@ -61,11 +61,8 @@ def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_same_losses_and_weights(world_size: int) -> None:
-    run_ranks(_same_training, world_size)
-
-
-def _same_training(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_same_losses_and_weights(rank: int, world_size: int) -> None:
     names = ("mlp-one-unit", "cnn-channels-last", "tied-in-unit", "tied-blocks", "nested")
     names += ("odd-shapes", "mixed-types", "frozen", "unused")
     for number, name in enumerate(every(1 if world_size == 2 else 2, names)):
@@ -102,11 +99,8 @@ def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
-def test_large_shards(collectives: str) -> None:
-    run_ranks(_large_shards, 3, collectives)
-
-
-def _large_shards(rank: int, world_size: int, collectives: str) -> None:
+@on_ranks(3)
+def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
     """Of whole pages, and with gradients that are read where autograd made them."""
     found = []
     for boundary in ("element", *BOUNDARIES[:2], 2048):
@@ -137,11 +131,8 @@ def _own_gaps(handle: Any) -> list[tuple[int, int]]:
     return [(a, b) for a, b in inside if a < b]
 
 
-def test_values_from_elsewhere(tmp_path: Path) -> None:
-    run_ranks(_values, 3, tmp_path)
-
-
-def _values(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(3)
+def test_values_from_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
     """On the meta device, of rank 0 alone, and on disk."""
     case = CASES["transformer"]
     expected, losses = _train("transformer", rank, world_size)
@@ -151,18 +142,15 @@ def _values(rank: int, world_size: int, folder: Path) -> None:
                 module = case.model()
             keywords = {"sync_module_states": True, "device_id": "cpu", "boundary": boundary}
             _same(snapshot(case.wrap(module, **keywords)), case.model().state_dict())
-            disk = CPUOffload(offload_params=True, path=folder)
+            disk = CPUOffload(offload_params=True, path=tmp_path)
             keywords = {"cpu_offload": disk, "boundary": boundary}
             model, actual = _train("transformer", rank, world_size, **keywords)
             assert actual == losses
             _same(snapshot(model), snapshot(expected))
 
 
-def test_step_in_backward_accumulation_clipping_and_copies() -> None:
-    run_ranks(_idioms, 2)
-
-
-def _idioms(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_in_backward_accumulation_clipping_and_copies(rank: int, world_size: int) -> None:
     expected = _with_idioms(rank, world_size, "element")
     for boundary in BOUNDARIES:
         with naming(boundary):
@@ -201,11 +189,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def test_optimizers() -> None:
-    run_ranks(_optimizers, 2)
-
-
-def _optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizers(rank: int, world_size: int) -> None:
     for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
         with naming(name):
             states = []
@@ -274,15 +259,12 @@ def _moved(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- plans and errors
 
 
-def test_plans_and_refusals() -> None:
-    run_ranks(_plans, 2)
-
-
 def _large() -> nn.Sequential:
     return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512), nn.Linear(512, 8))
 
 
-def _plans(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plans_and_refusals(rank: int, world_size: int) -> None:
     linears = ModuleWrapPolicy([nn.Linear])
     module = _large()
     before = copy.deepcopy(module.state_dict())
@@ -320,11 +302,8 @@ def _plans(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what it is for
 
 
-def test_muon_without_communication() -> None:
-    run_ranks(_muon, 2)
-
-
-def _muon(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_muon_without_communication(rank: int, world_size: int) -> None:
     """Each matrix is whole on one rank, which steps it alone; the others have nothing of it."""
     case = CASES["transformer"]
     plain = case.model()

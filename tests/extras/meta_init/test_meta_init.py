@@ -18,7 +18,7 @@ import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
@@ -155,7 +155,8 @@ def test_same_numbers_as_built_on_the_device(name: str) -> None:
 # ---------------------------------------------------------------- param_init_fn, sync=False
 
 
-def with_init_fn(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_param_init_fn(rank: int, world_size: int) -> None:
     seen: list[str] = []
 
     def init(module: nn.Module) -> None:
@@ -187,14 +188,11 @@ def with_init_fn(rank: int, world_size: int) -> None:
     assert model.state_dict()["weight"].unique().tolist() == [1.0]
 
 
-def test_param_init_fn() -> None:
-    run_ranks(with_init_fn, 2)
-
-
 # ---------------------------------------------------------------- left empty, then loaded
 
 
-def loaded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_left_empty_and_loaded(rank: int, world_size: int) -> None:
     expected = on_cpu(Zoo, seed=9)
     tokens = torch.arange(12).view(3, 4) % 11
     for sync in (None, True):
@@ -212,10 +210,6 @@ def loaded(rank: int, world_size: int) -> None:
         model.load_state_dict(expected.state_dict())
         same(model, expected)
         torch.testing.assert_close(model(tokens), expected(tokens))
-
-
-def test_left_empty_and_loaded() -> None:
-    run_ranks(loaded, 2)
 
 
 def resident(path: Path) -> int:
@@ -388,7 +382,8 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 }
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     for what, (build, keywords, kind, message) in ERRORS.items():
         with naming(what):
             model = on_meta(lambda build=build: nn.Sequential(build()))
@@ -401,7 +396,3 @@ def refused(rank: int, world_size: int) -> None:
         state = ShardedWrapper(model, sync_module_states=True)
         assert state[0].table.tolist() == [1.0, 1.0, 1.0]
         assert state.state_dict()["0.gain"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_errors_are_named_on_all_ranks() -> None:
-    run_ranks(refused, 2)

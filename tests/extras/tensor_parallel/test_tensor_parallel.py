@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -124,11 +124,8 @@ def _trained(make: Make) -> tuple[_Model, torch.optim.Optimizer, list[Any]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_training(sequence: bool) -> None:
-    run_ranks(_training, 4, sequence)
-
-
-def _training(rank: int, world_size: int, sequence: bool) -> None:
+@on_ranks(4)
+def test_training(rank: int, world_size: int, sequence: bool) -> None:
     mesh = _mesh()
     for make in every(2, (_sgd, _adamw), sequence):
         with naming(make.__name__):
@@ -155,11 +152,8 @@ def _training(rank: int, world_size: int, sequence: bool) -> None:
             assert_same(again.state_dict(), plain.state_dict())
 
 
-def test_hybrid() -> None:
-    run_ranks(_hybrid, 8)
-
-
-def _hybrid(rank: int, world_size: int) -> None:
+@on_ranks(8)
+def test_hybrid(rank: int, world_size: int) -> None:
     """Replicas, shards and tensor parallelism, one dimension of the mesh each."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     number = 2 * mesh["dp_replicate"].get_local_rank() + mesh["dp_shard"].get_local_rank()
@@ -219,11 +213,8 @@ def _ways(rank: int, world_size: int, path: str) -> None:
                 pass
 
 
-def test_outside_of_forward() -> None:
-    run_ranks(_outside_of_forward, 4)
-
-
-def _outside_of_forward(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_outside_of_forward(rank: int, world_size: int) -> None:
     """Parameters and gradients in parts: a hook's norm is of all, what sees one part raises."""
     mesh = _mesh()
     plain, model = _build(), _wrap(mesh)
