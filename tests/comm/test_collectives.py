@@ -142,9 +142,7 @@ def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) ->
         torch.manual_seed(0)
         layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
         model = ShardedWrapper(
-            nn.Sequential(*layers),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            collectives=mode,
+            nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), collectives=mode
         )
         on_the_way: list[int] = []
         for layer in model.module:

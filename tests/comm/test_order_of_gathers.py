@@ -48,10 +48,7 @@ def test_before_the_optimizer_can_step(rank: int, world_size: int) -> None:
 @on_ranks(4, fresh=True, group_timeout=120)
 def test_within_a_node(rank: int, world_size: int) -> None:
     """Each group of a hybrid strategy has an order of its own, and a rank is in one of them."""
-    with (
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
-        mock.patch.object(Members, "announce"),
-    ):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(Members, "announce"):
         model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
     model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
     with (

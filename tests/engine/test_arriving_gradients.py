@@ -312,11 +312,7 @@ def test_refused(rank: int, world: int) -> None:
     wanted = r"'head.weight' \(unit 'head', rank \d\): backward got a sharded tensor|different coll"
     for name, penalty in REFUSED.items():
         model = _wrap(Net())
-        with (
-            _quiet(),
-            naming(name),
-            pytest.raises((RuntimeError, CollectiveError), match=wanted),
-        ):
+        with _quiet(), naming(name), pytest.raises((RuntimeError, CollectiveError), match=wanted):
             (model(_batch(0, rank)).sum() + penalty(_head(model), 0.1 * (rank + 1))).backward()
 
 

@@ -98,11 +98,7 @@ def _whole_inside(case: Case, way: str) -> nn.Module:
 
 
 def _wrap(model: nn.Module, way: str) -> ShardedWrapper:
-    return ShardedWrapper(
-        model,
-        **WAYS[way].keywords,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-    )
+    return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 Build = Callable[[Case, str], nn.Module]

@@ -121,11 +121,7 @@ def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("way", "collectives"),
-    diagonal(
-        2,
-        ["full", "grad_op", "op", "hybrid-nodes-of-one"],
-        ["auto", "sockets", "native"],
-    ),
+    diagonal(2, ["full", "grad_op", "op", "hybrid-nodes-of-one"], ["auto", "sockets", "native"]),
 )
 def test_same_numbers(way: str, collectives: str) -> None:
     """They ended by SIGSEGV, or in errors of autograd's and of storages."""

@@ -162,10 +162,7 @@ def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_steps_register_nothing(rank: int, world_size: int) -> None:
     """Else every step would look at all modules."""
-    for keywords in (
-        {},
-        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-    ):
+    for keywords in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}):
         case = CASES["transformer"]
         model = case.wrap(case.model(), **keywords)
         optimizer = torch.optim.AdamW(model.parameters())

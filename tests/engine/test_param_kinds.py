@@ -431,10 +431,7 @@ def _switch(model: nn.Module, step: int) -> None:
 
 
 def _train_switched(
-    rank: int,
-    world_size: int,
-    case: str,
-    strategy: str,
+    rank: int, world_size: int, case: str, strategy: str
 ) -> tuple[dict[str, Tensor], list[set[str]]]:
     """The end, and of every step the names that got a gradient; one process if not wrapped."""
     model = SWITCHED[case].model()

@@ -167,10 +167,7 @@ def test_same_numbers_and_no_gather_too_many(
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
-    return case.wrap(
-        case.model(),
-        **WAYS[way].keywords,
-    )
+    return case.wrap(case.model(), **WAYS[way].keywords)
 
 
 def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
@@ -294,11 +291,7 @@ def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
-    return ShardedWrapper(
-        model,
-        **WAYS[way].keywords,
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
-    )
+    return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
 @pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])

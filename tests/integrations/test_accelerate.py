@@ -93,10 +93,7 @@ def test_as_with_ddp(tmp_path: Path) -> None:
 
 def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
     with accelerators(rank, world_size) as (theirs, ours):
-        for keywords in (
-            {"gradient_accumulation_steps": 2},
-            {"mixed_precision": "bf16"},
-        ):
+        for keywords in ({"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}):
             with naming(keywords):
                 runs = [Training(make(**keywords)) for make in (theirs, ours)]
                 for run in runs:

@@ -138,10 +138,7 @@ def test_ranks_with_different_models(
 @pytest.mark.parametrize("keyword", ["sharding_strategy", "coalesce_bytes"])
 @on_ranks(2)
 def test_ranks_with_different_settings(rank: int, world_size: int, keyword: str) -> None:
-    values = {
-        "sharding_strategy": ("FULL_SHARD", "NO_SHARD"),
-        "coalesce_bytes": (0, 4096),
-    }
+    values = {"sharding_strategy": ("FULL_SHARD", "NO_SHARD"), "coalesce_bytes": (0, 4096)}
     with pytest.raises(ValueError, match="settings"):
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
 

@@ -69,9 +69,7 @@ class Pair:
         self.plain = Parts()
         model = Parts()
         self.wrapped = ShardedWrapper(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy((Part,)),
-            **WAYS[way].keywords,
+            model, auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
         )
         for root in (self.plain, model):  # as a user may add one that no unit owns
             param = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -127,8 +125,7 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "world_size"),
-    [*((way, 2) for way in BASIC), ("full", 1), ("full", 3), ("full", 4)],
+    ("way", "world_size"), [*((way, 2) for way in BASIC), ("full", 1), ("full", 3), ("full", 4)]
 )
 @on_ranks()
 def test_method(rank: int, world_size: int, way: str) -> None:
@@ -271,9 +268,7 @@ def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
 @on_ranks(2)
 def test_not_reduced(rank: int, world_size: int, way: str) -> None:
     model = ShardedWrapper(
-        Parts(),
-        auto_wrap_policy=ModuleWrapPolicy((Part,)),
-        **WAYS[way].keywords,
+        Parts(), auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
     )
     x = torch.ones(2, dtype=torch.float64)
     with model.no_sync():

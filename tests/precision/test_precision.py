@@ -69,11 +69,7 @@ def test_like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
         expected = trained_by_hand(
             plain, plain.model(FP32), lambda _, to=compute: to, lambda _, to=reduce: to, steps=3
         )
-        model = case.wrap(
-            case.model(FP32),
-            **WAYS[way].keywords,
-            mixed_precision=policy,
-        )
+        model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
         with naming((way, name, policy)):
             actual = trained(case, model, rank, world_size, steps=3)
             assert actual[1].dtype == compute
@@ -147,11 +143,7 @@ def test_autocast(rank: int, world_size: int) -> None:
                 autocast=True,
             )
             for way in ("full", "grad_op"):
-                model = case.wrap(
-                    case.model(FP32),
-                    **WAYS[way].keywords,
-                    mixed_precision=policy,
-                )
+                model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
                 with naming((name, way, policy)):
                     actual = trained(case, model, rank, world_size, steps=2, autocast=True)
                     assert_bitwise(actual, expected)
@@ -270,11 +262,7 @@ def test_low_precision_gradients(rank: int, world_size: int) -> None:
                 optimizer_of=optimizer_of,
                 keeps=True,
             )
-            model = case.wrap(
-                case.model(FP32),
-                **way.keywords,
-                mixed_precision=policy,
-            )
+            model = case.wrap(case.model(FP32), **way.keywords, mixed_precision=policy)
             with naming((name, optimizer_of)):
                 actual = trained(
                     case,

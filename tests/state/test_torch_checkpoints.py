@@ -104,10 +104,7 @@ def _net(seed: int) -> nn.Sequential:
 @pytest.mark.parametrize("collectives", ["auto", "native"])
 @pytest.mark.parametrize(
     "keywords",
-    [
-        {"sharding_strategy": "SHARD_OP"},
-        {"reshard_after_forward": False},
-    ],
+    [{"sharding_strategy": "SHARD_OP"}, {"reshard_after_forward": False}],
     ids=["op", "keep"],
 )
 def test_loads_into_unsharded_units(keywords: Keywords, collectives: str, tmp_path: Path) -> None:

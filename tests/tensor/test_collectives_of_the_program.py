@@ -64,9 +64,7 @@ CALLS: dict[ModuleType, dict[str, list[Callable[[Any], object]]]] = {
         "irecv": [lambda t: dist.irecv(t, 1)],
         "send": [lambda t: dist.send(t, 1)],
         "recv": [lambda t: dist.recv(t, 1), lambda t: dist.recv(t)],
-        "batch_isend_irecv": [
-            lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)]),
-        ],
+        "batch_isend_irecv": [lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])],
         "reduce": [lambda t: dist.reduce(t, 0)],
         "reduce_scatter": [lambda t: dist.reduce_scatter(t, _likes(t))],
         "reduce_scatter_tensor": [

@@ -145,10 +145,7 @@ def test_training(rank: int, world_size: int, way: str) -> None:
         with naming(how):
             model, keywords, ignored = _build(rank, how)
             wrapped = ShardedWrapper(
-                model,
-                sharding_strategy=WAYS[way].strategy,
-                auto_wrap_policy=LINEARS,
-                **keywords,
+                model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
             )
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
             _check_trains_like(copies, wrapped, rank, 4)
@@ -186,10 +183,7 @@ def test_clipping(rank: int, world_size: int, way: str) -> None:
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
         wrapped = ShardedWrapper(
-            model,
-            sharding_strategy=WAYS[way].strategy,
-            auto_wrap_policy=LINEARS,
-            **keywords,
+            model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
         )
         optimizers = [_sgd(one) for one in (plain, wrapped)]
         for step in range(2):

@@ -171,10 +171,7 @@ def _classes(*classes: type[nn.Module]) -> Policy:
 
 
 def _is_one_of(
-    classes: tuple[type[nn.Module], ...],
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
+    classes: tuple[type[nn.Module], ...], module: nn.Module, recurse: bool, nonwrapped_numel: int
 ) -> bool:
     return recurse or isinstance(module, classes)
 
@@ -243,30 +240,21 @@ _TIES = [
         "shared module that is a unit",
         SharedModule,
         _classes(Branch, Leaf),
-        {
-            "first.right.weight": ["second.left.weight"],
-            "first.right.bias": ["second.left.bias"],
-        },
+        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
         {"first.right.weight": "first.right", "first.right.bias": "first.right"},
     ),
     Tie(
         "shared module that is no unit",
         SharedModule,
         _classes(Branch),
-        {
-            "first.right.weight": ["second.left.weight"],
-            "first.right.bias": ["second.left.bias"],
-        },
+        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
         {"first.right.weight": "", "first.right.bias": ""},
     ),
     Tie(
         "weight and bias",
         SharedParts,
         _classes(Branch, Leaf),
-        {
-            "first.left.weight": ["first.right.weight"],
-            "first.left.bias": ["second.right.bias"],
-        },
+        {"first.left.weight": ["first.right.weight"], "first.left.bias": ["second.right.bias"]},
         {"first.left.weight": "first", "first.left.bias": ""},
     ),
 ]
@@ -276,11 +264,7 @@ TIES = {tie.name: tie for tie in _TIES}
 
 def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
     """The same model sharded and plain."""
-    model = ShardedWrapper(
-        tie.case.model(),
-        **WAYS[way].keywords,
-        auto_wrap_policy=tie.policy,
-    )
+    model = ShardedWrapper(tie.case.model(), **WAYS[way].keywords, auto_wrap_policy=tie.policy)
     return Run(model, tie.case, rank, world_size), Run(tie.case.model(), tie.case, rank, world_size)
 
 

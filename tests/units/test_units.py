@@ -180,7 +180,7 @@ class Layer2(nn.Module):
 
 
 JUDGED: dict[str, tuple[Any, Any, str]] = {
-    "one unit": (lambda: _stack(4, 1600), None, "are one unit"),
+    "one unit": (lambda: _stack(4, 1600), None, "are one unit")
 }
 
 

@@ -271,13 +271,7 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements of padding, 100%"):
         ShardedWrapper(module, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
     with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements"):
-        predict(
-            module,
-            world_size=2,
-            auto_wrap_policy=linears,
-            coalesce_bytes=0,
-            boundary="tensor",
-        )
+        predict(module, world_size=2, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
     assert all(type(one) is nn.Linear for one in module)
     _same(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):

@@ -68,11 +68,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "shared memory": {"allow_divergence": [_Expert]},
     "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
     # What a step skipped is still unsharded in the next one: its modules hold shards, though.
-    "op": {
-        "allow_divergence": True,
-        "sharding_strategy": "SHARD_OP",
-        "coalesce_bytes": 0,
-    },
+    "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP", "coalesce_bytes": 0},
     "hook": {"allow_divergence": [_Expert]},
     "step": {"allow_divergence": [_Expert]},  # in backward
     "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},

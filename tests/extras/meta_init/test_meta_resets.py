@@ -137,10 +137,7 @@ def test_param_init_fn_that_recurses(rank: int, world_size: int) -> None:
         with naming(f"{way} {number}"):
             chosen, policy = BASIC[way], POLICIES[number]
             model = ShardedWrapper(
-                _on_meta(Pretrained),
-                auto_wrap_policy=policy,
-                param_init_fn=init,
-                **chosen.keywords,
+                _on_meta(Pretrained), auto_wrap_policy=policy, param_init_fn=init, **chosen.keywords
             )
             got = model.state_dict()
             for name in ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight"):

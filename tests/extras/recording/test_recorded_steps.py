@@ -57,10 +57,7 @@ def test_figures(rank: int, world_size: int, case: str) -> None:
             with collectives.record() as gathers:
                 model(CASES[case].batch(1, 4)[0])
             events.append(gathers)
-        with (
-            pytest.raises(RuntimeError, match="being recorded already"),
-            model.record_steps(),
-        ):
+        with pytest.raises(RuntimeError, match="being recorded already"), model.record_steps():
             raise AssertionError("it is being recorded already")
     for hook in hooks:
         hook.remove()

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-    _hook_then_optimizer,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
@@ -109,8 +107,7 @@ def test_with_other_features(rank: int, world_size: int) -> None:
 
     hook = Averaging()
     model = MLP.wrap(
-        MLP.model(torch.float32),
-        mixed_precision=MixedPrecision(reduce_dtype=torch.float64),
+        MLP.model(torch.float32), mixed_precision=MixedPrecision(reduce_dtype=torch.float64)
     )
     model.fc2.register_comm_hook("state", hook)
     with collectives.record() as events:

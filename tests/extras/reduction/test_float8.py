@@ -19,10 +19,7 @@ def test_float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """Weights of linear layers are near the masters, all else is what it is in bfloat16."""
     digits, subnormal = {torch.float8_e4m3fn: (3, 2**-9), torch.float8_e5m2: (2, 2**-16)}[dtype]
     policies = [MixedPrecision(BF16, FP32), MixedPrecision(BF16, FP32, gather_dtype=dtype)]
-    for keywords in (
-        {},
-        {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"},
-    ):
+    for keywords in ({}, {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"}):
         nbytes, losses = [], []
         for policy in policies:
             torch.manual_seed(5)

@@ -423,11 +423,7 @@ def _refused(rank: int, world_size: int) -> None:
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
         (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
         (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
-        (
-            torch.optim.SGD(params[rank:]),
-            ValueError,
-            "'mixing' is in group 0 on rank 0, nothing",
-        ),
+        (torch.optim.SGD(params[rank:]), ValueError, "'mixing' is in group 0 on rank 0, nothing"),
     ):
         with pytest.raises(error, match=says):
             model.step_in_backward(wrong)  # type: ignore[arg-type]

@@ -268,10 +268,7 @@ def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
         parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_own), strict=True))
         dcp.load(parts, checkpoint_id=path)
         set_state_dict(
-            other,
-            its_own,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
+            other, its_own, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
         assert_same(other.state_dict(), wanted)
         for name, state in ShardedWrapper.optim_state_dict(other, its_own)["state"].items():
@@ -290,10 +287,7 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
         ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
         ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
     ):
-        with (
-            naming(str(options)),
-            pytest.raises((ValueError, NotImplementedError), match=match),
-        ):
+        with naming(str(options)), pytest.raises((ValueError, NotImplementedError), match=match):
             _wrap(mesh, **options)
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
     early = _sgd(model.parameters())
