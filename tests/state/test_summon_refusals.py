@@ -9,19 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
-from tests.state.summoning import assert_trains_alike, each_way, summon
+from tests.state.summoning import assert_trains_alike, on_ranks_each_way, summon
 
 pytestmark = pytest.mark.by_turns
 
 
-def test_refused_inside() -> None:
-    run_ranks(each_way, 2, _refused_inside)
-
-
-def _refused_inside(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_refused_inside(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     attempts: list[Callable[[], object]] = [
         lambda: copy.deepcopy(sharded.model),
@@ -34,11 +31,8 @@ def _refused_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_refused_in_forward_and_backward() -> None:
-    run_ranks(each_way, 2, _while_running)
-
-
-def _while_running(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_refused_in_forward_and_backward(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
 
     def ask(*_: Any) -> None:
@@ -55,11 +49,8 @@ def _while_running(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_what_cannot_be_kept() -> None:
-    run_ranks(each_way, 2, _cannot_be_kept)
-
-
-def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     """A named error at the end, and the model is what it was; nothing of that unit is kept."""
     sharded, plain = pair(rank, world_size, way)
     sharded.loss(0).backward()
@@ -93,11 +84,8 @@ def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_step_inside() -> None:
-    run_ranks(each_way, 2, _step_inside)
-
-
-def _step_inside(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_step_inside(rank: int, world_size: int, way: str) -> None:
     """A step under writeback was lost at the end; without writeback it stays."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
@@ -132,11 +120,8 @@ def test_replaced_before(rank: int, world_size: int) -> None:
         summon(sharded.model).__enter__()
 
 
-def test_in_inference_mode() -> None:
-    run_ranks(each_way, 2, _inference)
-
-
-def _inference(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_in_inference_mode(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     with torch.inference_mode(), summon(sharded.model):
         sharded.submodule("fc2").weight.mul_(2)
