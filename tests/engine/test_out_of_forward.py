@@ -153,18 +153,14 @@ def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], los
     assert_same(sharded, plain, 1e-12)
 
 
-@each_way
-def test_uses_of_a_childs_parameters(way: str) -> None:
-    run_ranks(_uses, 2, way, False)
-
-
-@pytest.mark.parametrize("way", ["full", "no_shard"])
-def test_uses_in_a_checkpoint(way: str) -> None:
-    """In the first pass more, or less, was saved than when the checkpoint recomputed."""
-    run_ranks(_uses, 2, way, True)
-
-
-def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "is_checkpointed"),
+    [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
+)
+@on_ranks(2)
+def test_uses_of_a_childs_parameters(
+    rank: int, world: int, way: str, is_checkpointed: bool
+) -> None:
     for name, use in USES.items():
 
         def make(name: str = name, use: Use = use) -> nn.Module:
@@ -173,11 +169,8 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
             model.child.requires_grad_(name != "frozen")
             return model
 
-        try:
+        with naming(name):
             _compare(rank, world, way, make, lambda m, x: m(x).pow(2).mean())
-        except BaseException as error:
-            error.add_note(f"use: {name}")
-            raise
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -533,11 +526,9 @@ def test_in_forward_on_one_rank_alone(rank: int, world: int) -> None:
         assert time.monotonic() - start < 20
 
 
-def test_in_a_hybrid_strategy() -> None:
-    run_ranks(_in_hybrid, 4, "native-hybrid")
-
-
-def _in_hybrid(rank: int, world: int, way: str) -> None:
+@on_ranks(4)
+def test_in_a_hybrid_strategy(rank: int, world: int) -> None:
+    way = "native-hybrid"
     WAYS[way].set_nodes()
     for name in ("again", "checkpointed"):
         _compare(rank, world, way, lambda name=name: Parent(USES[name]), lambda m, x: m(x).mean())

@@ -391,13 +391,6 @@ def test_groups_that_make_no_grid(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_different_strategies(rank: int, world_size: int) -> None:
-    strategy = ["FULL_SHARD", "HYBRID_SHARD"][rank]
-    with pytest.raises(ValueError, match=r"setting 0 is [^,]*FULL_SHARD on rank 0, .* on rank 1"):
-        _model_with(sharding_strategy=strategy)
-
-
-@on_ranks(2)
 def test_hybrid_without_nodes(rank: int, world_size: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
     for tasks in ({}, {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "1"}):  # of a job's shell
@@ -446,15 +439,6 @@ def test_no_sync_inside_forward(rank: int, world_size: int) -> None:
         model(torch.ones(1, 3))
     with pytest.raises(ValueError, match="max_bytes of at least 0"), model.no_sync(max_bytes=-1):
         pass
-
-
-@on_ranks(2)
-def test_unknown_override(rank: int, world_size: int) -> None:
-    policy = CustomPolicy(
-        lambda module: {"coalesce_bytes": 0} if isinstance(module, nn.Linear) else False
-    )
-    with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
-        _model_with(auto_wrap_policy=policy)
 
 
 @on_ranks(2)

@@ -76,7 +76,7 @@ def test_goes_on_anywhere(kind: str) -> None:
     plain = CASE.model()
     optimizer = OPTIMIZERS[kind](trainable(plain))
     saved: tuple[StateDict, StateDict] | None = None
-    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:6]):
+    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:4]):
         with naming(f"stage {number}: {stage}"):
             if stage is None:
                 saved = _plain_stage(kind, number, saved)
@@ -165,13 +165,10 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @each_way
-def test_optimizers(way: str) -> None:
-    run_ranks(_optimizers, 2, CHOSEN[way].keywords)
-
-
-def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
+@on_ranks(2)
+def test_optimizers(rank: int, world_size: int, way: str) -> None:
     """Saved as the plain one's is; another model goes on from it, loaded by name or position."""
-    case = CASES["odd-shapes"]
+    case, keywords = CASES["odd-shapes"], CHOSEN[way].keywords
     for kind, make in MAKERS.items():
         with naming(kind):
             plain = case.model()
@@ -195,13 +192,10 @@ def _optimizers(rank: int, world_size: int, keywords: Keywords) -> None:
 
 
 @each_way
-def test_state_from_construction(way: str) -> None:
-    run_ranks(_from_construction, 2, CHOSEN[way].keywords)
-
-
-def _from_construction(rank: int, world_size: int, keywords: Keywords) -> None:
+@on_ranks(2)
+def test_state_from_construction(rank: int, world_size: int, way: str) -> None:
     """Adagrad has state before its first step; so has what was loaded."""
-    plain, model = CASE.model(), CASE.wrap(CASE.model(), **keywords)
+    plain, model = CASE.model(), CASE.wrap(CASE.model(), **CHOSEN[way].keywords)
     both = [
         (one, torch.optim.Adagrad(trainable(one), initial_accumulator_value=0.5))
         for one in (plain, model)

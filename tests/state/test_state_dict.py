@@ -1,7 +1,6 @@
 """Model state dicts: full tensors under the unwrapped model's names, on every rank."""
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import (
     OPTIMIZERS,
@@ -83,22 +82,16 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
         with naming(f"part {name!r}"):
             part = plain.get_submodule(name)
             _assert_identical(model.get_submodule(name).state_dict(), part.state_dict())
-    names = [name for name, _ in plain.named_buffers()]
-    assert [name for name, _ in model.named_buffers()] == names
-
-
-@each_way
-@on_ranks(2)
-def test_names_are_the_plain_models(rank: int, world_size: int, way: str) -> None:
-    for name in ("mlp", "tied-across-units", "tied-blocks", "nested", "batch-norm"):
-        case = CASES[name]
-        plain = case.model()
-        model = case.wrap(case.model(), **WAYS[way].keywords)
-        with naming(name):
-            modules = [(found, type(inner)) for found, inner in plain.named_modules()]
-            assert [(found, type(inner)) for found, inner in model.named_modules()] == modules
-            shapes = [(found, p.shape) for found, p in plain.named_parameters()]
-            assert [(found, p.shape) for found, p in model.named_parameters()] == shapes
+    for one, other in ((model, plain), (model.module, plain)):
+        listed, expected = (
+            [
+                [name for name, _ in each.named_buffers()],
+                [(name, param.shape) for name, param in each.named_parameters()],
+                [(name, type(module)) for name, module in each.named_modules()],
+            ]
+            for each in (one, other)
+        )
+        assert listed == expected
 
 
 @each_way
@@ -236,19 +229,6 @@ def _other_weights(name: str) -> dict[str, Tensor]:
     return snapshot(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm"]
-)
-@each_way
-def test_load_from_a_plain_model(name: str, way: str) -> None:
-    run_ranks(_load, 2, name, way, "")
-
-
-@each_way
-def test_load_from_ddp(way: str) -> None:
-    run_ranks(_load, 2, "batch-norm", way, "module.")
-
-
 @on_ranks(2)
 def test_torchs_functions(rank: int, world_size: int) -> None:
     """What DistributedDataParallel's and FSDP2's users save and load models with."""
@@ -266,7 +246,17 @@ def test_torchs_functions(rank: int, world_size: int) -> None:
         _assert_identical(model.state_dict(), state)
 
 
-def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
+PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [*((name, "") for name in PLAIN), ("batch-norm", "module.")]
+)
+@each_way
+@on_ranks(2)
+def test_load_from_a_plain_model_or_ddp(
+    rank: int, world_size: int, name: str, way: str, prefix: str
+) -> None:
     case = CASES[name]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     # Something is gathered, and perhaps kept, that has to be forgotten.
@@ -376,40 +366,3 @@ def test_assign_is_refused(rank: int, world_size: int, way: str) -> None:
         with pytest.raises(ValueError, match="assign=True"):
             target.load_state_dict(target.state_dict(), assign=True)
     _assert_identical(model.state_dict(), case.model().state_dict())
-
-
-# ---------------------------------------------------------------- between world sizes
-
-
-@pytest.mark.parametrize("name", ["mlp", "tied-in-unit", "batch-norm", "odd-shapes"])
-def test_round_trip_over_world_sizes(name: str) -> None:
-    """Trained by two ranks, on in one plain process, then by three in another way."""
-    case = CASES[name]
-    first = run_ranks(_train_from, 2, name, "full", None)[0]
-    plain = case.model()
-    plain.load_state_dict(first)
-    optimizer = OPTIMIZERS["sgd"](plain.parameters())
-    train_steps(plain, optimizer, case, 0, 1)
-    middle = snapshot(plain)
-    for way in CHOSEN:
-        with naming(way):
-            _assert_identical(run_ranks(_load_and_save, 3, name, way, middle)[1], middle)
-
-
-def _train_from(
-    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor] | None
-) -> dict[str, Any]:
-    case = CASES[name]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    if state is not None:
-        model.load_state_dict(state)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
-    return model.state_dict()
-
-
-def _load_and_save(
-    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor]
-) -> dict[str, Any]:
-    model = CASES[name].wrap(CASES[name].model(), **WAYS[way].keywords)
-    model.load_state_dict(state)
-    return model.state_dict()

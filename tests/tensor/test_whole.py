@@ -13,8 +13,8 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.whole import Moved
 from tests.combinations import every
-from tests.harness import on_ranks, run_ranks
-from tests.ways import WAYS
+from tests.harness import on_ranks
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -51,18 +51,13 @@ def _params(way: str, **keywords: Any) -> tuple[dict[str, Tensor], dict[str, Fla
     return full, {n: p for n, p in model.named_parameters() if isinstance(p, FlatShardTensor)}
 
 
-@pytest.mark.parametrize("way", every(2, SHARDED))
-def test_every_strategy(way: str) -> None:
-    run_ranks(_gathers_and_scatters, WAYS[way].world_size, way)
-
-
-@pytest.mark.parametrize("transport", ["native", "sockets"])
-def test_transports(transport: str) -> None:
-    run_ranks(_gathers_and_scatters, 3, "full-3", transport)
-
-
-def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str) -> None:
-    expected, params = _params(way, **({"collectives": transport[0]} if transport else {}))
+@pytest.mark.parametrize(
+    ("way", "transport"),
+    [*((way, "auto") for way in every(2, SHARDED)), ("full-3", "native"), ("full-3", "sockets")],
+)
+@on_ranks(ranks_of)
+def test_gathers_and_scatters(rank: int, world_size: int, way: str, transport: str) -> None:
+    expected, params = _params(way, collectives=transport)
     parts = [(param.spec, param.local.detach()) for param in params.values()]
     found = _gathered(parts, "full tensors")
     for (name, param), full in zip(params.items(), found, strict=True):

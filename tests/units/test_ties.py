@@ -15,7 +15,7 @@ from flatshard import ShardedWrapper, sharded_modules
 from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
-from tests.models import Case, Mlp, Transformer, tokens, vectors
+from tests.models import Case, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
 from tests.ways import BASIC, WAYS, each_way
@@ -279,8 +279,8 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
 @each_way
 @pytest.mark.uncoalesced  # which of two units owns what they share
 @on_ranks(2)
-def test_owner(rank: int, world_size: int, way: str) -> None:
-    """Where a tied weight lies, and that it lies there once."""
+def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
+    """Where a tied weight lies, that it lies there once, and that its names have one object."""
     for tie in TIES.values():
         with naming(tie.name):
             sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
@@ -293,14 +293,6 @@ def test_owner(rank: int, world_size: int, way: str) -> None:
             sizes = {name: param.numel() for name, param in plain.named_parameters()}
             assert {name: numel for name, (_, numel) in spans.items()} == sizes
             assert {name: spans[name][0] for name in tie.owners} == tie.owners
-
-
-@pytest.mark.parametrize("way", BASIC)
-@on_ranks(2)
-def test_parameters_are_the_same_object(rank: int, world_size: int, way: str) -> None:
-    for tie in TIES.values():
-        with naming(tie.name):
-            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
             for remove_duplicate in (True, False):
                 names = [
                     [name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
@@ -369,24 +361,6 @@ def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
                 for run in (sharded, plain):
                     with pytest.raises(RuntimeError, match="Missing key"):
                         run.model.load_state_dict(part)
-
-
-@each_way
-@on_ranks(2)
-def test_equal_values_are_no_tie(rank: int, world_size: int, way: str) -> None:
-    def build() -> nn.Module:
-        model = Mlp()
-        model.again = nn.Linear(7, 5)
-        model.again.load_state_dict(model.fc1.state_dict())
-        return model
-
-    tie = Tie("untied", build, _classes(nn.Linear), {}, {})
-    sharded, plain = _runs(rank, world_size, tie, way)
-    for run in (sharded, plain):
-        run.train(0, 2)
-    _assert_same(sharded.model, plain.model, tie)
-    state = sharded.model.state_dict()
-    assert not torch.equal(state["fc1.weight"], state["again.weight"])
 
 
 class _Views(nn.Module):

@@ -297,8 +297,9 @@ def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("sync", [None, True])
 @pytest.mark.uncoalesced  # many small units are built together
-def test_one_unit_at_a_time(sync: bool | None) -> None:
-    run_ranks(construct_counted, 2, {"sync_module_states": sync})
+@on_ranks(2)
+def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
+    construct_counted(rank, world_size, {"sync_module_states": sync})
 
 
 # ---------------------------------------------------------------- bad input

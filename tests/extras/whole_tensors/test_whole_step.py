@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,15 +219,12 @@ def test_work_is_done_once(rank: int, world_size: int) -> None:
     assert 0 < sent <= 2 * sum(param.nbytes for param in params)
 
 
-def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(_bounded, 2, fresh=True)
-
-
-def _bounded(rank: int, world_size: int) -> None:
-    whole_tensors.PART_BYTES = 2000
+@on_ranks(2)
+def test_parts_are_bounded(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "cnn")
     for run in runs:
-        _train(run, _optimizers(run, "adafactor"), range(3))
+        with mock.patch.object(whole_tensors, "PART_BYTES", 2000):
+            _train(run, _optimizers(run, "adafactor"), range(3))
     _assert_close(runs, "adafactor")
 
 
@@ -511,12 +509,9 @@ class Averaging(RowNorms):
                 param.lerp_(self.state[param]["mean"], 0.5)
 
 
-def test_averaged_weights_are_shown_on_all_ranks() -> None:
-    for world_size in (2, 3):
-        run_ranks(_averaged, world_size)
-
-
-def _averaged(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_averaged_weights_are_shown_on_all_ranks(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "mlp")
     for run in runs:
         optimizer = Averaging(run.model.parameters())
