@@ -279,7 +279,10 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sync", [None, True])
+@pytest.mark.uncoalesced  # many small units are built together
+@on_ranks(2)
+def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
     def build() -> nn.Module:
         # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
         return nn.Sequential(*(nn.Linear(500, 500) for _ in range(10)))
@@ -287,19 +290,13 @@ def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> N
     model = on_meta(build)
     gc.collect()
     with Peak() as peak:
-        wrapped = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **keywords)
+        policy = ModuleWrapPolicy({nn.Linear})
+        wrapped = ShardedWrapper(model, auto_wrap_policy=policy, sync_module_states=sync)
     numel = sum(p.numel() for p in wrapped.parameters())
     unit = 4 * numel // 10
     shards = 10 * unit // world_size
     assert peak.peak <= shards + 1.2 * unit, (peak.peak / unit, shards / unit)
     assert len(sharded_modules(wrapped)) == 11
-
-
-@pytest.mark.parametrize("sync", [None, True])
-@pytest.mark.uncoalesced  # many small units are built together
-@on_ranks(2)
-def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
-    construct_counted(rank, world_size, {"sync_module_states": sync})
 
 
 # ---------------------------------------------------------------- bad input
