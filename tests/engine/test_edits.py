@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.engine.handle import FlatParamHandle
@@ -38,15 +38,11 @@ def _numbers(like: Tensor, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------- scripts: values
 
 
-def copied(run: Run) -> None:
-    with torch.no_grad():
-        for weight in _weights(run):
-            weight.copy_(_numbers(weight))
-
-
 def copied_through_data(run: Run) -> None:
     for weight in _weights(run):
         weight.data.copy_(_numbers(weight))
+    run.evaluate()
+    for weight in _weights(run):
         weight.data.mul_(0.5).add_(1.0)
 
 
@@ -101,19 +97,6 @@ def lists_at_once(run: Run) -> None:
         torch._foreach_lerp_(weights, [p.detach().clone().mul_(2) for p in weights], 0.25)
 
 
-def moving_average(run: Run) -> None:
-    """Averages made from the parameters, and back into them."""
-    averages = [p.detach().clone() for p in run.model.parameters()]
-    for step in range(3):
-        run.train(step, step + 1)
-        with torch.no_grad():
-            for average, p in zip(averages, run.model.parameters(), strict=True):
-                average.lerp_(p, 0.1) if step % 2 else average.mul_(0.9).add_(p, alpha=0.1)
-    with torch.no_grad():
-        for average, p in zip(averages, run.model.parameters(), strict=True):
-            p.copy_(average)
-
-
 def drawn_anew(run: Run) -> None:
     torch.manual_seed(1)
     for weight in _weights(run):
@@ -133,16 +116,6 @@ def drawn_anew(run: Run) -> None:
             draw(weight)
 
 
-def reset(run: Run) -> None:
-    torch.manual_seed(1)
-
-    def reset_one(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-
-    run.model.apply(reset_one)
-
-
 def normalised(run: Run) -> None:
     with torch.no_grad():
         for weight in _weights(run):
@@ -156,21 +129,6 @@ def in_inference_mode(run: Run) -> Tensor:
         for weight in _weights(run):
             weight.mul_(0.5)
         return run.evaluate().clone()
-
-
-def from_vector(run: Run) -> None:
-    numel = sum(weight.numel() for weight in _weights(run))
-    vector_to_parameters(_numbers(torch.empty(numel, dtype=torch.float64)), _weights(run))
-
-
-def whole_model(run: Run) -> None:
-    """Every parameter, whatever its shape."""
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.mul_(0.9)
-            p.data.add_(0.01)
-            p.data = p.data - 0.02
-            p.copy_(p.clone().clamp_(-0.3, 0.3))
 
 
 # ---------------------------------------------------------------- scripts: gradients
@@ -199,20 +157,15 @@ def gradients_from_outside(run: Run) -> None:
 
 
 SCRIPTS: list[Script] = [
-    copied,
     copied_through_data,
     assigned_to_data,
     put_away_and_back,
     exchanged,
     element_by_element,
     lists_at_once,
-    moving_average,
     drawn_anew,
-    reset,
     normalised,
     in_inference_mode,
-    from_vector,
-    whole_model,
     gradients,
     gradients_from_outside,
 ]
@@ -340,18 +293,6 @@ def test_construction_leaves_no_graph(rank: int, world_size: int) -> None:
 
 def _handles(run: Run) -> list[FlatParamHandle]:
     return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
-
-
-@on_ranks(2)
-def test_data_edited_between_two_forwards(rank: int, world_size: int) -> None:
-    """Without no_grad, the second forward used the weights that the first had gathered."""
-    sharded, plain = pair(rank, world_size, "full")
-    for run in (sharded, plain):
-        run.evaluate()
-        for param in run.model.parameters():
-            param.data.mul_(0.5)
-    torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @each_way

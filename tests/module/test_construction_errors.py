@@ -296,17 +296,6 @@ def test_keywords_of_ddp(rank: int, world_size: int) -> None:
         assert not messages
 
 
-# ---------------------------------------------------------------- use in the wrong place
-
-
-@on_ranks(2)
-def test_parameter_replaced_after_wrapping(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)
-    model.fc1.module.weight = nn.Parameter(torch.ones(5, 7))
-    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
-        model(torch.ones(2, 7))
-
-
 # ---------------------------------------------------------------- warnings that are errors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
 from flatshard.optimizer import adapter
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
 
@@ -194,13 +194,10 @@ SURPRISES = (
 """What happens to a parameter in the middle of a run before a step."""
 
 
-def test_runs_that_users_break_up() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_runs_that_users_break_up(rank: int, world_size: int) -> None:
     """What was stepped as one the last time may not be one this time."""
-    for world_size in (1, 2):
-        run_ranks(_broken_up, world_size)
-
-
-def _broken_up(rank: int, world_size: int) -> None:
     case = CASES["transformer"]
     plain = case.model()
     model = case.wrap(case.model())

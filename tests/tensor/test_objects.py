@@ -19,43 +19,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
-from tests.side import Run, pair
+from tests.side import pair
 from tests.ways import BASIC, each_way
 
 pytestmark = pytest.mark.by_turns
-
-
-@each_way
-@on_ranks(2)
-def test_deepcopy(rank: int, world_size: int, way: str) -> None:
-    """The copy trains on by itself, and so does the original."""
-    pairs = pair(rank, world_size, way)
-    copies = []
-    for run in pairs:
-        run.train(0, 2)
-        twin = copy.deepcopy(run.model)
-        copies.append(Run(twin, run.case, rank, world_size))
-    assert_same(copies[0].model, copies[1].model)
-    for one, other in zip(pairs, copies, strict=True):
-        one.train(2, 4)
-        other.train(5, 8)
-    assert_same(pairs[0].model, pairs[1].model)
-    assert_same(copies[0].model, copies[1].model)
-    names = [[name for name, _ in run.model.named_parameters()] for run in (pairs[0], copies[0])]
-    assert names[0] == names[1]
-    kept = copy.deepcopy(copies[0].model) if rank == 0 else None  # alone, and never run
-    later = pair(rank, world_size, way)
-    for run in later:
-        run.train(0, 1)
-    assert_same(later[0].model, later[1].model)
-    del kept
 
 
 @each_way
@@ -66,24 +39,6 @@ def test_copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
     part = copy.deepcopy(sharded.model.fc1)
     inputs = sharded.inputs(0)
     assert torch.equal(part(inputs), plain.model.fc1(inputs))
-
-
-@pytest.mark.parametrize("kind", ["mean", "each", "all"])
-@on_ranks(2)
-def test_averaged_model(rank: int, world_size: int, kind: str) -> None:
-    keywords = {
-        "mean": {},
-        "each": {"avg_fn": lambda average, new, _: 0.9 * average + 0.1 * new},
-        "all": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
-    }[kind]
-    averages = []
-    for run in pair(rank, world_size, "full"):
-        average = AveragedModel(run.model, **keywords)
-        for step in range(3):
-            run.train(step, step + 1)
-            average.update_parameters(run.model)
-        averages.append(average.module)
-    assert_same(*averages)
 
 
 @on_ranks(2)
@@ -99,21 +54,6 @@ def test_pickling_is_refused(rank: int, world_size: int) -> None:
     for attempt in attempts:
         with pytest.raises(RuntimeError, match=r"flatshard\.checkpoint"):
             attempt()
-
-
-@on_ranks(2)
-def test_scaler_agrees_on_overflow(rank: int, world_size: int) -> None:
-    """An overflow on one rank skips the step on all, with torch's own scaler."""
-    run, _ = pair(rank, world_size, "full")
-    run.model.float()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = snapshot(run.model)
-    loss = run.model(run.inputs(0).float()).sum()
-    scaler.scale(loss * float("inf") if rank == 1 else loss).backward()
-    scaler.step(run.optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-    assert_same_state(snapshot(run.model), before, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
@@ -157,30 +97,6 @@ def _fp16_scaler(rank: int, world_size: int, kind: str) -> tuple[list[float], li
         if all(torch.equal(value, before[name]) for name, value in snapshot(model).items()):
             skipped.append(step)
     return scales, skipped
-
-
-@on_ranks(2)
-def test_hooks_see_what_they_see_under_ddp(rank: int, world_size: int) -> None:
-    """Tensor hooks get the local gradient (a clamp is not linear), the other kind the average."""
-    case = CASES["mlp"]
-    local, plain = case.model(), case.model()
-    local.fc2.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    model = case.wrap(local)
-    model.fc3.weight.register_hook(lambda grad: 2 * grad)
-    seen: list[Tensor] = []
-    model.fc3.weight.register_post_accumulate_grad_hook(
-        lambda param: seen.append(param.grad.full_tensor())
-    )
-    Run(model, case, rank, world_size).loss(0).backward()
-    expected = []
-    for other in range(world_size):
-        plain.zero_grad()
-        inputs, target = case.batch(0, ROWS * world_size)
-        rows = slice(ROWS * other, ROWS * (other + 1))
-        F.mse_loss(plain(inputs[rows]), target[rows]).backward()
-        expected.append((plain.fc2.weight.grad.clamp(-0.01, 0.01), 2 * plain.fc3.weight.grad))
-    torch.testing.assert_close(model.fc2.weight.grad.full_tensor(), sum(e[0] for e in expected) / 2)
-    torch.testing.assert_close(seen, [sum(e[1] for e in expected) / 2])
 
 
 # ---------------------------------------------------------------- a module like the wrapped one
