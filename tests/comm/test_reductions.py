@@ -36,32 +36,6 @@ def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reductions_do_not_depend_on_the_backend(world_size: int) -> None:
-    """Additions in rank order: every rank computes the same average, in every run."""
-    results = run_ranks(_reduce, world_size)
-    total = _values(0, world_size)
-    for rank in range(1, world_size):
-        total += _values(rank, world_size)
-    for rank, (first, second) in enumerate(results):
-        assert torch.equal(first, second)
-        assert torch.equal(first, (total / world_size).chunk(world_size)[rank])
-
-
-def _values(rank: int, world_size: int) -> Tensor:
-    return torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank))
-
-
-def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    comm = communicator(dist.group.WORLD)
-    results = []
-    for _ in range(2):
-        out = torch.empty(5)
-        comm.reduce_scatter(ReduceScatter(_values(rank, world_size), out, "test", 1)).finish()
-        results.append(out)
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks(fresh=True)
 def test_averages_in_pieces(rank: int, world_size: int) -> None:
     """Bit by bit what one piece gives, whatever their number and when each rank comes."""

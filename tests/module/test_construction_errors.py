@@ -198,17 +198,6 @@ def test_lazy_module(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_policy_over_units(rank: int, world_size: int) -> None:
-    model = Mlp()
-    model.fc1 = ShardedWrapper(model.fc1)
-    with pytest.raises(
-        ValueError, match=r"auto_wrap_policy cannot be applied, .* already contains, at .fc1"
-    ):
-        ShardedWrapper(model, auto_wrap_policy=LINEARS)
-    ShardedWrapper(model)(torch.ones(2, 7)).sum().backward()
-
-
-@on_ranks(2)
 def test_wrapped_twice(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     inner = case.wrap(case.model())

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
-from tests.models import CASES
+from tests.models import CASES, Case
 from tests.oracle import (
     OPTIMIZERS,
     assert_same_state,
@@ -47,17 +47,21 @@ def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # ---------------------------------------------------------------- saving
 
 
-@pytest.mark.parametrize(
-    "name",
-    (
-        "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
-        "frozen cnn-channels-last lstm multihead"
-    ).split(),
+MODELS = (
+    *("mlp", "tied-in-unit", "tied-across-units", "tied-blocks", "nested", "odd-shapes"),
+    *("mixed-types", "batch-norm", "frozen", "cnn-channels-last", "lstm", "multihead"),
 )
+
+
 @each_way
 @on_ranks(2)
-def test_equals_the_plain_models(rank: int, world_size: int, name: str, way: str) -> None:
-    case = CASES[name]
+def test_equals_the_plain_models(rank: int, world_size: int, way: str) -> None:
+    for name in MODELS:
+        with naming(name):
+            _equals_the_plain_models(rank, world_size, CASES[name], way)
+
+
+def _equals_the_plain_models(rank: int, world_size: int, case: Case, way: str) -> None:
     plain = case.model()
     model = case.wrap(case.model(), **WAYS[way].keywords)
     with naming("before the first forward"):
@@ -249,14 +253,15 @@ def test_torchs_functions(rank: int, world_size: int) -> None:
 PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix"), [*((name, "") for name in PLAIN), ("batch-norm", "module.")]
-)
 @each_way
 @on_ranks(2)
-def test_load_from_a_plain_model_or_ddp(
-    rank: int, world_size: int, name: str, way: str, prefix: str
-) -> None:
+def test_load_from_a_plain_model_or_ddp(rank: int, world_size: int, way: str) -> None:
+    for name, prefix in [*((name, "") for name in PLAIN), ("batch-norm", "module.")]:
+        with naming((name, prefix)):
+            _load(rank, world_size, name, way, prefix)
+
+
+def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
     case = CASES[name]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     # Something is gathered, and perhaps kept, that has to be forgotten.
