@@ -27,7 +27,7 @@ from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, local_loss, snapshot, train_steps, trainable
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
 
@@ -78,18 +78,14 @@ def test_same_losses_and_weights(rank: int, world_size: int) -> None:
                 _check_cuts(model, boundary)
 
 
-@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather"])
-def test_strategies(way: str) -> None:
-    run_ranks(_same_with, WAYS[way].world_size, way, WAYS[way].keywords)
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def test_mixed_precision() -> None:
-    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_ranks(_same_with, 2, "full", {"mixed_precision": half})
-
-
-def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather", "full"])
+@on_ranks(ranks_of)
+def test_strategies_and_mixed_precision(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
+    keywords = {"mixed_precision": HALF} if way == "full" else WAYS[way].keywords
     plain, expected = _train("transformer", rank, world_size, **keywords)
     for boundary in BOUNDARIES:
         with naming(boundary):

@@ -102,14 +102,16 @@ SETTINGS: dict[str, tuple[Any, Way]] = {
 }
 
 
-def same_as_built(rank: int, world_size: int, name: str) -> None:
-    policy, way = SETTINGS[name]
-    way.set_nodes()
+@pytest.mark.parametrize("way", SETTINGS)
+@on_ranks(lambda way: SETTINGS[way][1].world_size)
+def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: str) -> None:
+    policy, chosen = SETTINGS[way]
+    chosen.set_nodes()
     expected = on_cpu(Zoo)
     state = torch.get_rng_state()
 
     def wrap(model: nn.Module, **more: Any) -> ShardedWrapper:
-        return ShardedWrapper(model, auto_wrap_policy=policy, **way.keywords, **more)
+        return ShardedWrapper(model, auto_wrap_policy=policy, **chosen.keywords, **more)
 
     with naming("every rank for itself, nothing sent"):
         torch.manual_seed(SEED)
@@ -145,11 +147,6 @@ def same_as_built(rank: int, world_size: int, name: str) -> None:
             trained(tokens).square().mean().backward()
             optim.step()
         same(received, expected, 1e-6)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_same_numbers_as_built_on_the_device(name: str) -> None:
-    run_ranks(same_as_built, SETTINGS[name][1].world_size, name)
 
 
 # ---------------------------------------------------------------- param_init_fn, sync=False

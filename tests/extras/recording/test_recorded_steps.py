@@ -1,9 +1,7 @@
 """Recorded steps: figures that agree with what really happens, and errors on all ranks."""
 
 import gc
-import re
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from flatshard.extras.recording.step_report import Range, StepReport
 from tests.harness import on_ranks
 from tests.models import CASES, loss_of
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "profiling-and-performance.md"
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
 
@@ -157,18 +154,3 @@ def test_times(rank: int, world_size: int) -> None:
     starting = sum(unit.starting_seconds for unit in units.values())
     blocked = reports[-1].blocked_seconds + starting
     assert blocked > SLEEP / 2 or rank == 1
-
-
-@on_ranks(2)
-def test_example_of_the_page(rank: int, world_size: int) -> None:
-    model = CASES["mlp"].wrap(CASES["mlp"].model())
-    (program,) = re.findall(r"```python\n(with model.*?)```", DOCS.read_text(), re.DOTALL)
-    inputs, target = CASES["mlp"].batch(rank, 4)
-    names = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss_fn": loss_of,
-        "batches": 3 * [(inputs, target)],
-    }
-    exec(compile(program, str(DOCS), "exec"), names)
-    assert len(names["reports"]) == 3

@@ -211,11 +211,13 @@ def _files() -> list[str]:
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
-def many_units(rank: int, world_size: int, folder: Path) -> None:
-    """More than a process may have open files, of which the harness has some already."""
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@on_ranks(2, fresh=True)
+def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_path: Path) -> None:
+    """A model of 1,000 units needs no more open files than `ulimit -n` allows."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
-    offload = {"cpu_offload": CPUOffload(path=folder)} if folder.name == "disk" else {}
+    offload = {"cpu_offload": CPUOffload(path=tmp_path)} if where == "disk" else {}
     with mapping(shared_memory.MappedShards) as made:
         model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
         del model
@@ -236,13 +238,6 @@ def many_units(rank: int, world_size: int, folder: Path) -> None:
     kind = shared_memory.MappedShards
     memories = [one for one in gc.get_objects() if isinstance(one, kind)]
     assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_more_units_than_open_files(where: str, tmp_path: Path) -> None:
-    """Each unit had a file open until its second gather: 1,000 of them exceed `ulimit -n`."""
-    (tmp_path / where).mkdir()
-    run_ranks(many_units, 2, tmp_path / where, fresh=True)
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)

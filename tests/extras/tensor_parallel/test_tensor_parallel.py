@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -174,11 +174,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_ways(tmp_path: Path) -> None:
-    run_ranks(_ways, 4, str(tmp_path))
-
-
-def _ways(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = _mesh()
     number = mesh["dp"].get_local_rank()
     plain = _trained(_sgd)[0]
@@ -187,7 +184,7 @@ def _ways(rank: int, world_size: int, path: str) -> None:
         quiet = allow_warnings() if name == "compiled" else contextlib.nullcontext()
         with naming(name), quiet:
             if name == "disk":
-                options = {"cpu_offload": CPUOffload(path=path)}
+                options = {"cpu_offload": CPUOffload(path=tmp_path)}
             model = _wrap(mesh, **options)
             if name == "compiled":
                 for unit in model.module.blocks:
@@ -246,27 +243,24 @@ def test_outside_of_forward(rank: int, world_size: int) -> None:
     nn.init.normal_(model.module.blocks[0].module.norm.weight)  # the same on all ranks
 
 
-def test_torch_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_torch_checkpoint, 4, str(tmp_path))
-
-
-def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_torch_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     """Saved by 2 x 2 ranks, loaded by 1 x 4 and 4 x 1 and by the unwrapped model."""
     model = _wrap(_mesh())
     optimizer = _adamw(model.parameters())
     _train(model, optimizer, torch.distributed.get_rank() // 2, 2)
     kept = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(kept, checkpoint_id=path)
+    dcp.save(kept, checkpoint_id=tmp_path)
     wanted = model.state_dict()
     states = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
     loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    dcp.load({"model": loaded}, checkpoint_id=path)
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
     assert_same(loaded, wanted)
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     for other in (_wrap(wide), ShardedWrapper(_build())):
         its_own = _adamw(other.parameters())
         parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_own), strict=True))
-        dcp.load(parts, checkpoint_id=path)
+        dcp.load(parts, checkpoint_id=tmp_path)
         set_state_dict(
             other, its_own, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
@@ -275,11 +269,8 @@ def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
             assert_same(state, states[name])
 
 
-def test_refusals(tmp_path: Path) -> None:
-    run_ranks(_refusals, 4, str(tmp_path))
-
-
-def _refusals(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = _mesh()
     for options, match in (
         ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
@@ -302,8 +293,8 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
     with pytest.raises(RuntimeError, match=r"made before wrapping, and still has the DTensor"):
         early.step()
     for call in (
-        lambda: checkpoint.save(f"{path}/it", wrapped),
-        lambda: checkpoint.save_safetensors(wrapped, f"{path}/it.safetensors"),
+        lambda: checkpoint.save(f"{tmp_path}/it", wrapped),
+        lambda: checkpoint.save_safetensors(wrapped, f"{tmp_path}/it.safetensors"),
     ):
         with pytest.raises(NotImplementedError, match="was a DTensor before"):
             call()
