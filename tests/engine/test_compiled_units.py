@@ -19,7 +19,7 @@ import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 
 PRELOAD = ("tests.compiler",)
 
@@ -119,8 +119,11 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(value, other), name
 
 
+@pytest.mark.uncoalesced
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _one_graph_each(rank: int, world_size: int) -> None:
+def test_one_graph_each(rank: int, world_size: int) -> None:
+    """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
     plain = _wrap(_model())
     _train(plain, rank, 4)
     builds: list[Callable[[], nn.Module]] = [
@@ -143,13 +146,10 @@ def _one_graph_each(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_one_graph_each() -> None:
-    """``fullgraph=True``: Dynamo met our hooks, "Skip calling `torch.compiler.disable()`d"."""
-    run_ranks(_one_graph_each, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _whole(rank: int, world_size: int) -> None:
+def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
+    """Dynamo traces neither units nor hooks of saved tensors."""
     plain = _wrap(_model())
     _train(plain, rank, 4)
     model = _wrap(_model())
@@ -167,12 +167,6 @@ def _whole(rank: int, world_size: int) -> None:
     counters.clear()
     outer(torch.ones(4, 7))
     assert sum(counters["graph_break"].values()) == NUM_BLOCKS, counters["graph_break"]
-
-
-@pytest.mark.uncoalesced
-def test_breaks_at_units_alone() -> None:
-    """Dynamo traced hooks of saved tensors, too: "Cannot hash UntypedStorageVariable"."""
-    run_ranks(_whole, 2, timeout=120.0, fresh=True, preload=PRELOAD)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
@@ -236,8 +230,10 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
             _assert_same(models[1], models[0])
 
 
+@pytest.mark.uncoalesced
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _copies(rank: int, world_size: int) -> None:
+def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> None:
     for compiled in every(2, (_in_place, _replaced)):
         with naming(compiled.__name__):
             torch.compiler.reset()
@@ -254,8 +250,3 @@ def _copies(rank: int, world_size: int) -> None:
             _train(model, rank, 2)
             _train(twin, rank, 2)
             _assert_same(twin, model)
-
-
-@pytest.mark.uncoalesced
-def test_copies_and_errors_of_compiled_blocks() -> None:
-    run_ranks(_copies, 2, timeout=120.0, fresh=True, preload=PRELOAD)
