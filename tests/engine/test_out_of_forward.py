@@ -23,7 +23,7 @@ from flatshard import CollectiveError, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS, each_way
 
@@ -434,17 +434,14 @@ def test_warns_once_for_each_unit(rank: int, world: int) -> None:
         assert f"'{name}.weight'" in message
 
 
-def test_an_average_that_was_copied_before_wrapping() -> None:
-    for world_size in (2, 3):
-        run_ranks(_average, world_size)
-
-
 def _lerp(mean: nn.Module, model: nn.Module) -> None:
     for old, new in zip(mean.parameters(), model.parameters(), strict=True):
         old.data.lerp_(new.data, 0.5)
 
 
-def _average(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> None:
     """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
     torch.manual_seed(0)
     plain = Parent(USES["linear"]).double()
@@ -554,20 +551,6 @@ def test_with_steps_in_backward(rank: int, world: int) -> None:
         assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
 
 
-@on_ranks(2)
-def test_dropout_outside_of_forward_in_a_loss(rank: int, world: int) -> None:
-    """Each rank drew for its own part of the parameter, not for all of it."""
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        result = model(x).pow(2).mean()
-        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
-        apart = F.dropout(model.child.weight, 0.3).pow(3).sum()
-        return result + apart + nn.Dropout(0.5)(model.other.weight).pow(2).sum()
-
-    for way in ("full", "no_shard"):
-        _compare(rank, world, way, lambda: Parent(_again), loss)
-
-
 LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": lambda p: p.detach().clone().requires_grad_(),
     "data": lambda p: p.data.mul(2).requires_grad_(),
@@ -663,6 +646,9 @@ DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "normal": lambda m, x: (torch.normal(m.child.weight.detach(), 1.0) * m.child.weight).sum(),
     "gumbel": lambda m, x: F.gumbel_softmax(m.child.weight).pow(2).sum(),
     "alpha dropout": lambda m, x: F.alpha_dropout(m.child.weight, 0.5, True).pow(2).sum(),
+    "dropout": lambda m, x: (
+        F.dropout(m.child.weight, 0.3) ** 3 + nn.Dropout()(m.other.weight)
+    ).sum(),
 }
 
 

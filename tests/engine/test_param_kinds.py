@@ -23,7 +23,6 @@ from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
-    assert_same,
     assert_same_gradients,
     assert_same_state,
     local_loss,
@@ -32,8 +31,6 @@ from tests.oracle import (
     train_steps,
     trainable,
 )
-from tests.side import pair
-from tests.ways import BASIC
 
 pytestmark = pytest.mark.by_turns
 
@@ -461,29 +458,6 @@ def test_requires_grad_is_obeyed(case: str, strategy: str, world_size: int) -> N
     for state, with_gradient in run_ranks(_train_switched, world_size, case, strategy):
         assert_same_state(state, expected, rtol=0.0, atol=1e-12)
         assert with_gradient == names
-
-
-class _Quantized(nn.Module):
-    """An integer weight that is not trained, with a scale that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.arange(21, dtype=torch.int8).view(7, 3)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype) * self.scale
-
-
-@pytest.mark.parametrize("way", BASIC)
-@on_ranks(2)
-def test_integer_parameter(rank: int, world_size: int, way: str) -> None:
-    """An int8 parameter was to be viewed as one that can require grad, which torch refuses."""
-    sharded, plain = pair(rank, world_size, way, Case("quantized", _Quantized, vectors))
-    for run in (sharded, plain):
-        run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.by_turns
@@ -45,12 +45,10 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_schedules(dp: int) -> None:
-    run_ranks(_schedules, 2 * dp, dp)
-
-
-def _schedules(rank: int, world_size: int, dp: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_schedules(rank: int, world_size: int) -> None:
+    dp = world_size // 2
     mesh = init_device_mesh("cpu", (2, dp), mesh_dim_names=("pp", "dp"))
     group, number = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     for name, schedule_of in SCHEDULES.items():
