@@ -294,11 +294,16 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
     return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])
 @each_way
 @pytest.mark.uncoalesced
 @on_ranks(2)
-def test_checkpoint_wrappers(
+def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
+    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
+        with naming(build.__name__):
+            _check_wrappers(rank, world_size, way, build)
+
+
+def _check_wrappers(
     rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
 ) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
@@ -422,18 +427,17 @@ class _Boxes(nn.Module):
         return self.head(x + self.second(x).hidden)
 
 
-@pytest.mark.parametrize("kind", [_Box, _Record])
 @each_way
 @on_ranks(2)
-def test_checkpoint_in_a_unit_that_returns_an_object(
-    rank: int, world_size: int, way: str, kind: type
-) -> None:
-    """Outputs were not found in the object, so nothing was gathered for the recomputation."""
-    case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
-    sharded, plain = pair(rank, world_size, way, case)
-    for run in (sharded, plain):
-        run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)
+def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int, way: str) -> None:
+    """The tensors in the object are found, so the unit is gathered for the recomputation."""
+    for kind in (_Box, _Record):
+        case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
+        sharded, plain = pair(rank, world_size, way, case)
+        for run in (sharded, plain):
+            run.train(0, 3)
+        with naming(kind):
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 class _Child(nn.Linear):
