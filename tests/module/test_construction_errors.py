@@ -1,8 +1,8 @@
 """What the constructor refuses, and what it takes with a warning; the same on every rank."""
 
+import itertools
 import re
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,20 +33,18 @@ def test_several_ranks_without_a_process_group(rank: int, world_size: int) -> No
         ShardedWrapper(Mlp())
 
 
-@pytest.mark.parametrize("strategy", ShardingStrategy)
 @on_ranks(1, init_group=False)
-def test_one_process_without_a_process_group(
-    rank: int, world_size: int, strategy: ShardingStrategy
-) -> None:
+def test_one_process_without_a_process_group(rank: int, world_size: int) -> None:
     case = CASES["batch-norm"]
-    with pytest.warns(UserWarning, match="no process group") as caught:
-        model = case.wrap(case.model(), sharding_strategy=strategy)
-    assert len(caught) == 1, [str(one.message) for one in caught]
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size)
     expected = train(case, 1)
-    assert losses == expected.losses
-    assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
+    for strategy in ShardingStrategy:
+        with naming(strategy):
+            with pytest.warns(UserWarning, match="no process group") as caught:
+                model = case.wrap(case.model(), sharding_strategy=strategy)
+            assert len(caught) == 1, [str(one.message) for one in caught]
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            assert train_steps(model, optimizer, case, rank, world_size) == expected.losses
+            assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
 
 # ---------------------------------------------------------------- tensors without plain memory
@@ -110,25 +108,22 @@ def _without_bias(model: Mlp) -> None:
     model.fc3.bias = None
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_wider, "fc2.weight"),
-        (_renamed, "fc2.bias"),
-        (_other_dtype, "fc2.weight"),
-        (_frozen, "fc2.weight"),
-        (_without_bias, "fc3.bias"),
-    ],
-)
+CHANGES = {
+    _wider: "fc2.weight",
+    _renamed: "fc2.bias",
+    _other_dtype: "fc2.weight",
+    _frozen: "fc2.weight",
+    _without_bias: "fc3.bias",
+}
+
+
 @on_ranks(3)
-def test_ranks_with_different_models(
-    rank: int, world_size: int, change: Callable[[Mlp], None], name: str
-) -> None:
-    for odd_rank in range(3):
+def test_ranks_with_different_models(rank: int, world_size: int) -> None:
+    for (change, name), odd_rank in itertools.product(CHANGES.items(), range(3)):
         model = Mlp()
         if rank == odd_rank:
             change(model)
-        with naming(odd_rank), pytest.raises(ValueError, match=re.escape(name)):
+        with naming((name, odd_rank)), pytest.raises(ValueError, match=re.escape(name)):
             ShardedWrapper(model, auto_wrap_policy=LINEARS)
     # Nothing is left behind that would hinder the next attempt.
     torch.manual_seed(0)

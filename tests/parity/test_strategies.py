@@ -367,14 +367,13 @@ BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
 @on_ranks(4)
-def test_bad_input(rank: int, world_size: int, case: str) -> None:
+def test_bad_input(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    make, error, message = BAD[case]
-    keywords = make()
-    with pytest.raises(error, match=message):
-        _model_with(**keywords)
+    for case, (make, error, message) in BAD.items():
+        keywords = make()
+        with naming(case), pytest.raises(error, match=message):
+            _model_with(**keywords)
 
 
 @on_ranks(4)
