@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
-from tests.oracle import assert_same
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -73,7 +73,5 @@ def test_training(rank: int, world_size: int) -> None:
         mine = _batch(step).chunk(2)[dp].chunk(2, dim=1)[cp]
         sharded(mine).pow(2).mean().backward()
         plain(_batch(step)).pow(2).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
     assert_same(sharded.state_dict(), plain.state_dict())

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
-from tests.oracle import ROWS, assert_same
+from tests.oracle import ROWS, assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -65,9 +65,7 @@ def test_training(rank: int, world_size: int) -> None:
             _plain_backward(plain, members, step)
             if step == 0 and number == 1:  # one of the others used it
                 assert all(param.grad is None for param in sharded.second.parameters())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         with naming(strategy):
             states = [
                 {n: v for n, v in one.state_dict().items() if size == 1 or "1." not in n}

@@ -14,6 +14,7 @@ from flatshard.module import run as model_run
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
 from tests.models import CASES
+from tests.oracle import step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -170,8 +171,7 @@ def test_steps_register_nothing(rank: int, world_size: int) -> None:
         for step in range(3):
             loss = model(case.batch(step, 2)[0]).float().square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             counts.add(model_run._num_registered)
         assert len(counts) == 1, counts
 
@@ -250,8 +250,7 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
                     except RuntimeError as error:
                         raised = step, "edited parameters in place" in str(error)
                         break
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step_and_zero(optimizer)
                 if way == "sharded":
                     assert raised == (at and (at, True)), (kind, first, strategy, raised)
                 states.append(model.state_dict())

@@ -27,6 +27,7 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train,
     train_steps,
     trainable,
@@ -268,14 +269,12 @@ def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str
     for step in range(2):
         inputs, target = ZOO.batch(step, world_size * 4, DTYPE)
         loss_of(model(inputs), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     # Momentum has the parameters' strides now, and is cut at the first step.
     model = _wrap(model, strategy)
     for step in range(2, 4):
         local_loss(model, ZOO, step, rank, world_size, DTYPE).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model)
 
 
@@ -454,8 +453,7 @@ def _train_switched(
             loss = F.mse_loss(model(inputs), target)
         loss.backward()
         with_gradient.append({n for n, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model), with_gradient
 
 

@@ -13,7 +13,7 @@ from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
-from tests.oracle import assert_same
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -85,9 +85,7 @@ def test_schedules(rank: int, world_size: int) -> None:
                 reduced = [event for event in events if event[0] == "reduce"]
                 assert len(reduced) == 2, events  # a unit of each layer
             _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         with naming(name):
             for i, model in zip(mine, models, strict=True):
                 assert_same(model.state_dict(), plain[i].state_dict())
@@ -114,7 +112,5 @@ def test_tensor_parallel_stages(rank: int, world_size: int) -> None:
         rows, target = (part.chunk(2)[mesh["dp"].get_local_rank()] for part in _batch(step))
         schedule.step(*(() if number else (rows,)), **({"target": target} if number else {}))
         _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
     assert_same(model.state_dict(), plain[number].state_dict())

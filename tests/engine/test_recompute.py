@@ -34,6 +34,7 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train_rank_by_rank,
 )
 from tests.side import Run, pair
@@ -160,8 +161,7 @@ def test_same_numbers_and_no_gather_too_many(
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             for step in range(3):
                 forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
                 _check_gathers(way, forward, backward)
             assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
 
@@ -219,8 +219,7 @@ def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: st
         forward, backward = _gathers_of(
             local_loss, run_again, inputs_matter, step, rank, world_size
         )
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         if way.startswith("full"):
             assert forward == Counter(["", *LAYERS])
             # The first forward of a reentrant checkpoint looks like an evaluation.
@@ -313,8 +312,7 @@ def _check_wrappers(
     for step in range(3):
         with collectives.record() as events:
             local_loss(model, case, step, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         if way != "no_shard":
             num_gathers = 9 if way.startswith("full") else 5
             assert sum(_gathers(events).values()) == num_gathers

@@ -13,7 +13,7 @@ from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, shar
 from flatshard.optimizer import adapter
 from tests.harness import naming, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
+from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
 
@@ -93,8 +93,7 @@ def test_fused_where_it_is_left_open(rank: int, world_size: int) -> None:
             for step in range(3):
                 x = case.batch(rank + 2 * step, 8)[0].to(dtype)
                 model(x).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             assert (called > 0) is is_fused
             assert optimizer.param_groups[0] == before, "the user's options are as they were"
             ends[name] = snapshot(model)
@@ -163,8 +162,7 @@ def test_norms_and_means_of_state(rank: int, world_size: int) -> None:
             for step in range(2):
                 for one in range(world_size):
                     (local_loss(plain, case, step, one, world_size) / world_size).backward()
-                expected.step()
-                expected.zero_grad()
+                step_and_zero(expected)
             _compare_state(model, optimizer, plain, expected)
             loaded = make(trainable(model))
             train_steps(model, loaded, case, rank, world_size, steps=1)
@@ -215,8 +213,7 @@ def test_runs_that_users_break_up(rank: int, world_size: int) -> None:
             assert names, list(parameters)
             for name in names:
                 _surprise(surprise, parameters[name], optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     torch.testing.assert_close(snapshot(model), snapshot(plain), rtol=0, atol=1e-9)
 
 

@@ -33,7 +33,7 @@ from flatshard.units.ignored import NOTHING
 from flatshard.units.layout import FlatLayout
 from tests.harness import naming, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss
+from tests.oracle import local_loss, step_and_zero
 
 
 class _Reduce:
@@ -158,8 +158,7 @@ def test_collectives_as_late_as_can_be_change_nothing(rank: int, world_size: int
                         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
                         for step in range(3):
                             local_loss(model, case, step, 0, 4).backward()
-                            optimizer.step()
-                            optimizer.zero_grad()
+                            step_and_zero(optimizer)
                     shards.append([handle.flat_param.clone() for handle in _handles(model)])
                 assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
     dist.destroy_process_group()
@@ -254,8 +253,7 @@ def _stale_buffers_are_used_again() -> None:
     for step in range(2):
         model(case.batch(step, 2)[0]).sum().backward()
         places.append([handle.buffer.data_ptr() for handle in _handles(model)])
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     assert places[0] == places[1]
 
 

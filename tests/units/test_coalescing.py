@@ -19,7 +19,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_same
+from tests.oracle import ROWS, assert_same, step_and_zero
 
 WIDTH = 6
 NUM_BLOCKS = 5
@@ -118,9 +118,7 @@ def _train(
             (plain(part, order(step, one)).square().mean() / world_size).backward()
         used = {name for name, param in model.named_parameters() if param.grad is not None}
         assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
-        for one in (optimizer, oracle):
-            one.step()
-            one.zero_grad()
+        step_and_zero(optimizer, oracle)
         with torch.no_grad():
             torch.testing.assert_close(
                 model.blocks[1](own),
@@ -143,8 +141,7 @@ def test_every_tiny_model(rank: int, world_size: int) -> None:
                 for step in range(2):
                     inputs, target = case.batch(step, ROWS, torch.float64)
                     loss_of(model(inputs), target).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step_and_zero(optimizer)
             assert_same(together, apart)
             assert_same(parted, apart)
 
@@ -247,9 +244,7 @@ def test_the_roots_embedding_is_freed_after_forward(
             for one in range(world_size):
                 plain_loss = plain(tokens[one : one + 1], one in ties, checkpoints).square().mean()
                 (plain_loss / world_size).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
             assert_same(model, plain)
 
 

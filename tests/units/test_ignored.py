@@ -21,7 +21,7 @@ from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import every
 from tests.harness import naming, on_ranks
 from tests.models import loss_of, vectors
-from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
+from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
@@ -106,9 +106,7 @@ class Copies:
                 average = sum(p.grad for p in params) / len(params)
                 for param in params:
                     param.grad = average.clone()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*self.optimizers)
 
     def _take_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -127,8 +125,7 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
     optimizer = _sgd(model)
     for step in range(num_steps):
         _loss(model, rank, len(copies.models), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         copies.step([step])
     assert_same(model, copies.models[rank], TOLERANCE, TOLERANCE)
 
@@ -168,8 +165,7 @@ def test_accumulation(rank: int, world_size: int, way: str) -> None:
         with wrapped.no_sync():
             _loss(wrapped, rank, world_size, step).backward()
         _loss(wrapped, rank, world_size, step + 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         copies.step([step, step + 1])
     assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
@@ -198,9 +194,7 @@ def test_clipping(rank: int, world_size: int, way: str) -> None:
                 actual = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1, order)
             assert expected > 0.1
             torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=0.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         assert_same(wrapped, plain, TOLERANCE, TOLERANCE)
 
 

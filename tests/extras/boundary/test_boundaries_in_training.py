@@ -26,7 +26,14 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import assert_same_state, local_loss, snapshot, train_steps, trainable
+from tests.oracle import (
+    assert_same_state,
+    local_loss,
+    snapshot,
+    step_and_zero,
+    train_steps,
+    trainable,
+)
 from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
@@ -114,8 +121,7 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
             torch.manual_seed(rank)
             for _ in range(3):
                 model(torch.randn(2, 512)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             assert all(not handle.flat_param[a:b].any() for a, b in _own_gaps(handle))
             found.append(snapshot(model))
             _same(found[-1], found[0])
@@ -163,8 +169,7 @@ def _with_idioms(rank: int, world_size: int, boundary: Boundary) -> list[Any]:
         local_loss(model, case, 0, rank, world_size).backward()
     local_loss(model, case, 1, rank, world_size).backward()
     found.append(model.clip_grad_norm_(0.1))
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     twin = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(trainable(twin), lr=0.01)
     twin.step_in_backward(optimizer)

@@ -26,6 +26,7 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train,
     train_steps,
     trainable,
@@ -47,8 +48,7 @@ def _train(
             local_loss(model, CASES[name], 51, rank, size).backward()
         local_loss(model, CASES[name], step, rank, size).backward()
         norms.append(model.clip_grad_norm_(0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)["state"]
 
 
@@ -152,8 +152,7 @@ def _is_linear(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     model(torch.randn(2, 768, generator=generator)).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 @on_ranks(2, timeout=90)

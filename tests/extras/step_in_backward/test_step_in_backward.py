@@ -18,7 +18,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_same_state, local_loss, snapshot, trainable
+from tests.oracle import assert_same_state, local_loss, snapshot, step_and_zero, trainable
 
 STEPS = 4
 
@@ -55,8 +55,7 @@ def _train(
     for step in range(STEPS):
         local_loss(model, case, step, rank, world_size, torch.float32).backward()
         yield
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         scheduler.step()
 
 
@@ -114,9 +113,7 @@ def _train_divided(
     for step in range(STEPS):
         local_loss(model, CASES["transformer"], step, rank, world_size, torch.float32).backward()
         yield
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -24,7 +24,7 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
-from tests.oracle import assert_same
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -112,8 +112,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size
             norms.append(model.clip_grad_norm_(0.2).item())
         else:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return norms
 
 
@@ -196,8 +195,7 @@ def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
                     (model(first).pow(2).mean() / 2).backward()
                 (model(second).pow(2).mean() / 2).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             tolerance = 1e-5 if name == "float32" else 1e-12
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(
