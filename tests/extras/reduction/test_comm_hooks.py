@@ -297,7 +297,7 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
         with pytest.raises(KeyError, match="a user's own") as caught:
             sharded.loss(9).backward()
         (note,) = caught.value.__notes__
-        assert note == f"unit '{unit}', rank {rank}: communication hook _raises.<locals>.hook"
+        assert note == f"unit '{unit}', rank {rank}: communication hook test_a_hook_raises.<locals>.hook"
         sharded.optimizer.zero_grad()
     fails_at = 0
     plain.train()
