@@ -297,7 +297,8 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
         with pytest.raises(KeyError, match="a user's own") as caught:
             sharded.loss(9).backward()
         (note,) = caught.value.__notes__
-        assert note == f"unit '{unit}', rank {rank}: communication hook test_a_hook_raises.<locals>.hook"
+        name = "test_a_hook_raises.<locals>.hook"
+        assert note == f"unit '{unit}', rank {rank}: communication hook {name}"
         sharded.optimizer.zero_grad()
     fails_at = 0
     plain.train()
