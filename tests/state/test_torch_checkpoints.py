@@ -148,12 +148,9 @@ def test_offloaded(rank: int, world_size: int, is_on_disk: bool, tmp_path: Path)
 # ---------------------------------------------------------------- what would lose values
 
 
-def test_units_of_some_ranks(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_units_of_some_ranks(rank: int, world_size: int) -> None:
     """Experts of other ranks have the same names: one rank's values were saved for all."""
-    run_ranks(_units_of_some_ranks, 2)
-
-
-def _units_of_some_ranks(rank: int, world_size: int) -> None:
     groups = [dist.new_group([number]) for number in range(2)]
     model = _net(0)
     model[1] = ShardedWrapper(model[1], process_group=groups[rank])

@@ -31,10 +31,10 @@ from flatshard import (
 from flatshard.extras import weights
 from tests.combinations import every
 from tests.forked_python import PYTHON
-from tests.harness import on_ranks, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import train_steps
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -67,18 +67,18 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_has_the_state_dicts_tensors(name: str) -> None:
-    run_ranks(_same_as_the_state_dict, 3, name, "full-3")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "full-3") for name in NAMES), *(("batch-norm", w) for w in every(2, sorted(WAYS)))],
+)
+@on_ranks(ranks_of)
+def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way: str) -> None:
+    _same_as_the_state_dict(rank, world_size, name, way)
 
 
-@pytest.mark.parametrize("way", every(2, sorted(WAYS)))
-def test_every_strategy(way: str) -> None:
-    run_ranks(_same_as_the_state_dict, WAYS[way].world_size, "batch-norm", way)
-
-
-def test_one_rank_alone() -> None:
-    run_ranks(_same_as_the_state_dict, 1, "tied-blocks", "full")
+@on_ranks(1)
+def test_one_rank_alone(rank: int, world_size: int) -> None:
+    _same_as_the_state_dict(rank, world_size, "tied-blocks", "full")
 
 
 def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> None:
@@ -284,29 +284,20 @@ def test_a_model_from_the_meta_device(rank: int, world_size: int) -> None:
     _assert_same(found, _expected(model))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+@on_ranks(2)
+def test_settings(rank: int, world_size: int, tmp_path: Path) -> None:
+    for settings in (
         {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
         {"collectives": "native"},
         {"collectives": "sockets"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings(settings: dict[str, Any]) -> None:
-    run_ranks(_with_settings, 2, settings)
-
-
-def _with_settings(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    model = ShardedWrapper(plain, **settings)
-    model(torch.ones(2, 5)).sum().backward()
-    _assert_same(_tensors(model), _expected(model))
-
-
-def test_shards_on_disk(tmp_path: Path) -> None:
-    run_ranks(_with_settings, 2, {"cpu_offload": CPUOffload(path=tmp_path)})
+        {"cpu_offload": CPUOffload(path=tmp_path)},
+    ):
+        with naming(settings):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+            model = ShardedWrapper(plain, **settings)
+            model(torch.ones(2, 5)).sum().backward()
+            _assert_same(_tensors(model), _expected(model))
 
 
 @on_ranks(2)

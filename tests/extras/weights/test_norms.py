@@ -14,24 +14,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.combinations import every
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, train_steps
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
-
-
-@pytest.mark.parametrize("way", every(2, sorted(WAYS), start=1))
-def test_equal_the_full_tensors_norms(way: str) -> None:
-    run_ranks(_same, WAYS[way].world_size, "mlp", way)
-
-
-@pytest.mark.parametrize("name", ["nested", "tied-across-units", "odd-shapes", "mixed-types"])
-def test_models(name: str) -> None:
-    run_ranks(_same, 3, name, "full-3")
 
 
 @on_ranks(4)
@@ -60,7 +50,18 @@ def _norm(tensor: torch.Tensor, order: float) -> float:
     return float(torch.linalg.vector_norm(tensor.abs().double(), order))
 
 
-def _same(rank: int, world_size: int, name: str, way: str) -> None:
+MODELS = ("nested", "tied-across-units", "odd-shapes", "mixed-types")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("mlp", way) for way in every(2, sorted(WAYS), start=1)),
+        *((name, "full-3") for name in MODELS),
+    ],
+)
+@on_ranks(ranks_of)
+def test_equal_the_full_tensors_norms(rank: int, world_size: int, name: str, way: str) -> None:
     case = CASES[name]
     WAYS[way].set_nodes()
     model = case.wrap(case.model(), **WAYS[way].keywords)
