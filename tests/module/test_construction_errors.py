@@ -134,7 +134,7 @@ def test_ranks_with_different_models(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_ranks_with_different_settings(rank: int, world_size: int, keyword: str) -> None:
     values = {"sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD"), "coalesce_bytes": (0, 4096)}
-    expected = f"setting . is .*{values[keyword][0]}.* on rank 0, .* on rank 1"
+    expected = rf"setting \d+ is .*{values[keyword][0]}.* on rank 0, .* on rank 1"
     with pytest.raises(ValueError, match=expected):
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
 
