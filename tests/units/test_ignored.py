@@ -82,6 +82,12 @@ def _build(rank: int, how: str) -> tuple[Model, dict[str, Any], set[str]]:
     return model, keywords, ignored
 
 
+def _wrap(model: nn.Module, way: str, **keywords: Any) -> ShardedWrapper:
+    WAYS[way].set_nodes()
+    strategy = WAYS[way].strategy
+    return ShardedWrapper(model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords)
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -136,14 +142,11 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
 @each_way
 @on_ranks(ranks_of)
 def test_training(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
     hows = ("modules", "parameters", "states", "names")
     for how in every(2, hows, start=list(CHOSEN).index(way)):
         with naming(how):
             model, keywords, ignored = _build(rank, how)
-            wrapped = ShardedWrapper(
-                model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-            )
+            wrapped = _wrap(model, way, **keywords)
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
             _check_trains_like(copies, wrapped, rank, 4)
 
@@ -151,15 +154,12 @@ def test_training(rank: int, world_size: int, way: str) -> None:
 @each_way
 @on_ranks(ranks_of)
 def test_accumulation(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "parameters")
     model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
     copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
     for r, plain in enumerate(copies.models):
         plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
-    wrapped = ShardedWrapper(
-        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-    )
+    wrapped = _wrap(model, way, **keywords)
     optimizer = _sgd(wrapped)
     for step in range(0, 6, 2):
         with wrapped.no_sync():
@@ -174,13 +174,10 @@ def test_accumulation(rank: int, world_size: int, way: str) -> None:
 @on_ranks(ranks_of)
 def test_clipping(rank: int, world_size: int, way: str) -> None:
     """All ranks have the same rows, so that their ignored gradients are one model's."""
-    WAYS[way].set_nodes()
     for order in (2.0, float("inf")):
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
-        wrapped = ShardedWrapper(
-            model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-        )
+        wrapped = _wrap(model, way, **keywords)
         optimizers = [_sgd(one) for one in (plain, wrapped)]
         for step in range(2):
             for one in (plain, wrapped):
@@ -231,11 +228,8 @@ def test_they_stay_plain(rank: int, world_size: int) -> None:
 @on_ranks(ranks_of)
 def test_copies(rank: int, world_size: int, way: str) -> None:
     """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
-    WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "states")
-    wrapped = ShardedWrapper(
-        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-    )
+    wrapped = _wrap(model, way, **keywords)
     before = snapshot(wrapped)
     twin = copy.deepcopy(wrapped)
     alone = copy.deepcopy(wrapped.fc2)
@@ -369,42 +363,30 @@ def test_one_list_for_every_wrapper(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_refused(rank: int, world_size: int) -> None:
-    def wrap(**keywords: Any) -> None:
-        ShardedWrapper(model, **keywords)
-
     model = Model()
-    with pytest.raises(ValueError, match="ignored_modules or ignored_states"):
-        wrap(ignored_modules=[], ignored_states=[])
-    with pytest.raises(
-        TypeError, match="ignored_modules: expected an iterable of Module, got a Li"
+    for keywords, error, says in (
+        ({"ignored_modules": [], "ignored_states": []}, ValueError, "ignored_modules or ignored_"),
+        ({"ignored_modules": model.fc1}, TypeError, "expected an iterable of Module, got a Li"),
+        ({"ignored_modules": [model.gain]}, TypeError, "got a Parameter at position 0"),
+        ({"ignored_states": model.gain}, TypeError, "got a Tensor at position 0"),  # its elements
+        ({"ignored_states": ["gain"]}, TypeError, "got a str at position 0"),
     ):
-        wrap(ignored_modules=model.fc1)
-    with pytest.raises(TypeError, match="got a Parameter at position 0"):
-        wrap(ignored_modules=[model.gain])
-    with pytest.raises(TypeError, match="got a Tensor at position 0"):
-        wrap(ignored_states=model.gain)  # its elements
-    with pytest.raises(TypeError, match="got a str at position 0"):
-        wrap(ignored_states=["gain"])
+        with pytest.raises(error, match=says):
+            ShardedWrapper(model, **keywords)
     model.local = ShardedWrapper(model.local)
     model.fc2 = ShardedWrapper(nn.Sequential(model.fc2))
-    for inside, name in (
-        (model.local, "local.0"),
-        (model.local[1], "local.1"),
-        (model.fc2[0], "fc2.0"),
-    ):
-        with pytest.raises(ValueError, match=rf"parameter '{name}.weight'.*sharded it already"):
-            wrap(ignored_modules=[inside])
-    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
-        wrap(ignored_states=[model.local[0].weight])
     model.extra = nn.Linear(5, 5)
     model.extra.weight = model.local[0].weight
-    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
-        wrap(ignored_modules=[model.extra])
+    for keywords, name in (
+        ({"ignored_modules": [model.local]}, "local.0"),
+        ({"ignored_modules": [model.local[1]]}, "local.1"),
+        ({"ignored_modules": [model.fc2[0]]}, "fc2.0"),
+        ({"ignored_states": [model.local[0].weight]}, "local.0"),
+        ({"ignored_modules": [model.extra]}, "local.0"),
+    ):
+        with pytest.raises(ValueError, match=rf"parameter '{name}.weight'.*sharded it already"):
+            ShardedWrapper(model, **keywords)
     del model.extra
-    _still_works(model, rank, world_size)
-
-
-def _still_works(model: nn.Module, rank: int, world_size: int) -> None:
     wrapped = ShardedWrapper(model.double(), ignored_states=[model.gain])
     _loss(wrapped, rank, world_size, 0).backward()
 
