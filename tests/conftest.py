@@ -178,5 +178,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
     items.sort(key=place)
     for item in items:
-        if "run_ranks" in vars(item.module):
+        if {"run_ranks", "on_ranks", "on_ranks_each_way"} & vars(item.module).keys():
             item.add_marker(pytest.mark.distributed)

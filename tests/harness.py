@@ -1,5 +1,7 @@
 """`run_ranks`: run a function on several gloo ranks and bring back what they return.
 
+`@on_ranks` makes a test of such a function.
+
 A rank is a process forked from a server that has torch and the package loaded. It stays for the
 calls that follow, up to `CALLS_PER_PROCESS`, since its first forward, backward and step cost far
 more than the process group that each call makes anew. A call begins and ends with the state that
@@ -20,7 +22,10 @@ import atexit
 import contextlib
 import enum
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -240,6 +245,49 @@ def run_ranks(
     else:
         _idle[kind] = workers
     return [rank.result for rank in ranks]
+
+
+@dataclass(frozen=True)
+class _ByName:
+    """A test's function, by names: `on_ranks` replaced it, so it cannot be pickled."""
+
+    module: str
+    name: str
+
+    def __call__(self, rank: int, world_size: int, parameters: dict[str, Any]) -> None:
+        test = getattr(importlib.import_module(self.module), self.name)
+        test.__wrapped__(rank, world_size, **parameters)
+
+
+def on_ranks(
+    world_size: int | Callable[[str], int] | None = None, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that several ranks run.
+
+    The function takes its rank, the number of ranks, and pytest's parameters and fixtures.
+
+    Args:
+        world_size: the number of ranks, or a function of the parameter ``way`` that returns it. By
+            default it is itself a parameter of the test.
+        options: more keywords of `run_ranks`.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**parameters: Any) -> None:
+            __tracebackhide__ = True
+            call = _ByName(function.__module__, function.__name__)
+            number = parameters.pop(second.name) if world_size is None else world_size
+            if callable(number):
+                number = number(parameters["way"])
+            run_ranks(call, number, parameters, **options)
+
+        _, second, *others = inspect.signature(function).parameters.values()
+        named = others if world_size is not None else [second, *others]
+        test.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 @contextlib.contextmanager

@@ -57,6 +57,11 @@ WAYS = {
 }
 
 
+def ranks_of(way: str) -> int:
+    """The number of ranks of a way, for `on_ranks`."""
+    return WAYS[way].world_size
+
+
 def select(*names: str) -> dict[str, Way]:
     return {name: WAYS[name] for name in names}
 

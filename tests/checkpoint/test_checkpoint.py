@@ -26,7 +26,7 @@ from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.state.everything import CASE, StateDict, train
 from tests.ways import Keywords
@@ -292,19 +292,18 @@ def test_extra_state(count: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(other.count, count)
 
 
-def test_asynchronous_saves_do_not_mix_with_training(tmp_path: Path) -> None:
-    run_ranks(_async, 2, tmp_path)
-
-
-def _async(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_asynchronous_saves_do_not_mix_with_training(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     model = CASE.wrap(CASE.model())
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     expected: dict[int, dict[str, Tensor]] = {}
     for step in range(6):
         train(model, optimizer, range(step, step + 1), CASE, rank, world_size)
         expected[step] = snapshot(model)
-        checkpoint.save(folder / f"step-{step}", model, optimizer, async_=True)
+        checkpoint.save(tmp_path / f"step-{step}", model, optimizer, async_=True)
         dist.all_reduce(torch.ones(3))  # the program's own
     for step, state in expected.items():  # the first load waits for the last save
-        checkpoint.load(folder / f"step-{step}", model, optimizer)
+        checkpoint.load(tmp_path / f"step-{step}", model, optimizer)
         torch.testing.assert_close(snapshot(model), state, rtol=0, atol=0)

@@ -20,7 +20,7 @@ from flatshard import CollectiveError, ShardedWrapper, checkpoint
 from flatshard.checkpoint import dcp_files, folder, host_ranks, saving
 from flatshard.checkpoint.command_line import main
 from flatshard.extras.whole_tensors import WholeTensorAdapter
-from tests.harness import full_disk, run_ranks
+from tests.harness import full_disk, on_ranks, run_ranks
 from tests.oracle import snapshot
 from tests.scripts import run_script
 
@@ -39,28 +39,25 @@ def _saved(path: Path, width: int = 40) -> nn.Module:
 # ---------------------------------------------------------------- loading
 
 
-def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
-    run_ranks(_does_not_fit, 2, tmp_path)
-
-
-def _does_not_fit(rank: int, _: int, path: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_listed(rank: int, world_size: int, tmp_path: Path) -> None:
     saved = ShardedWrapper(_model())
-    checkpoint.save(path / "one", saved, torch.optim.SGD(saved.parameters()))
+    checkpoint.save(tmp_path / "one", saved, torch.optim.SGD(saved.parameters()))
     other = nn.Sequential(nn.Linear(41, 50), nn.Linear(50, 60), nn.LayerNorm(60))
     model = ShardedWrapper(other)
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"rank 0: .*one is of another model: ") as error:
-        checkpoint.load(path / "one", model)
+        checkpoint.load(tmp_path / "one", model)
     assert "'model.0.weight': expected shape (50, 41), got shape (50, 40)" in str(error.value)
     assert "'2.bias': missing in the checkpoint; '2.weight': missing" in str(error.value)
     assert str(error.value).count(";") == 2
     torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
     smaller = ShardedWrapper(nn.Sequential(nn.Linear(40, 50)))
     with pytest.raises(ValueError, match=r"'model.1.weight': expected nothing, got shape \(60, 50"):
-        checkpoint.load(path / "one", smaller)
-    checkpoint.save(path / "two", saved)
+        checkpoint.load(tmp_path / "one", smaller)
+    checkpoint.save(tmp_path / "two", saved)
     with pytest.raises(ValueError, match="'the optimizer': missing in the checkpoint"):
-        checkpoint.load(path / "two", saved, torch.optim.SGD(saved.parameters()))
+        checkpoint.load(tmp_path / "two", saved, torch.optim.SGD(saved.parameters()))
 
 
 def test_saved_without_a_scheduler(tmp_path: Path) -> None:
@@ -71,24 +68,18 @@ def test_saved_without_a_scheduler(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "one", model, scheduler=scheduler)
 
 
-def test_units_of_some_ranks(tmp_path: Path) -> None:
-    run_ranks(_some_ranks, 2, tmp_path)
-
-
-def _some_ranks(rank: int, _: int, path: Path) -> None:
+@on_ranks(2)
+def test_units_of_some_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     """Ranks hold other experts under one name, of which DCP would keep one."""
     groups = [dist.new_group([one]) for one in range(2)]
     model = _model()
     model[1] = ShardedWrapper(model[1], process_group=groups[rank])
     with pytest.raises(NotImplementedError, match="unit '1' trains only on ranks"):
-        checkpoint.save(path / "one", ShardedWrapper(model))
+        checkpoint.save(tmp_path / "one", ShardedWrapper(model))
 
 
-def test_one_rank_inside_a_step(tmp_path: Path) -> None:
-    run_ranks(_inside_a_step, 2, tmp_path)
-
-
-def _inside_a_step(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_one_rank_inside_a_step(rank: int, world_size: int, tmp_path: Path) -> None:
     """All ranks save or load, and only rank 1 does so in a forward: all raise the same error."""
     # A forward that communicates nothing, so that rank 1 may run it alone.
     model = ShardedWrapper(_model(), sharding_strategy="NO_SHARD")
@@ -96,9 +87,9 @@ def _inside_a_step(rank: int, world_size: int, path: Path) -> None:
 
     def calls(*_: Any) -> None:
         with pytest.raises(RuntimeError, match=rf"save\(\) {match}"):
-            checkpoint.save(path / "one", model)
+            checkpoint.save(tmp_path / "one", model)
         with pytest.raises(RuntimeError, match=rf"load\(\) {match}"):
-            checkpoint.load(path / "one", model)
+            checkpoint.load(tmp_path / "one", model)
         with pytest.raises(RuntimeError, match=rf"full_state_dict\(\) {match}"):
             checkpoint.full_state_dict(model)
 
@@ -108,21 +99,18 @@ def _inside_a_step(rank: int, world_size: int, path: Path) -> None:
         model.module[0].register_forward_pre_hook(calls)
         with torch.no_grad():
             model(torch.ones(1, model.module[0].in_features))
-    assert not list(path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
-def test_no_checkpoint_yet(tmp_path: Path) -> None:
-    run_ranks(_no_checkpoint, 2, tmp_path)
-
-
-def _no_checkpoint(rank: int, _: int, path: Path) -> None:
+@on_ranks(2)
+def test_no_checkpoint_yet(rank: int, world_size: int, tmp_path: Path) -> None:
     """``latest`` finds nothing: on all ranks, or on rank 1, which has another file system."""
     model = ShardedWrapper(_model())
     expected = r"rank {}: there is no checkpoint to load: .*latest\(\) returned a path"
     with pytest.raises(FileNotFoundError, match=r"load\(None\), " + expected.format(0)):
-        checkpoint.load(checkpoint.latest(path), model)  # type: ignore[arg-type]
-    checkpoint.save(path / "step-1", model)
-    last = checkpoint.latest(path / "elsewhere" if rank == 1 else path)
+        checkpoint.load(checkpoint.latest(tmp_path), model)  # type: ignore[arg-type]
+    checkpoint.save(tmp_path / "step-1", model)
+    last = checkpoint.latest(tmp_path / "elsewhere" if rank == 1 else tmp_path)
     with pytest.raises(FileNotFoundError, match=expected.format(1)):
         checkpoint.load(last, model)  # type: ignore[arg-type]
 
@@ -256,28 +244,25 @@ def test_names_and_old_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             checkpoint.save(tmp_path / path, _model(), keep=keep)
 
 
-def test_ranks_pass_the_same(tmp_path: Path) -> None:
-    run_ranks(_different, 2, tmp_path)
-
-
-def _different(rank: int, _: int, path: Path) -> None:
+@on_ranks(2)
+def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedWrapper(_model())
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
-        checkpoint.save(path / "one", model, extra={"loss": rank})
+        checkpoint.save(tmp_path / "one", model, extra={"loss": rank})
     with pytest.raises(
         TypeError, match=r"got a list\. .* once for each model, with its own folder"
     ):
-        checkpoint.save(path / "one", [model, model])  # type: ignore[arg-type]
+        checkpoint.save(tmp_path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
-        checkpoint.load(path / "one", model, model.parameters())  # type: ignore[arg-type]
+        checkpoint.load(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got a list\. For several optimizers over one"):
-        checkpoint.save(path / "one", model, [[]])  # type: ignore[list-item]
+        checkpoint.save(tmp_path / "one", model, [[]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"the path is .*one0.* on rank 0, .*one1"):
-        checkpoint.save(path / f"one{rank}", model)
+        checkpoint.save(tmp_path / f"one{rank}", model)
     with pytest.raises(TypeError, match=r"rank 1: extra\['x'\] holds <"):
-        checkpoint.save(path / "one", model, extra={"x": Evil() if rank else None})
-    assert checkpoint.latest(path) is None
+        checkpoint.save(tmp_path / "one", model, extra={"x": Evil() if rank else None})
+    assert checkpoint.latest(tmp_path) is None
 
 
 class ShareOnEachRank(torch.optim.Optimizer):
@@ -346,34 +331,33 @@ def _different_state(rank: int, _: int, path: Path) -> None:
 
 @pytest.mark.versions
 @pytest.mark.parametrize(("async_", "limit"), [(False, 10_000), (True, 10_000), (False, 2_000)])
-def test_a_full_disk_is_an_error_on_all_ranks(async_: bool, limit: int, tmp_path: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_a_full_disk_is_an_error_on_all_ranks(
+    rank: int, world_size: int, tmp_path: Path, async_: bool, limit: int
+) -> None:
     """A limit on the size of files, met in the middle of one: EFBIG, as ENOSPC would be.
 
     At 2,000 bytes torch's zip writer raises an error of its own, "unexpected pos 704 vs 598".
     """
-    run_ranks(_full_disk, 2, tmp_path, async_, limit, fresh=True)
-
-
-def _full_disk(rank: int, _: int, path: Path, async_: bool, limit: int) -> None:
     model = ShardedWrapper(_model())
-    checkpoint.save(path / "step-1", model)
-    before = {one.name: one.read_bytes() for one in (path / "step-1").iterdir()}
+    checkpoint.save(tmp_path / "step-1", model)
+    before = {one.name: one.read_bytes() for one in (tmp_path / "step-1").iterdir()}
     expected = r"save\(.*step-2'\), rank 1: .*too large"
     with full_disk(limit) if rank == 1 else nullcontext():
         if async_:
-            checkpoint.save(path / "step-2", model, async_=True)
+            checkpoint.save(tmp_path / "step-2", model, async_=True)
             with pytest.raises(OSError, match=expected) as error:
-                checkpoint.save(path / "step-3", model)  # raises what happened in the thread
+                checkpoint.save(tmp_path / "step-3", model)  # raises what happened in the thread
         else:
             with pytest.raises(OSError, match=expected) as error:
-                checkpoint.save(path / "step-2", model)
+                checkpoint.save(tmp_path / "step-2", model)
     (note,) = error.value.__notes__
-    last = f"Last complete checkpoint: {path / 'step-1'}."
+    last = f"Last complete checkpoint: {tmp_path / 'step-1'}."
     assert note.endswith(f"step-2 was not saved. {last}")
-    checkpoint.save(path / "step-3", model)
-    names = sorted(one.name for one in path.iterdir())
+    checkpoint.save(tmp_path / "step-3", model)
+    names = sorted(one.name for one in tmp_path.iterdir())
     assert names == ["step-1", "step-3"]
-    assert before == {one.name: one.read_bytes() for one in (path / "step-1").iterdir()}
+    assert before == {one.name: one.read_bytes() for one in (tmp_path / "step-1").iterdir()}
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,16 +386,15 @@ def _dies(rank: int, _: int, path: Path) -> None:
     assert f"Last complete checkpoint: {path / 'step-1'}." in error.value.__notes__[0]
 
 
-def test_an_error_nobody_waited_for_is_raised_at_the_end(tmp_path: Path) -> None:
-    run_ranks(_forgotten, 1, tmp_path, fresh=True)
-
-
-def _forgotten(_: int, __: int, path: Path) -> None:
+@on_ranks(1, fresh=True)
+def test_an_error_nobody_waited_for_is_raised_at_the_end(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     def fail(*_: Any) -> None:
         raise OSError("the disk is on fire")
 
     folder.finish = fail  # type: ignore[assignment]
-    pending = checkpoint.save(path / "one", _model(), async_=True)
+    pending = checkpoint.save(tmp_path / "one", _model(), async_=True)
     assert pending is not None
     while not pending.done():
         time.sleep(0.01)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from flatshard import ShardedWrapper, checkpoint, declare_elementwise
 from flatshard.checkpoint import full_optim_state_dict, full_state_dict, saving
 from flatshard.optimizer import state_dicts
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -213,12 +213,10 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_state_of_several_optimizers(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_state_of_several_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
     """Each optimizer gets its containers and numbers back; state of no parameter is refused."""
-    run_ranks(_several, 2, tmp_path)
 
-
-def _several(rank: int, world_size: int, folder: Path) -> None:
     def several(seed: int, kind: Make = Rows) -> tuple[ShardedWrapper, list[Any]]:
         model, _ = built(Nested, seed)
         params = list(model.parameters())
@@ -234,17 +232,17 @@ def _several(rank: int, world_size: int, folder: Path) -> None:
 
     model, optimizers = several(0)
     train_both(model, optimizers, range(3))
-    checkpoint.save(folder / "both", model, optimizers)
+    checkpoint.save(tmp_path / "both", model, optimizers)
     expected = train_both(model, optimizers, range(3, 6))
     model, optimizers = several(5)
-    checkpoint.load(folder / "both", model, optimizers)
+    checkpoint.load(tmp_path / "both", model, optimizers)
     found = train_both(model, optimizers, range(3, 6))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
     model, optimizers = several(0, OwnEntries)
     train_both(model, optimizers, range(1))
     with pytest.raises(ValueError, match=r"optimizer '1' has state .* belongs to no parameter"):
-        checkpoint.save(folder / "refused", model, optimizers)
+        checkpoint.save(tmp_path / "refused", model, optimizers)
 
 
 # ---------------------------------------------------------------- numbers of numpy
@@ -254,28 +252,25 @@ def _numpy(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=np.float64(0.05), betas=(np.float64(0.5), 0.9))
 
 
-def test_numbers_of_numpy(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_numbers_of_numpy(rank: int, world_size: int, tmp_path: Path) -> None:
     """They load as numbers of Python, also from files that contain numbers of numpy."""
-    run_ranks(_numbers_of_numpy, 2, tmp_path)
-
-
-def _numbers_of_numpy(rank: int, world_size: int, folder: Path) -> None:
     extra = {"step": np.int64(3), "on": [np.bool_(True)], "half": np.float16(0.5)}
     expected = train(*built(_numpy, 0), range(6), rank)
     model, optimizer = built(_numpy, 0)
     train(model, optimizer, range(3), rank)
-    checkpoint.save(folder / "new", model, optimizer, extra=extra)
+    checkpoint.save(tmp_path / "new", model, optimizer, extra=extra)
     with (  # as earlier releases saved them
         mock.patch.object(state_dicts, "python_number", lambda value: value),
         mock.patch.object(saving, "python_number", lambda value: value),
         mock.patch.object(saving, "_check_loads"),
     ):
-        checkpoint.save(folder / "old", model, optimizer, extra=extra)
+        checkpoint.save(tmp_path / "old", model, optimizer, extra=extra)
     full = ShardedWrapper.optim_state_dict(model, optimizer)
     assert type(full["param_groups"][0]["lr"]) is float
     for name in ("new", "old"):
         model, optimizer = built(lambda params: torch.optim.AdamW(params, lr=1.0), 5)
-        found = checkpoint.load(folder / name, model, optimizer)
+        found = checkpoint.load(tmp_path / name, model, optimizer)
         assert repr(found) == repr({"step": 3, "on": [True], "half": 0.5})
         group = optimizer.param_groups[0]
         assert repr([group["lr"], group["betas"]]) == "[0.05, (0.5, 0.9)]"
@@ -288,16 +283,13 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
-def test_options_that_cannot_be_loaded(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_options_that_cannot_be_loaded(rank: int, world_size: int, tmp_path: Path) -> None:
     """An object in a group is named while the checkpoint is saved, on all ranks."""
-    run_ranks(_options_that_cannot_be_loaded, 2, tmp_path)
-
-
-def _options_that_cannot_be_loaded(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = built(lambda params: torch.optim.AdamW(params), 0)
     train(model, optimizer, range(1), rank)
     for value in (Kind.ONE, torch.tanh, [object()], np.zeros(2)):
         optimizer.param_groups[0]["kind"] = value
         with pytest.raises(TypeError, match=r"the optimizer's param_groups\.0\.kind.* holds"):
-            checkpoint.save(folder / "a", model, optimizer)
-    assert not list(folder.iterdir())
+            checkpoint.save(tmp_path / "a", model, optimizer)
+    assert not list(tmp_path.iterdir())

@@ -16,10 +16,10 @@ import flatshard
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import load_safetensors, model_files, save_safetensors
 from flatshard.collectives import record
-from tests.harness import allow_warnings, full_disk, naming, run_ranks
+from tests.harness import allow_warnings, full_disk, naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import assert_same_state, snapshot, train_steps, trainable
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -46,15 +46,12 @@ def _trained(name: str, way: str, rank: int, world_size: int, **keywords: Any) -
 
 
 @pytest.mark.parametrize("way", CHOSEN)
-def test_round_trip(tmp_path: Path, way: str) -> None:
-    run_ranks(_round_trip, WAYS[way].world_size, tmp_path, way)
-
-
-def _round_trip(rank: int, world_size: int, folder: Path, way: str) -> None:
+@on_ranks(ranks_of)
+def test_round_trip(rank: int, world_size: int, tmp_path: Path, way: str) -> None:
     for name in NAMES if way == "full" else FEW:
         with naming(name):
             model = _trained(name, way, rank, world_size)
-            expected, path = snapshot(model), folder / f"{name}.safetensors"
+            expected, path = snapshot(model), tmp_path / f"{name}.safetensors"
             save_safetensors(model, path)
             if rank > 0:  # buffers are the first rank's
                 expected |= {n: t for n, t in load_file(path).items() if "running" in n}
@@ -192,20 +189,17 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
-    run_ranks(_does_not_fit, 2, tmp_path)
-
-
-def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit(rank: int, world_size: int, tmp_path: Path) -> None:
     model = _trained("mlp", "full", rank, world_size)
     before = snapshot(model)
     state = {name: torch.zeros_like(value) for name, value in before.items()}
     state["fc2.weight"] = state["fc2.weight"].t().contiguous()
     del state["fc3.bias"], state["fc1.bias"]
-    path = folder / "other.safetensors"
+    path = tmp_path / "other.safetensors"
     if rank == 0:
         save_file({**state, "more": torch.zeros(2)}, path)
-        save_file({}, folder / "empty.safetensors")
+        save_file({}, tmp_path / "empty.safetensors")
     torch.distributed.barrier()
     with pytest.raises(ValueError, match="does not fit") as caught:
         load_safetensors(model, path)
@@ -221,17 +215,17 @@ def _does_not_fit(rank: int, world_size: int, folder: Path) -> None:
     # One rank alone has something to say.
     with pytest.raises(ValueError, match=r"rank 1: .*absent.*no such file"):
         load_safetensors(
-            model, folder / ("absent" if rank == 1 else "empty.safetensors"), strict=False
+            model, tmp_path / ("absent" if rank == 1 else "empty.safetensors"), strict=False
         )
     with pytest.raises(ValueError, match="ranks differ: the path"):
-        save_safetensors(model, folder / f"{rank}")
+        save_safetensors(model, tmp_path / f"{rank}")
     with pytest.raises(ValueError, match="makes several files"):
-        save_safetensors(model, folder / "a.safetensors", max_shard_size=3)
+        save_safetensors(model, tmp_path / "a.safetensors", max_shard_size=3)
     with pytest.raises(ValueError, match="max_shard_size: expected"):
-        save_safetensors(model, folder, max_shard_size="many")
+        save_safetensors(model, tmp_path, max_shard_size="many")
     with pytest.raises(ValueError, match="expected a ShardedWrapper"):
-        save_safetensors(nn.Linear(2, 2), folder)
-    assert {one.name for one in folder.iterdir()} == {path.name, "empty.safetensors"}
+        save_safetensors(nn.Linear(2, 2), tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, "empty.safetensors"}
     torch.distributed.barrier()  # rank 0 makes another file next, with another name at first
     # Without strictness the rest is loaded.
     if rank == 0:
@@ -252,32 +246,26 @@ def _double(_: nn.Module, state_dict: dict[str, Tensor], *rest: Any) -> None:
     state_dict["weight"] = state_dict["weight"].detach() * 2
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    run_ranks(_cannot_be_saved, 2, tmp_path)
-
-
-def _cannot_be_saved(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'_extra_state' \(dict\)"):
-        save_safetensors(ShardedWrapper(_WithExtraState(2, 2)), folder)
+        save_safetensors(ShardedWrapper(_WithExtraState(2, 2)), tmp_path)
     with pytest.raises(ValueError, match=r"has no dtype for 'phase' \(torch.complex128\)"):
-        save_safetensors(ShardedWrapper(CASES["mixed-types"].model()), folder)
+        save_safetensors(ShardedWrapper(CASES["mixed-types"].model()), tmp_path)
     # A user's hook changes an entry: what the shard holds would be another value.
     doubled = nn.Linear(3, 3)
     doubled.register_state_dict_post_hook(_double)
     with pytest.raises(ValueError, match=r"'weight' \(replaced by a hook\)"):
-        save_safetensors(ShardedWrapper(doubled), folder)
+        save_safetensors(ShardedWrapper(doubled), tmp_path)
     group = [torch.distributed.new_group([one]) for one in range(world_size)][rank]
     experts = nn.Sequential(ShardedWrapper(nn.Linear(3, 3), process_group=group), nn.Linear(3, 3))
     with pytest.raises(NotImplementedError, match="unit '0' trains only on ranks"):
-        save_safetensors(ShardedWrapper(experts), folder)
+        save_safetensors(ShardedWrapper(experts), tmp_path)
 
 
-def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
-    run_ranks(_cannot_write, 3, tmp_path)
-
-
-def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
-    path = folder / "model.safetensors"
+@on_ranks(3)
+def test_a_rank_that_cannot_write(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     model = _trained("mlp", "full", rank, world_size)
     save_safetensors(model, path)
     torch.distributed.barrier()
@@ -291,7 +279,7 @@ def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
         torch.distributed.barrier()
         assert "model.safetensors.incomplete" in str(caught.value)
         assert path.read_bytes() == before
-        assert [one.name for one in folder.iterdir()] == [path.name]
+        assert [one.name for one in tmp_path.iterdir()] == [path.name]
         torch.distributed.barrier()
     with pytest.raises(OSError, match="File exists"):
         save_safetensors(model, path / "model.safetensors")
@@ -299,13 +287,10 @@ def _cannot_write(rank: int, world_size: int, folder: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_rank_that_cannot_read(tmp_path: Path) -> None:
-    run_ranks(_cannot_read, 2, tmp_path)
-
-
-def _cannot_read(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_cannot_read(rank: int, world_size: int, tmp_path: Path) -> None:
     model = _trained("mlp", "full", rank, world_size)
-    save_safetensors(model, folder)
+    save_safetensors(model, tmp_path)
     inputs, _ = CASES["mlp"].batch(0, 3, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -314,7 +299,7 @@ def _cannot_read(rank: int, world_size: int, folder: Path) -> None:
     failing = mock.patch.object(model_files, "_read", side_effect=OSError("the disk is gone"))
     with failing if rank == 1 else nullcontext():
         with pytest.raises(OSError, match=r"rank 1: the disk is gone"):
-            load_safetensors(model, folder)
+            load_safetensors(model, tmp_path)
     # What the other rank has read is seen, and not what was gathered before.
     plain = CASES["mlp"].model(torch.float32)
     plain.load_state_dict(snapshot(model))
@@ -323,20 +308,17 @@ def _cannot_read(rank: int, world_size: int, folder: Path) -> None:
     assert plain.fc1.weight.any()
 
 
-def test_shards_on_disk(tmp_path: Path) -> None:
-    run_ranks(_shards_on_disk, 2, tmp_path)
-
-
-def _shards_on_disk(rank: int, world_size: int, folder: Path) -> None:
-    offload = CPUOffload(offload_params=True, path=folder)
+@on_ranks(2)
+def test_shards_on_disk(rank: int, world_size: int, tmp_path: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=tmp_path)
     model = _trained("nested", "full", rank, world_size, cpu_offload=offload)
     expected = snapshot(model)
     with record() as events:
-        save_safetensors(model, folder / "export")
+        save_safetensors(model, tmp_path / "export")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        load_safetensors(model, folder / "export")
+        load_safetensors(model, tmp_path / "export")
     assert not events  # no tensor is sent
     _assert_identical(snapshot(model), expected)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.checkpoint.command_line import describe
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.oracle import assert_same, snapshot
 
 ROWS = 6
@@ -89,16 +89,13 @@ def _stage(
     return snapshot(plain)
 
 
-def test_full_state_and_errors(tmp_path: Path) -> None:
-    run_ranks(_full_state_and_errors, 2, tmp_path)
-
-
-def _full_state_and_errors(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_full_state_and_errors(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedWrapper(_model())
     optimizers = _optimizers(model, "dict")
     with allow_warnings():
         _train(model, optimizers, range(2), rank, world_size)
-    checkpoint.save(folder / "both", model, optimizers)
+    checkpoint.save(tmp_path / "both", model, optimizers)
     weights = model.state_dict()
     sent = [checkpoint.full_optim_state_dict(model, optimizers)]
     dist.broadcast_object_list(sent)
@@ -115,17 +112,17 @@ def _full_state_and_errors(rank: int, world_size: int, folder: Path) -> None:
     muon, adamw = optimizers.values()
     twice = torch.optim.SGD([next(model.parameters())], lr=0.1)
     with pytest.raises(ValueError, match=r"'0.weight' belongs to optimizers '0' and '1'"):
-        checkpoint.save(folder / "twice", model, [muon, twice])
+        checkpoint.save(tmp_path / "twice", model, [muon, twice])
     other_class = {"matrices": muon, "rest": torch.optim.Adam(adamw.param_groups)}
     for wrong in ([muon, adamw], muon, other_class, {"matrices": adamw, "rest": muon}):
         before = snapshot(model)
         with pytest.raises(ValueError, match=r"saved with other optimizers: expected 'matrices'"):
-            checkpoint.load(folder / "both", model, wrong)
+            checkpoint.load(tmp_path / "both", model, wrong)
         assert_same(before, model)
-    assert checkpoint.load(folder / "both", model) == {}  # without an optimizer
-    checkpoint.save(folder / "one", model, muon)
+    assert checkpoint.load(tmp_path / "both", model) == {}  # without an optimizer
+    checkpoint.save(tmp_path / "one", model, muon)
     with pytest.raises(ValueError, match=r"expected '0': Muon of 2 parameters; got '0': Muon of"):
-        checkpoint.load(folder / "one", model, [muon, adamw])
+        checkpoint.load(tmp_path / "one", model, [muon, adamw])
     swapped = [muon, adamw] if rank else [adamw, muon]
     with pytest.raises(ValueError, match=r"the list of optimizers is .*Muon.* on rank 1"):
-        checkpoint.save(folder / "swapped", model, swapped)
+        checkpoint.save(tmp_path / "swapped", model, swapped)

@@ -17,7 +17,7 @@ from flatshard.comm.transports import Gather
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.by_turns
 
@@ -57,11 +57,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("strategy", EXPECTED)
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_sequence(strategy: str) -> None:
-    run_ranks(_sequence, 2, strategy)
-
-
-def _sequence(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_sequence(rank: int, world_size: int, strategy: str) -> None:
     model = _wrapped(strategy)
     _step(model)  # the first backward also agrees on an order
     for _ in range(2):
@@ -72,11 +69,8 @@ def _sequence(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_prefetch_at_the_end_of_forward() -> None:
-    run_ranks(_end_of_forward, 2)
-
-
-def _end_of_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefetch_at_the_end_of_forward(rank: int, world_size: int) -> None:
     """Backward begins with what forward ended with, and its gathers begin in forward."""
     model = _wrapped("FULL_SHARD", backward_prefetch="END_OF_FORWARD")
     unit_bytes = (8 * 8 + 8) * 4
@@ -93,11 +87,6 @@ def _end_of_forward(rank: int, world_size: int) -> None:
     with torch.no_grad():  # what was gathered for a backward that did not come is used, and freed
         model(torch.ones(2, 8))
     assert _live_bytes(model) == 0
-
-
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_backward_of_a_lookup_gathers_nothing() -> None:
-    run_ranks(_lookups, 2)
 
 
 class _Lookups(nn.Module):
@@ -118,7 +107,9 @@ class _Lookups(nn.Module):
         return self.head(x)
 
 
-def _lookups(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced  # counts and names collectives unit by unit
+@on_ranks(2)
+def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> None:
     """Unless something of its forward is saved, or computed again."""
     lookups, linear = {nn.Embedding, nn.EmbeddingBag}, {nn.Linear}
     for how, regathered in (("plain", []), ("saved", ["bag"]), ("recomputed", ["words"])):
@@ -145,18 +136,13 @@ def _lookups(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # counts units on their way
-def test_prefetch_goes_as_far_as_the_largest_unit() -> None:
-    run_ranks(_prefetch_far, 2)
-
-
-def _prefetch_far(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) -> None:
     for mode, ahead in (("sockets", 3), ("native", 1)):
         torch.manual_seed(0)
         layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
         model = ShardedWrapper(
-            nn.Sequential(*layers),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            collectives=mode,
+            nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), collectives=mode
         )
         on_the_way: list[int] = []
         for layer in model.module:
@@ -173,11 +159,8 @@ def _prefetch_far(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_prefetch_can_be_turned_off() -> None:
-    run_ranks(_without_prefetch, 2)
-
-
-def _without_prefetch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefetch_can_be_turned_off(rank: int, world_size: int) -> None:
     for prefetch, expected in (
         (None, [("gather", "2"), ("reduce", "2"), ("gather", "1"), ("reduce", "1")]),
         ("BACKWARD_POST", [("gather", "2"), ("reduce", "2"), ("gather", "1"), ("reduce", "1")]),
@@ -189,21 +172,14 @@ def _without_prefetch(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_evaluation_only_gathers() -> None:
-    run_ranks(_evaluation, 2)
-
-
-def _evaluation(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_evaluation_only_gathers(rank: int, world_size: int) -> None:
     model = _wrapped("SHARD_GRAD_OP")
     for context in (torch.no_grad, torch.inference_mode):
         with collectives.record() as events, context():
             model(torch.ones(2, 8))
         assert [(e.kind, e.unit_fqn) for e in events] == [("gather", n) for n in LAYERS]
         assert _live_bytes(model) == 0
-
-
-def test_another_order_than_recorded() -> None:
-    run_ranks(_another_order, 2)
 
 
 class _AnyOrder(nn.Module):
@@ -217,7 +193,8 @@ class _AnyOrder(nn.Module):
         return x
 
 
-def _another_order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_order_than_recorded(rank: int, world_size: int) -> None:
     """Skipped, repeated and exchanged units: gathered on demand, nothing left behind."""
     model = ShardedWrapper(_AnyOrder(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     plain = _AnyOrder()
@@ -247,11 +224,8 @@ def _live_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.uncoalesced  # counts the bytes of single units
-def test_memory_goes_back_between_units(strategy: str) -> None:
-    run_ranks(_memory, 2, strategy)
-
-
-def _memory(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_memory_goes_back_between_units(rank: int, world_size: int, strategy: str) -> None:
     model = _wrapped(strategy)
     unit_bytes = (8 * 8 + 8) * 4
     forward: list[int] = []
@@ -338,11 +312,8 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int8])
-def test_gather_any_dtype(dtype: torch.dtype) -> None:
-    run_ranks(_gather, 3, dtype)
-
-
-def _gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@on_ranks(3)
+def test_gather_any_dtype(rank: int, world_size: int, dtype: torch.dtype) -> None:
     comm = communicator(dist.group.WORLD)
     out = torch.zeros(12, dtype=dtype)
     comm.all_gather(Gather(torch.full((4,), rank, dtype=dtype), out, "test", 1, "test")).finish()
@@ -362,11 +333,8 @@ def _gather_by_the_backend(rank: int) -> None:
     assert mine.tolist() == [2] * 4
 
 
-def test_a_peer_that_does_not_come_is_named() -> None:
-    run_ranks(_no_peer, 2, expendable=[1], group_timeout=2.0)
-
-
-def _no_peer(rank: int, world_size: int) -> None:
+@on_ranks(2, expendable=[1], group_timeout=2.0)
+def test_a_peer_that_does_not_come_is_named(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
     if rank == 1:
         return
@@ -378,11 +346,8 @@ def _no_peer(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
-def test_native_collectives(world_size: int) -> None:
-    run_ranks(_native, world_size)
-
-
-def _native(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_native_collectives(rank: int, world_size: int) -> None:
     """The path of back ends other than gloo: the same sequence, and the same gradients.
 
     And one collective of the backend per unit and purpose, once the order is known.

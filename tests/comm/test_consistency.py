@@ -8,14 +8,11 @@ from torch import nn
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.tensor.shard_spec import NeedsFullTensor
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
-def test_errors_that_take_other_arguments() -> None:
-    run_ranks(_errors_that_take_other_arguments, 2)
-
-
-def _errors_that_take_other_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_that_take_other_arguments(rank: int, world_size: int) -> None:
     class Local(Exception):
         pass
 

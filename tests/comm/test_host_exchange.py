@@ -17,17 +17,14 @@ from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 
 LARGE = 3 * FRAME_BYTES
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_exchanges(world_size: int) -> None:
-    run_ranks(_exchanges, world_size, group_timeout=60)
-
-
-def _exchanges(rank: int, world_size: int) -> None:
+@on_ranks(group_timeout=60)
+def test_exchanges(rank: int, world_size: int) -> None:
     group = dist.new_group()
     host = HostExchange(group, torch.device("cpu"))
     host.meet("meeting")
@@ -73,18 +70,15 @@ def _exchanges(rank: int, world_size: int) -> None:
             got.match(r", at \S*test_host_exchange.py:\d+: ")
 
 
-def test_swapped_norms_raise() -> None:
-    """Each rank got the other parameter's norm, and no error; or SIGABRT between other sizes."""
-    run_ranks(_swapped, 2, group_timeout=60)
-
-
 def _wrapped(collectives: str = "auto") -> ShardedWrapper:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     return ShardedWrapper(model, collectives=collectives, process_group=dist.new_group())
 
 
-def _swapped(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=60)
+def test_swapped_norms_raise(rank: int, world_size: int) -> None:
+    """Each rank got the other parameter's norm, and no error; or SIGABRT between other sizes."""
     model = _wrapped()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     model(torch.ones(4, 8)).sum().backward()
@@ -120,12 +114,9 @@ def _swapped(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_on_a_stream_different_reductions_give_nan(world_size: int) -> None:
+@on_ranks(group_timeout=60)
+def test_on_a_stream_different_reductions_give_nan(rank: int, world_size: int) -> None:
     """For numbers the host does not wait, so names are compared on the device."""
-    run_ranks(_on_a_stream, world_size, group_timeout=60)
-
-
-def _on_a_stream(rank: int, world_size: int) -> None:
     model = _wrapped("native")
     model(torch.ones(4, 8)).sum().backward()
     weight, bias, *_ = model.parameters()

@@ -9,15 +9,12 @@ import torch
 from flatshard.comm.transports import Members
 from flatshard.comm.work import History, first_difference
 from tests.by_order import DIFFERENT, EQUAL, step, wrapped
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
-def test_only_what_is_unusual_is_announced() -> None:
+@on_ranks(2)
+def test_only_what_is_unusual_is_announced(rank: int, world_size: int) -> None:
     """Each all-gather was preceded by two small ones: a fifth of a step of small layers."""
-    run_ranks(_announced, 2)
-
-
-def _announced(rank: int, world_size: int) -> None:
     model = wrapped(*DIFFERENT)
     for _ in range(2):
         step(model)
@@ -30,12 +27,9 @@ def _announced(rank: int, world_size: int) -> None:
         step(model)
 
 
-def test_before_the_optimizer_can_step() -> None:
+@on_ranks(2, fresh=True, group_timeout=120)
+def test_before_the_optimizer_can_step(rank: int, world_size: int) -> None:
     """Where the host waits for nothing, as with NCCL, each had half of one and half of another."""
-    run_ranks(_after, 2, fresh=True, group_timeout=120)
-
-
-def _after(rank: int, world_size: int) -> None:
     with mock.patch.object(Members, "announce"):
         for order in ([0, 2, 1], [rank]):
             model = wrapped(*EQUAL)
@@ -51,16 +45,10 @@ def _after(rank: int, world_size: int) -> None:
             step(model)
 
 
-def test_within_a_node() -> None:
+@on_ranks(4, fresh=True, group_timeout=120)
+def test_within_a_node(rank: int, world_size: int) -> None:
     """Each group of a hybrid strategy has an order of its own, and a rank is in one of them."""
-    run_ranks(_within_a_node, 4, fresh=True, group_timeout=120)
-
-
-def _within_a_node(rank: int, world_size: int) -> None:
-    with (
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
-        mock.patch.object(Members, "announce"),
-    ):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(Members, "announce"):
         model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
     model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
     with (

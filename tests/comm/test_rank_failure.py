@@ -58,9 +58,7 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
 )
 @pytest.mark.uncoalesced  # the message names one layer
 def test_in_the_middle_of_a_step(
-    strategy: str,
-    where: Callable[[nn.Module, Callable[[], None]], None],
-    fail: Callable[[], None],
+    strategy: str, where: Callable[[nn.Module, Callable[[], None]], None], fail: Callable[[], None]
 ) -> None:
     messages = run_ranks(
         _step_with_a_bad_rank,

@@ -16,7 +16,7 @@ from flatshard.comm.transports import Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
 
@@ -36,37 +36,8 @@ def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reductions_do_not_depend_on_the_backend(world_size: int) -> None:
-    """Additions in rank order: every rank computes the same average, in every run."""
-    results = run_ranks(_reduce, world_size)
-    total = _values(0, world_size)
-    for rank in range(1, world_size):
-        total += _values(rank, world_size)
-    for rank, (first, second) in enumerate(results):
-        assert torch.equal(first, second)
-        assert torch.equal(first, (total / world_size).chunk(world_size)[rank])
-
-
-def _values(rank: int, world_size: int) -> Tensor:
-    return torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank))
-
-
-def _reduce(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    comm = communicator(dist.group.WORLD)
-    results = []
-    for _ in range(2):
-        out = torch.empty(5)
-        comm.reduce_scatter(ReduceScatter(_values(rank, world_size), out, "test", 1)).finish()
-        results.append(out)
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_averages_in_pieces(world_size: int) -> None:
-    run_ranks(_in_pieces, world_size, fresh=True)
-
-
-def _in_pieces(rank: int, world_size: int) -> None:
+@on_ranks(fresh=True)
+def test_averages_in_pieces(rank: int, world_size: int) -> None:
     """Bit by bit what one piece gives, whatever their number and when each rank comes."""
     sockets.PIECE_BYTES = 64
     sockets._ADDED_AT_ONCE = 6
@@ -107,11 +78,8 @@ def _sum_in_order(parts: list[Tensor]) -> Tensor:
     return total / max(len(parts), 1)
 
 
-def test_a_reduction_that_another_rank_starts_late() -> None:
-    run_ranks(_late, 2)
-
-
-def _late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reduction_that_another_rank_starts_late(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD, mode=SOCKETS)
     out = torch.empty(5)
     request = ReduceScatter(torch.ones(10), out, "test", 1)
@@ -128,11 +96,8 @@ def _late(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_narrow_on_the_wire(world_size: int) -> None:
-    run_ranks(_narrow, world_size, fresh=True)
-
-
-def _narrow(rank: int, world_size: int) -> None:
+@on_ranks(fresh=True)
+def test_narrow_on_the_wire(rank: int, world_size: int) -> None:
     """Gathered alike on all ranks; sums of what came in bfloat16 and of what is one's own."""
     sockets.PIECE_BYTES = 600
     comm = communicator(dist.group.WORLD, mode=TransportOptions(wire_dtype=torch.bfloat16))

@@ -14,7 +14,7 @@ from flatshard.comm import communicator
 from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, average
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
 
@@ -70,7 +70,9 @@ def _trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
     return (losses, snapshot(model)), model.unit_report()
 
 
-def _fourth_transport(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_fourth_transport_is_a_class_and_a_line_in_the_table(rank: int, world_size: int) -> None:
+    """It trains like the others, to the bit; nothing else of the package names it."""
     expected, report = _trained(rank, world_size, collectives="sockets")
     assert ListTransport.name not in report
     kinds = [ListTransport, *communicator.transport_kinds()]
@@ -80,8 +82,3 @@ def _fourth_transport(rank: int, world_size: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     (transport,) = MADE
     assert all(transport.num_begun.values()), transport.num_begun
-
-
-def test_a_fourth_transport_is_a_class_and_a_line_in_the_table() -> None:
-    """It trains like the others, to the bit; nothing else of the package names it."""
-    run_ranks(_fourth_transport, 2, fresh=True)

@@ -27,7 +27,7 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import forget_destroyed
 from flatshard.extras import deadlock
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks, run_ranks
 
 FEW, MANY = 64, 1024
 PACKAGE = os.path.dirname(flatshard.__file__)
@@ -173,11 +173,10 @@ def test_messages_do_not_grow_with_the_number_of_ranks() -> None:
 # ---------------------------------------------------------------- groups that compare their own
 
 
-def test_all_gathers_of_a_group_that_differ_are_found_on_all_ranks() -> None:
-    run_ranks(_other_order_in_one_group, 4)
-
-
-def _other_order_in_one_group(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_all_gathers_of_a_group_that_differ_are_found_on_all_ranks(
+    rank: int, world_size: int
+) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = ShardedWrapper(net(), sharding_strategy="HYBRID_SHARD", collectives="native")
     model(torch.ones(2, 96)).sum().backward()

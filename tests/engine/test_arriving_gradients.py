@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import CollectiveError, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same
 from tests.ways import BASIC, WAYS
 
@@ -190,11 +190,8 @@ def _is_first(model: Any) -> bool:
     return isinstance(model, ShardedWrapper) or model.rank == 0
 
 
-def test_functions_that_return_gradients() -> None:
-    run_ranks(_functions, 2)
-
-
-def _functions(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_functions_that_return_gradients(rank: int, world: int) -> None:
     for name, start in STARTS.items():
         for in_backward in (False, True):
             fused = _fused(start, in_backward)
@@ -223,11 +220,8 @@ PENALTIES: dict[str, Use] = {
 }
 
 
-def test_penalties() -> None:
-    run_ranks(_penalties, 2)
-
-
-def _penalties(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_penalties(rank: int, world: int) -> None:
     for name, penalty in PENALTIES.items():
         for way in BASIC if name == "other factors" else ["full"]:
             with naming((name, way)):
@@ -243,11 +237,8 @@ HOOKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
-def test_hooks() -> None:
-    run_ranks(_hooks, 2)
-
-
-def _hooks(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hooks(rank: int, world: int) -> None:
     """Hooks of a parameter compute with this rank's gradient, and with full tensors."""
     for name, change in HOOKS.items():
         torch.manual_seed(0)
@@ -315,20 +306,13 @@ REFUSED: dict[str, Callable[[Any, float], Tensor]] = {
 }
 
 
-def test_refused() -> None:
+@on_ranks(2)
+def test_refused(rank: int, world: int) -> None:
     """Each rank's range would have the gradient of another rank."""
-    run_ranks(_refused, 2)
-
-
-def _refused(rank: int, world: int) -> None:
     wanted = r"'head.weight' \(unit 'head', rank \d\): backward got a sharded tensor|different coll"
     for name, penalty in REFUSED.items():
         model = _wrap(Net())
-        with (
-            _quiet(),
-            naming(name),
-            pytest.raises((RuntimeError, CollectiveError), match=wanted),
-        ):
+        with _quiet(), naming(name), pytest.raises((RuntimeError, CollectiveError), match=wanted):
             (model(_batch(0, rank)).sum() + penalty(_head(model), 0.1 * (rank + 1))).backward()
 
 
@@ -363,11 +347,8 @@ def _loss(model: Any, x: Tensor) -> Tensor:
     return model(x).pow(2).sum() + _own(model) * _head(model).pow(2).sum()
 
 
-def test_assigned_gradients() -> None:
-    run_ranks(_assigned, 2)
-
-
-def _assigned(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_assigned_gradients(rank: int, world: int) -> None:
     for way in ("full", "no_shard"):
         compare = partial(_compare, rank, world, way, _loss)
         # As under DDP, the next backward averages what is in `.grad`.
@@ -443,11 +424,8 @@ def _cut(param: Any) -> None:
     param.data.renorm_(2, 0, 0.5) if param.dim() > 1 else None
 
 
-def test_reads_and_writes_that_gather() -> None:
-    run_ranks(_gathering, 2)
-
-
-def _gathering(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_reads_and_writes_that_gather(rank: int, world: int) -> None:
     for change in (_adaptive, _central, _quantile, _masked, _low_rank, _cut):
         for way in BASIC if change is _adaptive else ["full"]:
 
@@ -459,11 +437,8 @@ def _gathering(rank: int, world: int) -> None:
                 _compare(rank, world, way, _loss, lambda m, x: m.head(x), between)
 
 
-def test_read_of_a_gradient_on_one_rank() -> None:
-    run_ranks(_alone, 2)
-
-
-def _alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_read_of_a_gradient_on_one_rank(rank: int, world: int) -> None:
     """Unreduced gradients and changes of the shape raise before any communication."""
     model = _wrap(Net(lambda m, x: m.head(x)))
     with model.no_sync():
@@ -484,11 +459,8 @@ def _alone(rank: int, world: int) -> None:
         run()
 
 
-def test_bounded_names() -> None:
-    run_ranks(_names, 2)
-
-
-def _names(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_bounded_names(rank: int, world: int) -> None:
     """A running average's text told all operations of all steps."""
     model = _wrap(Net(lambda m, x: m.head(x)))
     model(_batch(0, rank)).sum().backward()
@@ -500,11 +472,8 @@ def _names(rank: int, world: int) -> None:
     assert str(caught.value).startswith("result of add() with 'head.weight' (unit 'head', rank")
 
 
-def test_a_hook_never_gets_a_part_of_a_gradient() -> None:
-    run_ranks(_hook_and_penalty, 2)
-
-
-def _hook_and_penalty(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_never_gets_a_part_of_a_gradient(rank: int, world_size: int) -> None:
     # Autograd would call the hook only with the gradient from forward, so the hook's result would
     # replace one part of the gradient.
     model = _wrap(Net(lambda net, x: net.head(x)))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import always_wrap_policy
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 
 MLP = CASES["mlp"]
@@ -29,12 +29,9 @@ class _Growing(nn.Module):
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-def test_buffer_of_another_length_on_each_rank(longer: int) -> None:
+@on_ranks(2)
+def test_buffer_of_another_length_on_each_rank(rank: int, world_size: int, longer: int) -> None:
     """Rank 0's buffers were sent into ones of other lengths, and the ranks crashed."""
-    run_ranks(_growing, 2, longer)
-
-
-def _growing(rank: int, world_size: int, longer: int) -> None:
     torch.manual_seed(0)
     plain = _Growing()
     model = ShardedWrapper(_Growing())
@@ -50,12 +47,9 @@ def _growing(rank: int, world_size: int, longer: int) -> None:
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-def test_several_forwards_between_exchanges(longer: int) -> None:
+@on_ranks(2)
+def test_several_forwards_between_exchanges(rank: int, world_size: int, longer: int) -> None:
     """Where one rank's buffers changed, no other rank can know it yet."""
-    run_ranks(_several_forwards, 2, longer)
-
-
-def _several_forwards(rank: int, world_size: int, longer: int) -> None:
     model = ShardedWrapper(_Growing())
     for step in range(3):
         for number in range(1, 4):
@@ -65,12 +59,9 @@ def _several_forwards(rank: int, world_size: int, longer: int) -> None:
         output.sum().backward()
 
 
-def test_two_forwards_through_batch_norm() -> None:
+@on_ranks(2)
+def test_two_forwards_through_batch_norm(rank: int, world_size: int) -> None:
     """The second forward sent rank 0's statistics in place, and backward refused to go on."""
-    run_ranks(_batch_norm, 2)
-
-
-def _batch_norm(rank: int, world_size: int) -> None:
     layers = [nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
     model = ShardedWrapper(nn.Sequential(*layers).double(), auto_wrap_policy=always_wrap_policy)
     plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.side import Run, pair
@@ -98,11 +98,7 @@ def _whole_inside(case: Case, way: str) -> nn.Module:
 
 
 def _wrap(model: nn.Module, way: str) -> ShardedWrapper:
-    return ShardedWrapper(
-        model,
-        **WAYS[way].keywords,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-    )
+    return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 Build = Callable[[Case, str], nn.Module]
@@ -110,12 +106,9 @@ BUILDS: list[Build] = [_blocks_before, _blocks_after, _parts_of_units, _whole, _
 
 
 @pytest.mark.uncoalesced  # a compiled unit serves the next one of its class
-def test_compiled() -> None:
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+def test_compiled(rank: int, world_size: int) -> None:
     """In one run: what the compiler is made of takes a rank seconds to import."""
-    run_ranks(_train_compiled, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
-def _train_compiled(rank: int, world_size: int) -> None:
     for build in BUILDS:
         with naming(build.__name__):
             _train_one(rank, world_size, build)
@@ -153,7 +146,9 @@ class _Sliced(Network):
         return x
 
 
-def _compiled_with_a_slice(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_slice_in_a_compiled_model(rank: int, world_size: int) -> None:
+    """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
     plain, rows = _Sliced(), torch.ones(2, 7)
     for make in (
         lambda model: ShardedWrapper(torch.compile(model, backend="eager")),
@@ -166,18 +161,10 @@ def _compiled_with_a_slice(rank: int, world_size: int) -> None:
             assert torch.equal(make(model)(rows), plain(rows))
 
 
-def test_a_slice_in_a_compiled_model() -> None:
-    """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
-    run_ranks(_compiled_with_a_slice, 1)
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])
-def test_compiled_with_units_inside(whole: bool) -> None:
+@on_ranks(2)
+def test_compiled_with_units_inside(rank: int, world_size: int, whole: bool) -> None:
     """Tracing ran into the gathering of parameters, and kept tensors that were freed later."""
-    run_ranks(_compiled, 2, whole)
-
-
-def _compiled(rank: int, world_size: int, whole: bool) -> None:
     sharded, plain = pair(rank, world_size, "full")
     with allow_warnings():
         if whole:

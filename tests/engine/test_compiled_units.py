@@ -19,7 +19,7 @@ import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 
 PRELOAD = ("tests.compiler",)
 
@@ -119,8 +119,11 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(value, other), name
 
 
+@pytest.mark.uncoalesced
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _one_graph_each(rank: int, world_size: int) -> None:
+def test_one_graph_each(rank: int, world_size: int) -> None:
+    """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
     plain = _wrap(_model())
     _train(plain, rank, 4)
     builds: list[Callable[[], nn.Module]] = [
@@ -143,13 +146,10 @@ def _one_graph_each(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_one_graph_each() -> None:
-    """``fullgraph=True``: Dynamo met our hooks, "Skip calling `torch.compiler.disable()`d"."""
-    run_ranks(_one_graph_each, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _whole(rank: int, world_size: int) -> None:
+def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
+    """Dynamo traces neither units nor hooks of saved tensors."""
     plain = _wrap(_model())
     _train(plain, rank, 4)
     model = _wrap(_model())
@@ -169,13 +169,18 @@ def _whole(rank: int, world_size: int) -> None:
     assert sum(counters["graph_break"].values()) == NUM_BLOCKS, counters["graph_break"]
 
 
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
+    penalty = sum(param.square().sum() for param in model.parameters())
+    (model(rows).square().mean() + 0.01 * penalty).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.uncoalesced
-def test_breaks_at_units_alone() -> None:
-    """Dynamo traced hooks of saved tensors, too: "Cannot hash UntypedStorageVariable"."""
-    run_ranks(_whole, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
-def _compiled_steps(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+def test_compiled_steps(rank: int, world_size: int) -> None:
+    """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     models = []
     for parts in ([], *every(2, [["step"], ["optimizer"]])):
         with naming(str(parts)), allow_warnings():
@@ -194,21 +199,9 @@ def _compiled_steps(rank: int, world_size: int) -> None:
         _assert_same(model, models[0])
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
-    penalty = sum(param.square().sum() for param in model.parameters())
-    (model(rows).square().mean() + 0.01 * penalty).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.uncoalesced
-def test_compiled_steps() -> None:
-    """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
-    run_ranks(_compiled_steps, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
-def _features(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
         "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
@@ -238,12 +231,9 @@ def _features(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_compiled_blocks_with_other_options() -> None:
-    run_ranks(_features, 2, timeout=120.0, fresh=True, preload=PRELOAD)
-
-
+@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
-def _copies(rank: int, world_size: int) -> None:
+def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> None:
     for compiled in every(2, (_in_place, _replaced)):
         with naming(compiled.__name__):
             torch.compiler.reset()
@@ -260,8 +250,3 @@ def _copies(rank: int, world_size: int) -> None:
             _train(model, rank, 2)
             _train(twin, rank, 2)
             _assert_same(twin, model)
-
-
-@pytest.mark.uncoalesced
-def test_copies_and_errors_of_compiled_blocks() -> None:
-    run_ranks(_copies, 2, timeout=120.0, fresh=True, preload=PRELOAD)

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
-from tests.oracle import assert_same
+from tests.harness import on_ranks
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -53,11 +53,8 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_training() -> None:
-    run_ranks(_training, 4)
-
-
-def _training(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_training(rank: int, world_size: int) -> None:
     """The loss of a rank is the mean over its tokens; the wrapper averages over both dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     dp, cp = (mesh[name].get_local_rank() for name in ("dp", "cp"))
@@ -76,7 +73,5 @@ def _training(rank: int, world_size: int) -> None:
         mine = _batch(step).chunk(2)[dp].chunk(2, dim=1)[cp]
         sharded(mine).pow(2).mean().backward()
         plain(_batch(step)).pow(2).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
     assert_same(sharded.state_dict(), plain.state_dict())

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every, usual_and_every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
 from tests.ways import BASIC, each_way
@@ -38,15 +38,11 @@ def _numbers(like: Tensor, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------- scripts: values
 
 
-def copied(run: Run) -> None:
-    with torch.no_grad():
-        for weight in _weights(run):
-            weight.copy_(_numbers(weight))
-
-
 def copied_through_data(run: Run) -> None:
     for weight in _weights(run):
         weight.data.copy_(_numbers(weight))
+    run.evaluate()
+    for weight in _weights(run):
         weight.data.mul_(0.5).add_(1.0)
 
 
@@ -101,19 +97,6 @@ def lists_at_once(run: Run) -> None:
         torch._foreach_lerp_(weights, [p.detach().clone().mul_(2) for p in weights], 0.25)
 
 
-def moving_average(run: Run) -> None:
-    """Averages made from the parameters, and back into them."""
-    averages = [p.detach().clone() for p in run.model.parameters()]
-    for step in range(3):
-        run.train(step, step + 1)
-        with torch.no_grad():
-            for average, p in zip(averages, run.model.parameters(), strict=True):
-                average.lerp_(p, 0.1) if step % 2 else average.mul_(0.9).add_(p, alpha=0.1)
-    with torch.no_grad():
-        for average, p in zip(averages, run.model.parameters(), strict=True):
-            p.copy_(average)
-
-
 def drawn_anew(run: Run) -> None:
     torch.manual_seed(1)
     for weight in _weights(run):
@@ -133,16 +116,6 @@ def drawn_anew(run: Run) -> None:
             draw(weight)
 
 
-def reset(run: Run) -> None:
-    torch.manual_seed(1)
-
-    def reset_one(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-
-    run.model.apply(reset_one)
-
-
 def normalised(run: Run) -> None:
     with torch.no_grad():
         for weight in _weights(run):
@@ -156,21 +129,6 @@ def in_inference_mode(run: Run) -> Tensor:
         for weight in _weights(run):
             weight.mul_(0.5)
         return run.evaluate().clone()
-
-
-def from_vector(run: Run) -> None:
-    numel = sum(weight.numel() for weight in _weights(run))
-    vector_to_parameters(_numbers(torch.empty(numel, dtype=torch.float64)), _weights(run))
-
-
-def whole_model(run: Run) -> None:
-    """Every parameter, whatever its shape."""
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.mul_(0.9)
-            p.data.add_(0.01)
-            p.data = p.data - 0.02
-            p.copy_(p.clone().clamp_(-0.3, 0.3))
 
 
 # ---------------------------------------------------------------- scripts: gradients
@@ -199,20 +157,15 @@ def gradients_from_outside(run: Run) -> None:
 
 
 SCRIPTS: list[Script] = [
-    copied,
     copied_through_data,
     assigned_to_data,
     put_away_and_back,
     exchanged,
     element_by_element,
     lists_at_once,
-    moving_average,
     drawn_anew,
-    reset,
     normalised,
     in_inference_mode,
-    from_vector,
-    whole_model,
     gradients,
     gradients_from_outside,
 ]
@@ -247,11 +200,8 @@ def _run_script(rank: int, world_size: int, script: Script, ways: list[str]) -> 
 
 
 @pytest.mark.parametrize("script", [assigned_to_data, put_away_and_back, exchanged])
-def test_script_in_mixed_precision(script: Script) -> None:
-    run_ranks(_mixed_precision, 2, script)
-
-
-def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
+@on_ranks(2)
+def test_script_in_mixed_precision(rank: int, world_size: int, script: Script) -> None:
     """Where plain parameters do not compute themselves: the edits must reach what does."""
     precision = MixedPrecision(param_dtype=torch.float32)
     sharded, plain = pair(rank, world_size, "no_shard", mixed_precision=precision)
@@ -265,11 +215,8 @@ def _mixed_precision(rank: int, world_size: int, script: Script) -> None:
 # ---------------------------------------------------------------- refused
 
 
-def test_what_needs_the_whole_tensor() -> None:
-    run_ranks(_needs_whole, 2)
-
-
-def _needs_whole(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
     """What reads is right, what writes is a named error and changes nothing on any rank."""
     for way in SHARDED:
         with naming(way):
@@ -311,12 +258,9 @@ def _needs_whole(rank: int, world_size: int) -> None:
             assert_same(sharded.model, plain.model, 1e-12)
 
 
-def test_added_in_place_through_a_unit() -> None:
+@on_ranks(2)
+def test_added_in_place_through_a_unit(rank: int, world_size: int) -> None:
     """As a LoRA's merge: Python then assigns the result to the attribute, which raised."""
-    run_ranks(_added_in_place, 2)
-
-
-def _added_in_place(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=policy)
     before = model[0].weight.full_tensor()
@@ -325,11 +269,8 @@ def _added_in_place(rank: int, world_size: int) -> None:
     assert torch.equal(model[0].weight.full_tensor(), before + 1)
 
 
-def test_replaced_parameter() -> None:
-    run_ranks(_replaced, 2)
-
-
-def _replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_parameter(rank: int, world_size: int) -> None:
     """Without sharding the new parameter computed, and nobody averaged its gradient."""
     for way in BASIC:
         with naming(way):
@@ -340,11 +281,8 @@ def _replaced(rank: int, world_size: int) -> None:
                 sharded.loss(0).backward()
 
 
-def test_construction_leaves_no_graph() -> None:
-    run_ranks(_no_graph, 2)
-
-
-def _no_graph(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_construction_leaves_no_graph(rank: int, world_size: int) -> None:
     """The shard was copied from the originals under autograd, whose graph kept these alive."""
     for way in BASIC:
         sharded, _ = pair(rank, world_size, way)
@@ -357,28 +295,10 @@ def _handles(run: Run) -> list[FlatParamHandle]:
     return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
 
 
-def test_data_edited_between_two_forwards() -> None:
-    """Without no_grad, the second forward used the weights that the first had gathered."""
-    run_ranks(_edited_data, 2)
-
-
-def _edited_data(rank: int, world_size: int) -> None:
-    sharded, plain = pair(rank, world_size, "full")
-    for run in (sharded, plain):
-        run.evaluate()
-        for param in run.model.parameters():
-            param.data.mul_(0.5)
-    torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-12, atol=1e-12)
-    assert_same(sharded.model, plain.model, 1e-12)
-
-
 @each_way
-def test_moving_to_meta_is_refused(way: str) -> None:
+@on_ranks(2)
+def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
     """to("meta") threw the weights away and left a model that crashed later."""
-    run_ranks(_to_meta, 2, way)
-
-
-def _to_meta(rank: int, world_size: int, way: str) -> None:
     run, _ = pair(rank, world_size, way)
     with pytest.raises(RuntimeError, match="meta"):
         run.model.to("meta")

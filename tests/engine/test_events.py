@@ -1,14 +1,10 @@
 """Extensions watch, vote and leave; a unit's phase moves as its table says."""
 
-import pytest
-import torch
-from torch import nn
-
-from flatshard.engine import backward, forward, handle, unit
+from flatshard.engine import unit
 from flatshard.engine.events import StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.options.extras import EXTRAS, default_extra
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 
 NAMES = list(EXTRAS)
@@ -47,11 +43,8 @@ class _Voter(StepExtension):
         self.maxima = list(maxima)
 
 
-def test_an_extension_leaves_in_an_event() -> None:
-    run_ranks(_leaves, 2)
-
-
-def _leaves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_extension_leaves_in_an_event(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     state = model._sharded_unit.context
@@ -65,11 +58,8 @@ def _leaves(rank: int, world_size: int) -> None:
     assert state.extension(NAMES[0]) is None
 
 
-def test_votes_of_all_ranks() -> None:
-    run_ranks(_votes, 2)
-
-
-def _votes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_votes_of_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     acts: list[str] = []
@@ -87,49 +77,6 @@ def _votes(rank: int, world_size: int) -> None:
     begin, end = "begins a forward True", "ends a backward True"
     once = [f"{name} {what}" for what in (begin, end) for name in NAMES[:2]]
     assert acts == [*once, *once]
-
-
-def test_core_names_no_watcher() -> None:
-    for module in (forward, backward, unit, handle):
-        words = " ".join(vars(module))
-        assert "Recorder" not in words
-        assert "NonFinite" not in words
-
-
-def test_a_failed_inner_backward_lets_the_forward_go_on() -> None:
-    """Its unit is in BACKWARD then, and is called again."""
-    run_ranks(_inner_backward_fails, 2)
-
-
-class _Energy(nn.Module):
-    """Computes forces of a term by an inner backward, which fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.inner(x)
-        inner.register_hook(_fail)
-        with pytest.raises(ZeroDivisionError):
-            torch.autograd.grad(inner.sum(), x)
-        return self.inner(x)
-
-
-def _fail(_: torch.Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def _inner_backward_fails(rank: int, world_size: int) -> None:
-    from flatshard import ShardedWrapper
-    from flatshard.wrap import ModuleWrapPolicy
-
-    policy = ModuleWrapPolicy([nn.Linear])
-    model = ShardedWrapper(_Energy(), auto_wrap_policy=policy, coalesce_bytes=0)
-    for _ in range(2):
-        x = torch.randn(3, 4, requires_grad=True)
-        model(x).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_watchers_come_last() -> None:

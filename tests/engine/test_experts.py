@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from tests.harness import naming, run_ranks
-from tests.oracle import ROWS, assert_same
+from tests.harness import naming, on_ranks
+from tests.oracle import ROWS, assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -43,12 +43,10 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_training(size: int) -> None:
-    run_ranks(_training, 2 * size, size, group_timeout=10)
-
-
-def _training(rank: int, world_size: int, size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(group_timeout=10)
+def test_training(rank: int, world_size: int) -> None:
+    size = world_size // 2
     members = [list(range(size)), list(range(size, 2 * size))]
     groups = [dist.new_group(ranks) for ranks in members]
     number = rank // size
@@ -67,9 +65,7 @@ def _training(rank: int, world_size: int, size: int) -> None:
             _plain_backward(plain, members, step)
             if step == 0 and number == 1:  # one of the others used it
                 assert all(param.grad is None for param in sharded.second.parameters())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         with naming(strategy):
             states = [
                 {n: v for n, v in one.state_dict().items() if size == 1 or "1." not in n}

@@ -21,11 +21,11 @@ from flatshard import ShardedWrapper, collectives
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case
 from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
 from tests.side import pair
-from tests.ways import WAYS, each_way
+from tests.ways import WAYS, each_way, ranks_of
 
 Checkpoint = Callable[..., Tensor]
 
@@ -121,11 +121,7 @@ def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("way", "collectives"),
-    diagonal(
-        2,
-        ["full", "grad_op", "op", "hybrid-nodes-of-one"],
-        ["auto", "sockets", "native"],
-    ),
+    diagonal(2, ["full", "grad_op", "op", "hybrid-nodes-of-one"], ["auto", "sockets", "native"]),
 )
 def test_same_numbers(way: str, collectives: str) -> None:
     """They ended by SIGSEGV, or in errors of autograd's and of storages."""
@@ -158,11 +154,8 @@ def _train(rank: int, world_size: int, way: str, collectives: str, number: int) 
 
 
 @pytest.mark.uncoalesced
-def test_gathers_and_hooks() -> None:
-    run_ranks(_count, 2)
-
-
-def _count(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gathers_and_hooks(rank: int, world_size: int) -> None:
     for name, (_, build) in _models(12).items():
         if "hook" not in name:
             continue
@@ -191,12 +184,9 @@ def _count(rank: int, world_size: int) -> None:
 # Not the native ones: a thread of theirs has views for a moment.
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
 @pytest.mark.uncoalesced
-def test_nobody_holds_views_of_trained_units(collectives: str) -> None:
+@on_ranks(2)
+def test_nobody_holds_views_of_trained_units(rank: int, world_size: int, collectives: str) -> None:
     """What waits until views are gone costs no memory where all parameters are trained."""
-    run_ranks(_look_for_views, 2, collectives)
-
-
-def _look_for_views(rank: int, world_size: int, collectives: str) -> None:
     found: list[bool] = []
     reshard = FlatParamHandle.reshard
 
@@ -239,11 +229,8 @@ class _Layer(nn.Linear):
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
-def test_a_function_that_keeps_a_view(collectives: str) -> None:
-    run_ranks(_keep_view, 2, collectives)
-
-
-def _keep_view(rank: int, world_size: int, collectives: str) -> None:
+@on_ranks(2)
+def test_a_function_that_keeps_a_view(rank: int, world_size: int, collectives: str) -> None:
     for run, width, strategy in itertools.product(
         KINDS.values(), (7, 128), ("FULL_SHARD", "SHARD_GRAD_OP")
     ):
@@ -325,12 +312,9 @@ class _Sharing(nn.Module):
 
 @pytest.mark.parametrize("way", ["full", "grad_op", "op"])
 @pytest.mark.uncoalesced
-def test_units_within_checkpoints(way: str) -> None:
+@on_ranks(ranks_of)
+def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
     """Modules held sharded parameters: nothing else of an embedding is needed in backward."""
-    run_ranks(_train_units, WAYS[way].world_size, way)
-
-
-def _train_units(rank: int, world_size: int, way: str) -> None:
     run, saved = KINDS["reentrant"], KINDS["saved"]
     cases = [
         Case(f"{mode}", functools.partial(_Lookup, kind, mode), _inputs, (nn.Embedding,))
@@ -363,12 +347,9 @@ class _NoStep:
 
 
 @each_way
-def test_frozen_for_another_forward(way: str) -> None:
+@on_ranks(2)
+def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> None:
     """Parameters frozen during a later forward, and thawed in time, got no gradients."""
-    run_ranks(_frozen_between, 2, way)
-
-
-def _frozen_between(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         loss = run.loss(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Case, vectors
 from tests.oracle import assert_same
 from tests.scripts import torchrun
@@ -48,12 +48,9 @@ class _Taker(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])
-def test_unit_returns_a_view_of_its_weight(way: str) -> None:
+@on_ranks(2)
+def test_unit_returns_a_view_of_its_weight(rank: int, world_size: int, way: str) -> None:
     """The view's memory was freed after forward, and whoever read it got a crash."""
-    run_ranks(_returned_view, 2, way)
-
-
-def _returned_view(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
     for run in (sharded, plain):
         run.train(0, 3)
@@ -76,12 +73,11 @@ class _Keeper(nn.Sequential):
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
 @pytest.mark.parametrize("numel", [7, 100_000])
-def test_a_weight_kept_from_forward(collectives: str, numel: int) -> None:
+@on_ranks(2)
+def test_a_weight_kept_from_forward(
+    rank: int, world_size: int, collectives: str, numel: int
+) -> None:
     """Its memory was freed with its unit: whoever read it got a crash, or others' next step."""
-    run_ranks(_kept_weight, 2, collectives, numel)
-
-
-def _kept_weight(rank: int, world_size: int, collectives: str, numel: int) -> None:
     plain, x = _Keeper(numel), torch.ones(3, 7)
 
     (plain(x).pow(2).mean() + plain.kept[0].pow(2).sum()).backward()
@@ -152,12 +148,9 @@ def test_a_view_kept_from_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_view_of_a_weight_in_an_object_is_refused(grad: bool) -> None:
+@on_ranks(2)
+def test_view_of_a_weight_in_an_object_is_refused(rank: int, world_size: int, grad: bool) -> None:
     """An object can't be copied in its owner's place, so its view was of freed memory."""
-    run_ranks(_hidden_view, 2, grad)
-
-
-def _hidden_view(rank: int, world_size: int, grad: bool) -> None:
     model = ShardedWrapper(nn.Sequential(_Giver(_Box)), auto_wrap_policy=ModuleWrapPolicy({_Giver}))
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"clone\(\)"):
         model[0]()

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrize
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.module import run as model_run
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
+from tests.oracle import step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -111,22 +112,16 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def test_named_on_all_ranks() -> None:
-    run_ranks(_named, 2, group_timeout=5)
-
-
-def _named(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=5)
+def test_named_on_all_ranks(rank: int, world_size: int) -> None:
     for message, run in MISTAKES.items():
         for keywords in ({}, {"collectives": "sockets", "sharding_strategy": "SHARD_GRAD_OP"}):
             with naming(message), pytest.raises((RuntimeError, ValueError), match=message):
                 run(keywords)
 
 
-def test_looked_for_in_every_forward() -> None:
-    run_ranks(_edited_late, 2)
-
-
-def _edited_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
     """Once, forwards 3 to 9 and 11 to 99 were not looked at: an encoder that starts late was."""
     for frozen, was_written, first in (
         (True, True, 3),
@@ -154,12 +149,9 @@ def _edited_late(rank: int, world_size: int) -> None:
         assert all("momentum encoder (MoCo, BYOL) between steps" in m for m in found.values())
 
 
-def test_a_copy_on_one_rank_alone() -> None:
+@on_ranks(2, group_timeout=5)
+def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
     """Its number was taken for that of another model."""
-    run_ranks(_copied_on_one, 2, group_timeout=5)
-
-
-def _copied_on_one(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for _ in range(2):
         model = case.wrap(case.model(), sharding_strategy="NO_SHARD")
@@ -168,16 +160,10 @@ def _copied_on_one(rank: int, world_size: int) -> None:
             copy.deepcopy(model)
 
 
-def test_steps_register_nothing() -> None:
-    run_ranks(_registers, 2)
-
-
-def _registers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_steps_register_nothing(rank: int, world_size: int) -> None:
     """Else every step would look at all modules."""
-    for keywords in (
-        {},
-        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-    ):
+    for keywords in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}):
         case = CASES["transformer"]
         model = case.wrap(case.model(), **keywords)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -185,8 +171,7 @@ def _registers(rank: int, world_size: int) -> None:
         for step in range(3):
             loss = model(case.batch(step, 2)[0]).float().square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             counts.add(model_run._num_registered)
         assert len(counts) == 1, counts
 
@@ -234,11 +219,8 @@ class _Undone(_Renormed):
         return output
 
 
-def test_same_values_written_in_forward() -> None:
-    run_ranks(_same_values, 2)
-
-
-def _same_values(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
     """Only other values are an edit, whenever the writes begin; all ranks raise together."""
     for kind, layer, first, at in (
         ("right", _Adapted, 0, None),
@@ -268,8 +250,7 @@ def _same_values(rank: int, world_size: int) -> None:
                     except RuntimeError as error:
                         raised = step, "edited parameters in place" in str(error)
                         break
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step_and_zero(optimizer)
                 if way == "sharded":
                     assert raised == (at and (at, True)), (kind, first, strategy, raised)
                 states.append(model.state_dict())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.side import pair
 
 READS: dict[str, Any] = {
@@ -19,12 +19,9 @@ READS: dict[str, Any] = {
 }
 
 
-def test_numbers_computed_from_unreduced_gradients_are_refused() -> None:
+@on_ranks(2)
+def test_numbers_computed_from_unreduced_gradients_are_refused(rank: int, world_size: int) -> None:
     """The sum of their squares added up the gradients of different batches, without an error."""
-    run_ranks(_read_without_sync, 2)
-
-
-def _read_without_sync(rank: int, world_size: int) -> None:
     sharded, plain = pair(rank, world_size, "full")
     weights: Any = [run.model.fc2.weight for run in (sharded, plain)]
     with sharded.no_sync():

@@ -23,7 +23,7 @@ from flatshard import CollectiveError, ShardedWrapper
 from flatshard.collectives import record
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.ways import BASIC, WAYS, each_way
 
@@ -153,18 +153,14 @@ def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], los
     assert_same(sharded, plain, 1e-12)
 
 
-@each_way
-def test_uses_of_a_childs_parameters(way: str) -> None:
-    run_ranks(_uses, 2, way, False)
-
-
-@pytest.mark.parametrize("way", ["full", "no_shard"])
-def test_uses_in_a_checkpoint(way: str) -> None:
-    """In the first pass more, or less, was saved than when the checkpoint recomputed."""
-    run_ranks(_uses, 2, way, True)
-
-
-def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "is_checkpointed"),
+    [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
+)
+@on_ranks(2)
+def test_uses_of_a_childs_parameters(
+    rank: int, world: int, way: str, is_checkpointed: bool
+) -> None:
     for name, use in USES.items():
 
         def make(name: str = name, use: Use = use) -> nn.Module:
@@ -173,11 +169,8 @@ def _uses(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
             model.child.requires_grad_(name != "frozen")
             return model
 
-        try:
+        with naming(name):
             _compare(rank, world, way, make, lambda m, x: m(x).pow(2).mean())
-        except BaseException as error:
-            error.add_note(f"use: {name}")
-            raise
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -224,23 +217,18 @@ OWN_CHECKPOINTS: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op", "no_shard"])
-def test_checkpoints_of_the_program(way: str) -> None:
+@on_ranks(2)
+def test_checkpoints_of_the_program(rank: int, world: int, way: str) -> None:
     """`torch.autograd.grad` in their backward returned None: the child was trained without it."""
-    run_ranks(_own_checkpoints, 2, way)
-
-
-def _own_checkpoints(rank: int, world: int, way: str) -> None:
     for name, use in OWN_CHECKPOINTS.items():
         with naming(name):
             _compare(rank, world, way, partial(Parent, use), lambda m, x: m(x).pow(2).mean())
 
 
-def test_unused_parameters_in_a_checkpoint_of_the_program() -> None:
+@on_ranks(2)
+def test_unused_parameters_in_a_checkpoint_of_the_program(rank: int, world: int) -> None:
     """Without `allow_unused=True`, the gradient was None where torch raises."""
-    run_ranks(_unused_parameters, 2)
 
-
-def _unused_parameters(rank: int, world: int) -> None:
     def use(m: Parent, x: Tensor) -> Tensor:
         params = (*m.child.parameters(), *m.chain[2].parameters())
         result: Tensor = OwnCheckpoint.apply(m.child, True, False, x, *params)
@@ -251,12 +239,9 @@ def _unused_parameters(rank: int, world: int) -> None:
             model(_batch(0, rank)).pow(2).mean().backward()
 
 
-def test_gradients_of_parameters_without_grad_mode() -> None:
+@on_ranks(2)
+def test_gradients_of_parameters_without_grad_mode(rank: int, world: int) -> None:
     """The check did not run under `no_grad`, and `allow_unused=True` returned None."""
-    run_ranks(_gradients_without_grad_mode, 2)
-
-
-def _gradients_without_grad_mode(rank: int, world: int) -> None:
     model = _wrap(Parent(_again), "full")
     with _quiet():
         loss = model(_batch(0, rank)).pow(2).mean()
@@ -297,12 +282,10 @@ DRAWS: dict[str, Use] = {
 }
 
 
-def test_draws() -> None:
+@on_ranks(2)
+def test_draws(rank: int, world: int) -> None:
     """Each rank draws for its batch; once each drew for its own part of the parameter."""
-    run_ranks(_draws, 2)
 
-
-def _draws(rank: int, world: int) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
         return model(x).pow(2).mean()
@@ -356,11 +339,8 @@ def _halves(model: Any, x: Tensor) -> Tensor:
 
 
 @each_way
-def test_direct_calls_of_parts(way: str) -> None:
-    run_ranks(_direct, 2, way)
-
-
-def _direct(rank: int, world: int, way: str) -> None:
+@on_ranks(2)
+def test_direct_calls_of_parts(rank: int, world: int, way: str) -> None:
     for loss in (_apart, _halves):
         _compare(rank, world, way, Pair, loss)
     torch.manual_seed(0)
@@ -386,11 +366,8 @@ def _direct(rank: int, world: int, way: str) -> None:
     assert_same(sharded, plain, 1e-12)
 
 
-def test_writes_are_refused() -> None:
-    run_ranks(_writes, 2)
-
-
-def _writes(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_writes_are_refused(rank: int, world: int) -> None:
     """What is read outside of forward is a copy: an edit of it would be lost."""
 
     def edit_in_forward(model: Parent, x: Tensor) -> Tensor:
@@ -442,11 +419,8 @@ def _writes(rank: int, world: int) -> None:
                 changed(_batch(0, rank))
 
 
-def test_warns_once_for_each_unit() -> None:
-    run_ranks(_warned, 2)
-
-
-def _warned(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_warns_once_for_each_unit(rank: int, world: int) -> None:
     sharded = _wrap(Parent(USES["joined"]), "full")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -460,17 +434,14 @@ def _warned(rank: int, world: int) -> None:
         assert f"'{name}.weight'" in message
 
 
-def test_an_average_that_was_copied_before_wrapping() -> None:
-    for world_size in (2, 3):
-        run_ranks(_average, world_size)
-
-
 def _lerp(mean: nn.Module, model: nn.Module) -> None:
     for old, new in zip(mean.parameters(), model.parameters(), strict=True):
         old.data.lerp_(new.data, 0.5)
 
 
-def _average(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> None:
     """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
     torch.manual_seed(0)
     plain = Parent(USES["linear"]).double()
@@ -512,11 +483,8 @@ def _average(rank: int, world: int) -> None:
         torch.testing.assert_close(factor * weight, expected, check_stride=False)
 
 
-def test_on_one_rank_alone() -> None:
-    run_ranks(_alone, 2)
-
-
-def _alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_on_one_rank_alone(rank: int, world: int) -> None:
     """Once it raised on that rank at once; now all ranks hear of it."""
     sharded = _wrap(Parent(lambda m, x: m.child(x)), "full")
 
@@ -530,12 +498,10 @@ def _alone(rank: int, world: int) -> None:
 
 
 @pytest.mark.skipif(default_extra("deadlock") is None, reason="ranks would wait")
-def test_in_forward_on_one_rank_alone() -> None:
+@on_ranks(2, group_timeout=120)
+def test_in_forward_on_one_rank_alone(rank: int, world: int) -> None:
     """Where collectives match by their order, too; it once waited for a minute."""
-    run_ranks(_alone_in_forward, 2, group_timeout=120)
 
-
-def _alone_in_forward(rank: int, world: int) -> None:
     def use(model: Parent, x: Tensor) -> Tensor:
         x = model.child(x)
         return x @ model.child.weight if rank == 0 and is_on else x
@@ -557,21 +523,16 @@ def _alone_in_forward(rank: int, world: int) -> None:
         assert time.monotonic() - start < 20
 
 
-def test_in_a_hybrid_strategy() -> None:
-    run_ranks(_in_hybrid, 4, "native-hybrid")
-
-
-def _in_hybrid(rank: int, world: int, way: str) -> None:
+@on_ranks(4)
+def test_in_a_hybrid_strategy(rank: int, world: int) -> None:
+    way = "native-hybrid"
     WAYS[way].set_nodes()
     for name in ("again", "checkpointed"):
         _compare(rank, world, way, lambda name=name: Parent(USES[name]), lambda m, x: m(x).mean())
 
 
-def test_with_steps_in_backward() -> None:
-    run_ranks(_steps_in_backward, 2)
-
-
-def _steps_in_backward(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_with_steps_in_backward(rank: int, world: int) -> None:
     """A parameter steps when its last use, which may be the parent's, has its gradient."""
     for name, native in (("linear", False), ("again", True), ("joined", True)):
         models = []
@@ -590,26 +551,6 @@ def _steps_in_backward(rank: int, world: int) -> None:
         assert_same_state(snapshot(ours), snapshot(other), 0.0, 0.0)
 
 
-def test_uses_outside_of_forward_in_a_loss() -> None:
-    run_ranks(_penalties, 2)
-
-
-def _dropped(rank: int, world: int) -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        result = model(x).pow(2).mean()
-        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
-        apart = F.dropout(model.child.weight, 0.3).pow(3).sum()
-        return result + apart + nn.Dropout(0.5)(model.other.weight).pow(2).sum()
-
-    for way in ("full", "no_shard"):
-        _compare(rank, world, way, lambda: Parent(_again), loss)
-
-
-def test_dropout_outside_of_forward_in_a_loss() -> None:
-    """Each rank drew for its own part of the parameter, not for all of it."""
-    run_ranks(_dropped, 2)
-
-
 LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": lambda p: p.detach().clone().requires_grad_(),
     "data": lambda p: p.data.mul(2).requires_grad_(),
@@ -624,8 +565,12 @@ USES_OF_LEAVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _leaves(rank: int, world: int) -> None:
-    """Trial steps on copies of weights, as in first-order MAML, inside and outside of forward."""
+@on_ranks(2)
+def test_gradients_of_copies_of_parameters(rank: int, world: int) -> None:
+    """Were averaged over the ranks, where DDP computes each rank's own.
+
+    Trial steps on copies of weights, as in first-order MAML, inside and outside of forward.
+    """
     model = _wrap(Parent(_again), "full")
     x = _batch(0, rank)
     for (name, make), (use, loss) in itertools.product(LEAVES.items(), USES_OF_LEAVES.items()):
@@ -645,11 +590,6 @@ def _leaves(rank: int, world: int) -> None:
     assert torch.equal(leaf.grad, expected.grad)  # this rank's gradient, as under DDP
 
 
-def test_gradients_of_copies_of_parameters() -> None:
-    """Were averaged over the ranks, where DDP computes each rank's own."""
-    run_ranks(_leaves, 2)
-
-
 NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "a sum": lambda p: p + 0.1 * torch.randn_like(p),
     "a product": lambda p: p * torch.empty_like(p).uniform_(),
@@ -658,7 +598,15 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _noise(rank: int, world: int, way: str) -> None:
+def _apart_on(rank: int) -> Tensor:
+    """A tensor that differs between ranks."""
+    return torch.full((D, D), 1.0 + rank).double()
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
+@on_ranks(2)
+def test_noise_outside_of_forward_in_a_loss(rank: int, world: int, way: str) -> None:
+    """Each element had one rank's noise; under DDP it has the mean over ranks, by the gradients."""
     model = _wrap(Parent(_again), way)
     weight = model.child.weight
     for name, draw in NOISE.items():
@@ -688,17 +636,6 @@ def _noise(rank: int, world: int, way: str) -> None:
             (2 * value).norm()
 
 
-def _apart_on(rank: int) -> Tensor:
-    """A tensor that differs between ranks."""
-    return torch.full((D, D), 1.0 + rank).double()
-
-
-@pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
-def test_noise_outside_of_forward_in_a_loss(way: str) -> None:
-    """Each element had one rank's noise; under DDP it has the mean over ranks, by the gradients."""
-    run_ranks(_noise, 2, way)
-
-
 DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mul": lambda m, x: (x.mean(0) * m.child.weight).sum(),
     "number": lambda m, x: (m.child.weight * x.mean()).pow(2).sum(),
@@ -709,10 +646,15 @@ DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "normal": lambda m, x: (torch.normal(m.child.weight.detach(), 1.0) * m.child.weight).sum(),
     "gumbel": lambda m, x: F.gumbel_softmax(m.child.weight).pow(2).sum(),
     "alpha dropout": lambda m, x: F.alpha_dropout(m.child.weight, 0.5, True).pow(2).sum(),
+    "dropout": lambda m, x: (
+        F.dropout(m.child.weight, 0.3) ** 3 + nn.Dropout()(m.other.weight)
+    ).sum(),
 }
 
 
-def _differing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_differs_between_ranks_in_a_loss(rank: int, world: int) -> None:
+    """Each element of the parameter had the gradient of one rank's batch, not the ranks' mean."""
     for name, penalty in DIFFERING.items():
 
         def loss(
@@ -726,12 +668,8 @@ def _differing(rank: int, world: int) -> None:
             _compare(rank, world, "full", lambda: Parent(_again), loss)
 
 
-def test_what_differs_between_ranks_in_a_loss() -> None:
-    """Each element of the parameter had the gradient of one rank's batch, not the ranks' mean."""
-    run_ranks(_differing, 2)
-
-
-def _penalties(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_uses_outside_of_forward_in_a_loss(rank: int, world: int) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         weight = model.child.weight
         apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
@@ -741,11 +679,8 @@ def _penalties(rank: int, world: int) -> None:
         _compare(rank, world, way, lambda: Parent(_again), loss)
 
 
-def test_full_tensor_in_a_loss() -> None:
-    run_ranks(_full_tensor_in_a_loss, 2)
-
-
-def _full_tensor_in_a_loss(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_tensor_in_a_loss(rank: int, world_size: int) -> None:
     """A head of which only the loss reads the weight, as a fused loss does, is trained by it."""
     for way in ("full", "grad_op"):
         plain, unwrapped = (nn.ModuleDict({"body": Child(), "head": Child()}) for _ in range(2))
@@ -791,11 +726,8 @@ class _Forces(nn.Module):
             return self.child(x + torch.autograd.grad(energy(x), x, create_graph=True)[0])
 
 
-def test_transforms_in_forward() -> None:
-    run_ranks(_transforms_in_forward, 2)
-
-
-def _transforms_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_transforms_in_forward(rank: int, world_size: int) -> None:
     x = torch.ones(2, D)
     model = ShardedWrapper(_Forces(transforms=True))
     with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
@@ -807,11 +739,8 @@ def _transforms_in_forward(rank: int, world_size: int) -> None:
     model(x).sum().backward()
 
 
-def test_written_values_that_require_a_gradient() -> None:
-    run_ranks(_written_values, 2)
-
-
-def _written_values(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_written_values_that_require_a_gradient(rank: int, world_size: int) -> None:
     """As loralib merges its adapters in ``eval()``."""
     model = ShardedWrapper(nn.ModuleList([Child(), Child()]))
     weight, other = model[0].weight, model[1].weight

@@ -18,22 +18,20 @@ from flatshard.engine.gradients import Gradients
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
-    assert_same,
     assert_same_gradients,
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train,
     train_steps,
     trainable,
 )
-from tests.side import pair
-from tests.ways import BASIC
 
 pytestmark = pytest.mark.by_turns
 
@@ -177,7 +175,10 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
         assert whole.stride() == param.stride(), name
 
 
-def _edit(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: str) -> None:
     plain, model = _fresh(strategy)
     _make_dense(plain)
     assert strides_of_parameters(model) == strides_of_parameters(plain)
@@ -212,13 +213,9 @@ def _edit(rank: int, world_size: int, strategy: str) -> None:
     assert strides_of_parameters(model) == kept_strides(_zoo())
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_operations_on_sharded_parameters(strategy: str, world_size: int) -> None:
-    run_ranks(_edit, world_size, strategy)
-
-
-def _summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY[1::2])
+@on_ranks()
+def test_summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
     plain, model = _fresh(strategy)
     expected = kept_strides(plain)
     with ShardedWrapper.summon_full_params(model):
@@ -240,12 +237,21 @@ def _summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
         assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY[1::2])
-def test_summon_copy_convert(strategy: str, world_size: int) -> None:
-    run_ranks(_summon_copy_convert, world_size, strategy)
+def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    assert_same_gradients(model, plain, rtol=1e-5, atol=TOLERANCE)
+    assert all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
 
 
-def _accumulate(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_gradients(rank: int, world_size: int) -> None:
+    """Those shown under ``no_sync``, and those that were reduced."""
+    for strategy in STRATEGIES:
+        with naming(strategy):
+            _check_gradients(world_size, strategy)
+
+
+def _check_gradients(world_size: int, strategy: str) -> None:
     plain, model = _fresh(strategy)
     # All ranks compute the first rank's rows, so that each has the whole gradient of the average.
     with model.no_sync():
@@ -257,32 +263,18 @@ def _accumulate(rank: int, world_size: int, strategy: str) -> None:
     _assert_same_gradients(model, plain)
 
 
-def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    assert_same_gradients(model, plain, rtol=1e-5, atol=TOLERANCE)
-    assert all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients(strategy: str, world_size: int) -> None:
-    """Those shown under ``no_sync``, and those that were reduced."""
-    run_ranks(_accumulate, world_size, strategy)
-
-
 def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
     model: nn.Module = _zoo()
     optimizer = OPTIMIZERS["sgd"](trainable(model))
     for step in range(2):
         inputs, target = ZOO.batch(step, world_size * 4, DTYPE)
         loss_of(model(inputs), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     # Momentum has the parameters' strides now, and is cut at the first step.
     model = _wrap(model, strategy)
     for step in range(2, 4):
         local_loss(model, ZOO, step, rank, world_size, DTYPE).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model)
 
 
@@ -296,7 +288,8 @@ def test_optimizer_state_from_before_wrapping(strategy: str) -> None:
 # ---------------------------------------------------------------- other formats
 
 
-def _one_rank_differs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ_in_format(rank: int, world_size: int) -> None:
     model = nn.Conv2d(3, 4, 2)
     if rank == 1:
         model.to(memory_format=torch.channels_last)
@@ -304,11 +297,11 @@ def _one_rank_differs(rank: int, world_size: int) -> None:
         ShardedWrapper(model)
 
 
-def test_ranks_that_differ_in_format() -> None:
-    run_ranks(_one_rank_differs, 2)
-
-
-def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_conversion_after_wrapping_keeps_the_format(
+    rank: int, world_size: int, strategy: str
+) -> None:
     model = _wrap(
         nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
         strategy,
@@ -321,12 +314,8 @@ def _convert_after_wrapping(rank: int, world_size: int, strategy: str) -> None:
     assert_same_state(snapshot(model.float()), before, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_conversion_after_wrapping_keeps_the_format(strategy: str) -> None:
-    run_ranks(_convert_after_wrapping, 2, strategy)
-
-
-def _convert_to_what_it_is(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
     """Weights with sizes of one, whose strides tell little, among them."""
     layers = [nn.Conv2d(3, 4, 2), nn.Conv2d(1, 4, 1), nn.Conv2d(1, 1, (2, 1)), nn.Conv2d(4, 1, 1)]
     model = nn.ModuleList(layers).to(memory_format=torch.channels_last)
@@ -336,10 +325,6 @@ def _convert_to_what_it_is(rank: int, world_size: int) -> None:
         for p in wrapped.parameters()
         if p.dim() == 4
     )
-
-
-def test_conversion_to_the_format_it_has() -> None:
-    run_ranks(_convert_to_what_it_is, 2)
 
 
 # ---------------------------------------------------------------- frozen and trainable
@@ -383,7 +368,15 @@ def _counted_gradient_buffers() -> Iterator[_Allocated]:
         yield counted
 
 
-def _gradient_memory(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_gradient_memory_is_that_of_what_is_trained(rank: int, world_size: int) -> None:
+    for strategy in STRATEGIES:
+        with naming(strategy):
+            _check_gradient_memory(world_size, strategy)
+
+
+def _check_gradient_memory(world_size: int, strategy: str) -> None:
     torch.manual_seed(0)
     model = _wrap(Adapted(), strategy)
     with _counted_gradient_buffers() as allocated:
@@ -401,11 +394,6 @@ def _gradient_memory(rank: int, world_size: int, strategy: str) -> None:
             held += local_range(param.grad).numel() * size
     share = 1 if strategy == "NO_SHARD" else world_size
     assert held <= trained / share + padding
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY)
-def test_gradient_memory_is_that_of_what_is_trained(strategy: str, world_size: int) -> None:
-    run_ranks(_gradient_memory, world_size, strategy)
 
 
 class Switched(nn.Module):
@@ -448,12 +436,9 @@ def _switch(model: nn.Module, step: int) -> None:
 
 
 def _train_switched(
-    rank: int,
-    world_size: int,
-    case: str,
-    strategy: str,
+    rank: int, world_size: int, case: str, strategy: str
 ) -> tuple[dict[str, Tensor], list[set[str]]]:
-    """The end, and of every step the names that got a gradient; one process if not wrapped."""
+    """The end, and of every step the names that got a gradient; on all rows if not wrapped."""
     model = SWITCHED[case].model()
     if strategy:
         model = SWITCHED[case].wrap(model, sharding_strategy=ShardingStrategy[strategy])
@@ -468,54 +453,25 @@ def _train_switched(
             loss = F.mse_loss(model(inputs), target)
         loss.backward()
         with_gradient.append({n for n, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model), with_gradient
 
 
-@pytest.mark.parametrize("case", SWITCHED)
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_requires_grad_is_obeyed(case: str, strategy: str, world_size: int) -> None:
-    expected, names = _train_switched(0, world_size, case, "")
-    for state, with_gradient in run_ranks(_train_switched, world_size, case, strategy):
-        assert_same_state(state, expected, rtol=0.0, atol=1e-12)
-        assert with_gradient == names
-
-
-class _Quantized(nn.Module):
-    """An integer weight that is not trained, with a scale that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.arange(21, dtype=torch.int8).view(7, 3)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype) * self.scale
-
-
-@pytest.mark.parametrize("way", BASIC)
-def test_integer_parameter(way: str) -> None:
-    """An int8 parameter was to be viewed as one that can require grad, which torch refuses."""
-    run_ranks(_integers, 2, way)
-
-
-def _integers(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way, Case("quantized", _Quantized, vectors))
-    for run in (sharded, plain):
-        run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)
+@on_ranks()
+def test_requires_grad_is_obeyed(rank: int, world_size: int) -> None:
+    for case, strategy in itertools.product(SWITCHED, STRATEGIES):
+        with naming((case, strategy)):
+            expected, names = _train_switched(0, world_size, case, "")
+            state, with_gradient = _train_switched(rank, world_size, case, strategy)
+            assert_same_state(state, expected, rtol=0.0, atol=1e-12)
+            assert with_gradient == names
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
-def test_lazy_conjugates(collectives: str) -> None:
+@on_ranks(2)
+def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
     """Views that autograd saved lost their conjugation, gradients sent or read in place, too."""
-    run_ranks(_lazy_conjugates, 2, collectives)
-
-
-def _lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
     for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
         plain, wrapped = _Complex(numel), _Complex(numel)
         sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)

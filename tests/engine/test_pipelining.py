@@ -6,18 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
-from tests.oracle import assert_same
+from tests.harness import naming, on_ranks
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -49,12 +45,10 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_schedules(dp: int) -> None:
-    run_ranks(_schedules, 2 * dp, dp)
-
-
-def _schedules(rank: int, world_size: int, dp: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_schedules(rank: int, world_size: int) -> None:
+    dp = world_size // 2
     mesh = init_device_mesh("cpu", (2, dp), mesh_dim_names=("pp", "dp"))
     group, number = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     for name, schedule_of in SCHEDULES.items():
@@ -91,19 +85,14 @@ def _schedules(rank: int, world_size: int, dp: int) -> None:
                 reduced = [event for event in events if event[0] == "reduce"]
                 assert len(reduced) == 2, events  # a unit of each layer
             _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         with naming(name):
             for i, model in zip(mine, models, strict=True):
                 assert_same(model.state_dict(), plain[i].state_dict())
 
 
-def test_tensor_parallel_stages() -> None:
-    run_ranks(_tensor_parallel, 8)
-
-
-def _tensor_parallel(rank: int, world_size: int) -> None:
+@on_ranks(8)
+def test_tensor_parallel_stages(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     number = mesh["pp"].get_local_rank()
     # Of each stage the first layer is cut by columns, the second by rows.
@@ -123,7 +112,5 @@ def _tensor_parallel(rank: int, world_size: int) -> None:
         rows, target = (part.chunk(2)[mesh["dp"].get_local_rank()] for part in _batch(step))
         schedule.step(*(() if number else (rows,)), **({"target": target} if number else {}))
         _loss(plain(_batch(step)[0]), _batch(step)[1]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
     assert_same(model.state_dict(), plain[number].state_dict())

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from flatshard import ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
@@ -34,6 +34,7 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train_rank_by_rank,
 )
 from tests.side import Run, pair
@@ -138,21 +139,20 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
-)
-@pytest.mark.uncoalesced
-def test_same_numbers_and_no_gather_too_many(kind: str, way: str) -> None:
-    run_ranks(_train_and_count, 2, kind, way)
-
-
 def _nth(way: str) -> int:
     """Of what is crossed with the ways, the usual one meets all."""
     return 1 if way == "full" else 2
 
 
-def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
+)
+@pytest.mark.uncoalesced
+@on_ranks(2)
+def test_same_numbers_and_no_gather_too_many(
+    rank: int, world_size: int, kind: str, way: str
+) -> None:
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
@@ -161,17 +161,13 @@ def _train_and_count(rank: int, world_size: int, kind: str, way: str) -> None:
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             for step in range(3):
                 forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
                 _check_gathers(way, forward, backward)
             assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
-    return case.wrap(
-        case.model(),
-        **WAYS[way].keywords,
-    )
+    return case.wrap(case.model(), **WAYS[way].keywords)
 
 
 def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
@@ -210,11 +206,8 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 @each_way
 @both_kinds
 @pytest.mark.uncoalesced
-def test_around_the_whole_wrapper(kind: str, way: str) -> None:
-    run_ranks(_whole, 2, kind, way)
-
-
-def _whole(rank: int, world_size: int, kind: str, way: str) -> None:
+@on_ranks(2)
+def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
     case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=4)
     model = _wrap(case, way)
@@ -226,8 +219,7 @@ def _whole(rank: int, world_size: int, kind: str, way: str) -> None:
         forward, backward = _gathers_of(
             local_loss, run_again, inputs_matter, step, rank, world_size
         )
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         if way.startswith("full"):
             assert forward == Counter(["", *LAYERS])
             # The first forward of a reentrant checkpoint looks like an evaluation.
@@ -298,21 +290,19 @@ def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
-    return ShardedWrapper(
-        model,
-        **WAYS[way].keywords,
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
-    )
+    return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@pytest.mark.parametrize("build", [_wrapped_before, _wrapped_before_class_inside, _wrapped_after])
 @each_way
 @pytest.mark.uncoalesced
-def test_checkpoint_wrappers(way: str, build: Callable[[str, Case], ShardedWrapper]) -> None:
-    run_ranks(_wrapper_modules, 2, way, build)
+@on_ranks(2)
+def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
+    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
+        with naming(build.__name__):
+            _check_wrappers(rank, world_size, way, build)
 
 
-def _wrapper_modules(
+def _check_wrappers(
     rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
 ) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
@@ -322,8 +312,7 @@ def _wrapper_modules(
     for step in range(3):
         with collectives.record() as events:
             local_loss(model, case, step, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         if way != "no_shard":
             num_gathers = 9 if way.startswith("full") else 5
             assert sum(_gathers(events).values()) == num_gathers
@@ -338,11 +327,8 @@ def _wrapper_modules(
 
 @pytest.mark.parametrize("way", BASIC)
 @both_kinds
-def test_scripts(kind: str, way: str) -> None:
-    run_ranks(_run_scripts, 2, kind, way)
-
-
-def _run_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
+@on_ranks(2)
+def test_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
     scripts = (_accumulate, _two_forwards, _evaluate_between, _fail_in_recomputation)
     for script in every(_nth(way), scripts, start=list(BASIC).index(way)):
         with naming(script.__name__), _no_input_gradients():
@@ -439,19 +425,17 @@ class _Boxes(nn.Module):
         return self.head(x + self.second(x).hidden)
 
 
-@pytest.mark.parametrize("kind", [_Box, _Record])
 @each_way
-def test_checkpoint_in_a_unit_that_returns_an_object(way: str, kind: type) -> None:
-    """Outputs were not found in the object, so nothing was gathered for the recomputation."""
-    run_ranks(_boxed, 2, way, kind)
-
-
-def _boxed(rank: int, world_size: int, way: str, kind: type) -> None:
-    case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
-    sharded, plain = pair(rank, world_size, way, case)
-    for run in (sharded, plain):
-        run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)
+@on_ranks(2)
+def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int, way: str) -> None:
+    """The tensors in the object are found, so the unit is gathered for the recomputation."""
+    for kind in (_Box, _Record):
+        case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
+        sharded, plain = pair(rank, world_size, way, case)
+        for run in (sharded, plain):
+            run.train(0, 3)
+        with naming(kind):
+            assert_same(sharded.model, plain.model, 1e-12)
 
 
 class _Child(nn.Linear):
@@ -485,16 +469,13 @@ class _Readers(nn.Module):
 
 @each_way
 @pytest.mark.uncoalesced
-def test_checkpointed_unit_that_sums_a_childs_weight(way: str) -> None:
+@on_ranks(2)
+def test_checkpointed_unit_that_sums_a_childs_weight(rank: int, world_size: int, way: str) -> None:
     """A sum over ranks saved a tensor for backward, the sum of an unsharded weight saves none.
 
     The child is resharded after its first pass in forward, and not in the recomputed forward, so
     the checkpoint counted one saved tensor fewer.
     """
-    run_ranks(_sums_weight, 2, way)
-
-
-def _sums_weight(rank: int, world_size: int, way: str) -> None:
     case = Case("readers", _Readers, vectors, (_Reader, _Child))
     sharded, plain = pair(rank, world_size, way, case)
     with allow_warnings():  # the sum is taken outside the child's forward

@@ -14,7 +14,7 @@ from flatshard.comm.transports import sockets
 from flatshard.engine import gradients, reduce_queue
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 
 pytestmark = pytest.mark.by_turns
 
@@ -126,11 +126,6 @@ def _small_limits() -> Iterator[None]:
 # ---------------------------------------------------------------- over ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gradients_are_alike_by_any_transport(world_size: int) -> None:
-    run_ranks(_by_any_transport, world_size)
-
-
 MODES = [
     *[
         (mode, "fixed_order", strategy)
@@ -142,7 +137,9 @@ MODES = [
 ]
 
 
-def _by_any_transport(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_gradients_are_alike_by_any_transport(rank: int, world_size: int) -> None:
     """Bit for bit, though the ranks come in the opposite order."""
     local = [_local(one) for one in range(world_size)]
     for dtype in (torch.float32, BF16):
@@ -156,11 +153,8 @@ def _by_any_transport(rank: int, world_size: int) -> None:
                 _check(model, expected)
 
 
-def test_two_stages_are_alike_by_any_transport() -> None:
-    run_ranks(_two_stages, 4)
-
-
-def _two_stages(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_two_stages_are_alike_by_any_transport(rank: int, world_size: int) -> None:
     """Within nodes of two, then rounded to cross: fixed for a grid."""
     local = [_local(one) for one in range(world_size)]
     for dtype in (torch.float32, BF16):
@@ -174,11 +168,8 @@ def _two_stages(rank: int, world_size: int) -> None:
                     _check(model, expected)
 
 
-def test_half_the_bytes() -> None:
-    run_ranks(_half_the_bytes, 2)
-
-
-def _half_the_bytes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_half_the_bytes(rank: int, world_size: int) -> None:
     """An all-reduce sends bf16 one way, and the sums, in fp32, the other."""
     for mode in ("auto", "native"):
         for strategy, share in (("FULL_SHARD", 0.5), ("NO_SHARD", 0.75)):
@@ -199,11 +190,8 @@ def _half_the_bytes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # counts what each unit keeps
-def test_sums_under_no_sync_are_fp32() -> None:
-    run_ranks(_no_sync, 2)
-
-
-def _no_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_under_no_sync_are_fp32(rank: int, world_size: int) -> None:
     """Only what is sent is rounded, once. Micro-batches beyond the first take fp32, not before."""
     batches = 4
     for compute in (torch.float32, BF16):
@@ -231,11 +219,8 @@ def _held_bytes(model: ShardedWrapper) -> int:
     return sum(handle.gradient_bytes for unit in units for handle in unit.handles)
 
 
-def test_sums_of_averages_are_fp32() -> None:
-    run_ranks(_sums_of_averages, 2)
-
-
-def _sums_of_averages(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sums_of_averages_are_fp32(rank: int, world_size: int) -> None:
     """Without ``no_sync`` every backward's average is added to ``.grad``, and nothing is kept."""
     expected = _average([_local(one) for one in range(world_size)], BF16)
     for strategy in ("FULL_SHARD", "NO_SHARD"):
@@ -246,11 +231,8 @@ def _sums_of_averages(rank: int, world_size: int) -> None:
         _check(model, [one + one + one for one in expected])
 
 
-def test_max_bytes_counts_what_sums_take() -> None:
-    run_ranks(_max_bytes, 2)
-
-
-def _max_bytes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_max_bytes_counts_what_sums_take(rank: int, world_size: int) -> None:
     model = _wrap("auto", "FULL_SHARD", param_dtype=BF16)
     first = (7 * 16 + 16 + 16) * 4
     with model.no_sync(max_bytes=first):

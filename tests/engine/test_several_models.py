@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from flatshard import ShardedWrapper
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.idioms.side import ROWS, Side
 from tests.idioms.together import Headed, Net
 from tests.ways import each_way
@@ -15,11 +15,8 @@ pytestmark = pytest.mark.by_turns
 
 
 @each_way
-def test_a_trained_unit_in_two_outermost_wrappers(way: str) -> None:
-    run_ranks(_shared, 2, way)
-
-
-def _shared(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, way: str) -> None:
     side = Side(f"flatshard {way}")
     two = "is trained, and is also in another .* .around a Headed."
     remedy = "models = ShardedWrapper.nn.ModuleList"
@@ -54,11 +51,8 @@ def _shared(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_an_unwrapped_module_in_two_wrappers(way: str) -> None:
-    run_ranks(_shares_a_module, 2, way)
-
-
-def _shares_a_module(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_an_unwrapped_module_in_two_wrappers(rank: int, world_size: int, way: str) -> None:
     side, encoder = Side(f"flatshard {way}"), Net()
     first = side.wrap(Headed(encoder), Net)
     expected = "parameter 'encoder.*' is already in another ShardedWrapper.*ModuleList"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import ShardedWrapper
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 from tests.oracle import ROWS
 from tests.side import Run, assert_same_model, pair
@@ -20,11 +20,8 @@ MLP = CASES["mlp"]
 pytestmark = pytest.mark.by_turns
 
 
-def test_leaf_input_gains_no_hooks() -> None:
-    run_ranks(_leaf_input, 2)
-
-
-def _leaf_input(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_leaf_input_gains_no_hooks(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full")
     x = run.inputs(0).requires_grad_()
     for _ in range(5):
@@ -33,11 +30,8 @@ def _leaf_input(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers(broadcast: bool) -> None:
-    run_ranks(_buffers, 2, broadcast)
-
-
-def _buffers(rank: int, world_size: int, broadcast: bool) -> None:
+@on_ranks(2)
+def test_buffers(rank: int, world_size: int, broadcast: bool) -> None:
     case = CASES["batch-norm"]
     model = case.wrap(case.model(), broadcast_buffers=broadcast)
     mean, count = model.norm.running_mean, model.norm.num_batches_tracked
@@ -51,16 +45,13 @@ def _buffers(rank: int, world_size: int, broadcast: bool) -> None:
 
 
 @pytest.mark.parametrize("sync", [None, True])
-def test_first_buffers_without_broadcast(sync: bool | None) -> None:
+@on_ranks(2)
+def test_first_buffers_without_broadcast(rank: int, world_size: int, sync: bool | None) -> None:
     """Ranks keep the buffers with which they start, unless ``sync_module_states=True``.
 
     DistributedDataParallel with ``broadcast_buffers=False`` does the same: torch's DDP passes that
     option to ``_sync_module_states``.
     """
-    run_ranks(_first_buffers, 2, sync)
-
-
-def _first_buffers(rank: int, world_size: int, sync: bool | None) -> None:
     case = CASES["batch-norm"]
     plain = case.model()
     plain.norm.running_mean.fill_(rank)
@@ -69,12 +60,9 @@ def _first_buffers(rank: int, world_size: int, sync: bool | None) -> None:
     assert torch.equal(model.norm.running_mean, expected)
 
 
-def test_subgroup() -> None:
+@on_ranks(3)
+def test_subgroup(rank: int, world_size: int) -> None:
     """A model trained by some of the ranks, while the others do nothing."""
-    run_ranks(_subgroup, 3)
-
-
-def _subgroup(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 2])
     if rank == 1:
         return
@@ -87,12 +75,9 @@ def _subgroup(rank: int, world_size: int) -> None:
     assert_same_model(sharded, plain)
 
 
-def test_gradients_that_the_program_keeps() -> None:
+@on_ranks(2)
+def test_gradients_that_the_program_keeps(rank: int, world_size: int) -> None:
     """The objects of gradients are used again, but not those that the program still holds."""
-    run_ranks(_kept_gradients, 2)
-
-
-def _kept_gradients(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     model = ShardedWrapper(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
     params: list[Any] = list(model.parameters())

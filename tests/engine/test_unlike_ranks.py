@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard.engine import reduce_queue
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, vectors
 from tests.oracle import ROWS, local_loss
@@ -20,12 +20,9 @@ from tests.side import Run, assert_same_model
 pytestmark = pytest.mark.by_turns
 
 
-def test_a_backward_under_no_sync_on_one_rank_alone() -> None:
+@on_ranks(2, group_timeout=5)
+def test_a_backward_under_no_sync_on_one_rank_alone(rank: int, world_size: int) -> None:
     """Where units stay gathered between forward and backward, nothing is needed from others."""
-    run_ranks(_lonely_backward, 2, group_timeout=5)
-
-
-def _lonely_backward(rank: int, world_size: int) -> None:
     for collectives in ("sockets", "auto"):
         for name, strategy in (("mlp", "SHARD_GRAD_OP"), ("mlp-one-unit", "FULL_SHARD")):
             with naming(f"{collectives}, {strategy}"):
@@ -52,12 +49,9 @@ def _lonely_backward(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # the message names one layer
-def test_accumulated_gradients_edited_where_a_rank_has_no_part() -> None:
+@on_ranks(2, group_timeout=5)
+def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_size: int) -> None:
     """It took the edit for zero_grad(), and waited for the others, which had raised."""
-    run_ranks(_edited_elsewhere, 2, group_timeout=5)
-
-
-def _edited_elsewhere(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     plain = Run(case.model(), case, rank, world_size)
     sharded = Run(case.wrap(case.model()), case, rank, world_size)
@@ -119,12 +113,9 @@ def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
 
 
 @pytest.mark.uncoalesced  # one unit would be used by all
-def test_units_that_ranks_use_in_part() -> None:
+@on_ranks(2, group_timeout=5)
+def test_units_that_ranks_use_in_part(rank: int, world_size: int) -> None:
     """Their reductions were waited for by a clock, in every step, and their hooks for ever."""
-    run_ranks(_in_part, 2, group_timeout=5)
-
-
-def _in_part(rank: int, world_size: int) -> None:
     for keywords, has_hook in (
         ({"collectives": "sockets"}, False),
         ({}, True),
@@ -150,12 +141,9 @@ def _in_part(rank: int, world_size: int) -> None:
                 assert stalls[7] == 0
 
 
-def test_two_models_in_one_backward() -> None:
+@on_ranks(2, group_timeout=5)
+def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
     """Reductions of one met the other's, by order, or stood in line behind them."""
-    run_ranks(_two_models, 2, group_timeout=5)
-
-
-def _two_models(rank: int, world_size: int) -> None:
     every: list[dict[str, Any]] = [{"collectives": "sockets"}, {"collectives": "native"}]
     for keywords in ({}, *every, {"sharding_strategy": "NO_SHARD"}):
         plain = [Run(_PAIRS.model(), _PAIRS, rank, world_size) for _ in range(2)]
@@ -217,12 +205,9 @@ class _Scaled(nn.Module):
 _SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
 
 
-def test_a_root_that_is_over_early_on_some_ranks() -> None:
+@on_ranks(2, group_timeout=5)
+def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> None:
     """The others still had it, and did not take part when it was gathered for nothing."""
-    run_ranks(_over_early, 2, group_timeout=5)
-
-
-def _over_early(rank: int, world_size: int) -> None:
     plain = Run(_SCALED.model(), _SCALED, rank, world_size)
     sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
     for run in (plain, sharded):

@@ -258,9 +258,7 @@ def _penalty(model: nn.Module) -> Tensor:
 
 
 @idiom(
-    "`model.float().double()` between steps",
-    by_hand=True,
-    ways=("full", "hybrid-op", "regather"),
+    "`model.float().double()` between steps", by_hand=True, ways=("full", "hybrid-op", "regather")
 )
 def converted_between_steps(side: Side) -> Any:
     model = side.wrap(Mlp())

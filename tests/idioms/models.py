@@ -341,8 +341,7 @@ def attribute_from_outside(side: Side) -> Any:
 
     model = side.wrap(Outer(), Remembering)
     losses = side.fit(
-        model,
-        loss_of=lambda m, step: m(side.draw(step, ROWS, 7), step % 2 == 0).square().mean(),
+        model, loss_of=lambda m, step: m(side.draw(step, ROWS, 7), step % 2 == 0).square().mean()
     )
     side.inner(model).body.memory = None
     return [*losses, model(side.draw(9, ROWS, 7), False)]

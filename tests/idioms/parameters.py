@@ -53,7 +53,7 @@ def mixed_dtypes(side: Side) -> Any:
 
 @idiom("a frozen integer parameter")
 def integer_parameter(side: Side) -> Any:
-    odd = nn.Parameter(torch.arange(5), requires_grad=False)
+    odd = nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
     return side.fit(side.wrap(Kind(odd), nn.Linear))
 
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
@@ -87,16 +87,10 @@ class Training:
         return dict(self.accelerator.unwrap_model(self.model).state_dict())
 
 
-def test_as_with_ddp(tmp_path: Path) -> None:
-    run_ranks(_as_with_ddp, 2, str(tmp_path), preload=PRELOAD)
-
-
-def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_as_with_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
     with accelerators(rank, world_size) as (theirs, ours):
-        for keywords in (
-            {"gradient_accumulation_steps": 2},
-            {"mixed_precision": "bf16"},
-        ):
+        for keywords in ({"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}):
             with naming(keywords):
                 runs = [Training(make(**keywords)) for make in (theirs, ours)]
                 for run in runs:
@@ -108,8 +102,8 @@ def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
                 assert_close(sharded.weights(), plain.weights(), rtol=bound, atol=bound)
         _kept_by_the_user(ours)
         _sync_in_backward(theirs, ours)
-        _values_and_names(ours, rank, folder)
-        _saved_by_ddp(theirs, ours, folder)
+        _values_and_names(ours, rank, tmp_path)
+        _saved_by_ddp(theirs, ours, tmp_path)
 
 
 def _kept_by_the_user(ours: Any) -> None:
@@ -140,7 +134,7 @@ def _sync_in_backward(theirs: Any, ours: Any) -> None:
     assert_close(*grads)
 
 
-def _values_and_names(ours: Any, rank: int, folder: str) -> None:
+def _values_and_names(ours: Any, rank: int, folder: Path) -> None:
     run = Training(ours())
     run.steps(1)
     expected = run.weights()
@@ -158,7 +152,7 @@ def _values_and_names(ours: Any, rank: int, folder: str) -> None:
     assert_close(load_file(f"{folder}/model/model.safetensors"), expected)
 
 
-def _saved_by_ddp(theirs: Any, ours: Any, folder: str) -> None:
+def _saved_by_ddp(theirs: Any, ours: Any, folder: Path) -> None:
     """What the message says loads the model and the optimizer that accelerate itself saved."""
     plain = Training(theirs())
     plain.steps(2)
@@ -221,11 +215,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
         run.steps(1)
 
 
-def test_refuses() -> None:
-    run_ranks(_refuses, 2, preload=PRELOAD)
-
-
-def _refuses(rank: int, world_size: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_refuses(rank: int, world_size: int) -> None:
     with accelerators(rank, world_size) as (_, ours):
         from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from flatshard import ShardedWrapper
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.integrations import PRELOAD
 
 pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="trl is not installed")
@@ -62,7 +62,8 @@ def _trainer(kind: Any, folder: Path, lora: Any) -> Any:
     )
 
 
-def _as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2, timeout=240.0, fresh=True, preload=PRELOAD)
+def test_trainers(rank: int, world_size: int, tmp_path: Path) -> None:
     from peft import LoraConfig
     from trl import SFTTrainer
 
@@ -72,14 +73,14 @@ def _as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ["HF_HOME"] = str(folder / f"cache-{rank}")
+    os.environ["HF_HOME"] = str(tmp_path / f"cache-{rank}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both packages warn of much that a test does not have
         for lora in (None, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0)):
             with naming(f"LoRA: {lora is not None}"):
                 logs = []
                 for kind in (SFTTrainer, Sharded):
-                    trainer = _trainer(kind, folder / kind.__name__, lora)
+                    trainer = _trainer(kind, tmp_path / kind.__name__, lora)
                     trainer.train()
                     logs.append(
                         [
@@ -91,7 +92,7 @@ def _as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
                 assert isinstance(trainer.model_wrapped, ShardedWrapper)
                 assert len(logs[0]) == 4
                 assert_close(logs[1], logs[0], rtol=1e-4, atol=1e-5)
-        _generates_as_with_ddp(rank, world_size, folder)
+        _generates_as_with_ddp(rank, world_size, tmp_path)
 
 
 def _generating_trainer(kind: Any, folder: Path) -> Any:
@@ -152,7 +153,3 @@ def _generates_as_with_ddp(rank: int, world_size: int, folder: Path) -> None:
     with ShardedWrapper.summon_full_params(trainer.model_wrapped):
         if rank == 0:
             trainer.model.generate(torch.tensor([[2, 3]]), max_new_tokens=2)
-
-
-def test_trainers(tmp_path: Path) -> None:
-    run_ranks(_as_with_ddp, 2, tmp_path, timeout=240.0, fresh=True, preload=PRELOAD)

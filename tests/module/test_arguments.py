@@ -11,15 +11,12 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import BackwardPrefetch, ShardedWrapper, ShardingStrategy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import Mlp
 
 
-def test_arguments() -> None:
-    run_ranks(_arguments, 2)
-
-
-def _arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_arguments(rank: int, world_size: int) -> None:
     _flags()
     _use_orig_params(rank)
     _meshes()

@@ -1,8 +1,8 @@
 """What the constructor refuses, and what it takes with a warning; the same on every rank."""
 
+import itertools
 import re
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +15,7 @@ import flatshard
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
@@ -27,30 +27,24 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 # ---------------------------------------------------------------- process groups
 
 
-def test_several_ranks_without_a_process_group() -> None:
-    run_ranks(_no_group, 2, init_group=False)
-
-
-def _no_group(rank: int, world_size: int) -> None:
+@on_ranks(2, init_group=False)
+def test_several_ranks_without_a_process_group(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ShardedWrapper(Mlp())
 
 
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_one_process_without_a_process_group(strategy: ShardingStrategy) -> None:
-    run_ranks(_alone, 1, strategy, init_group=False)
-
-
-def _alone(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
+@on_ranks(1, init_group=False)
+def test_one_process_without_a_process_group(rank: int, world_size: int) -> None:
     case = CASES["batch-norm"]
-    with pytest.warns(UserWarning, match="no process group") as caught:
-        model = case.wrap(case.model(), sharding_strategy=strategy)
-    assert len(caught) == 1, [str(one.message) for one in caught]
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size)
     expected = train(case, 1)
-    assert losses == expected.losses
-    assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
+    for strategy in ShardingStrategy:
+        with naming(strategy):
+            with pytest.warns(UserWarning, match="no process group") as caught:
+                model = case.wrap(case.model(), sharding_strategy=strategy)
+            assert len(caught) == 1, [str(one.message) for one in caught]
+            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            assert train_steps(model, optimizer, case, rank, world_size) == expected.losses
+            assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
 
 # ---------------------------------------------------------------- tensors without plain memory
@@ -114,55 +108,41 @@ def _without_bias(model: Mlp) -> None:
     model.fc3.bias = None
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_wider, "fc2.weight"),
-        (_renamed, "fc2.bias"),
-        (_other_dtype, "fc2.weight"),
-        (_frozen, "fc2.weight"),
-        (_without_bias, "fc3.bias"),
-    ],
-)
-@pytest.mark.parametrize("odd_rank", [0, 1, 2])
-def test_ranks_with_different_models(
-    change: Callable[[Mlp], None], name: str, odd_rank: int
-) -> None:
-    run_ranks(_different_models, 3, change, name, odd_rank)
+CHANGES = {
+    _wider: "fc2.weight",
+    _renamed: "fc2.bias",
+    _other_dtype: "fc2.weight",
+    _frozen: "fc2.weight",
+    _without_bias: "fc3.bias",
+}
 
 
-def _different_models(
-    rank: int, world_size: int, change: Callable[[Mlp], None], name: str, odd_rank: int
-) -> None:
-    model = Mlp()
-    if rank == odd_rank:
-        change(model)
-    with pytest.raises(ValueError, match=re.escape(name)):
-        ShardedWrapper(model, auto_wrap_policy=LINEARS)
+@on_ranks(3)
+def test_ranks_with_different_models(rank: int, world_size: int) -> None:
+    for (change, name), odd_rank in itertools.product(CHANGES.items(), range(3)):
+        model = Mlp()
+        if rank == odd_rank:
+            change(model)
+        with naming((name, odd_rank)), pytest.raises(ValueError, match=re.escape(name)):
+            ShardedWrapper(model, auto_wrap_policy=LINEARS)
     # Nothing is left behind that would hinder the next attempt.
     torch.manual_seed(0)
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
 
 @pytest.mark.parametrize("keyword", ["sharding_strategy", "coalesce_bytes"])
-def test_ranks_with_different_settings(keyword: str) -> None:
-    run_ranks(_different_settings, 2, keyword)
-
-
-def _different_settings(rank: int, world_size: int, keyword: str) -> None:
-    values = {
-        "sharding_strategy": ("FULL_SHARD", "NO_SHARD"),
-        "coalesce_bytes": (0, 4096),
-    }
-    with pytest.raises(ValueError, match="settings"):
+@on_ranks(2)
+def test_ranks_with_different_settings(rank: int, world_size: int, keyword: str) -> None:
+    values = {"sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD"), "coalesce_bytes": (0, 4096)}
+    expected = rf"setting \d+ is .*{values[keyword][0]}.* on rank 0, .* on rank 1"
+    with pytest.raises(ValueError, match=expected):
         ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
 
 
-def test_ranks_that_move_tensors_differently_and_transposed_groups() -> None:
-    run_ranks(_different_transports, 4, group_timeout=5)
-
-
-def _different_transports(rank: int, world_size: int) -> None:
+@on_ranks(4, group_timeout=5)
+def test_ranks_that_move_tensors_differently_and_transposed_groups(
+    rank: int, world_size: int
+) -> None:
     """They made different numbers of process groups before they compared, and waited."""
     pairs = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]]
     pairs.append(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
@@ -179,22 +159,16 @@ def _different_transports(rank: int, world_size: int) -> None:
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
 
-def test_ranks_with_different_units() -> None:
-    run_ranks(_different_units, 2)
-
-
-def _different_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_with_different_units(rank: int, world_size: int) -> None:
     """Same parameters, other units: each rank would wait for other gathers."""
     policy = LINEARS if rank == 0 else None
     with pytest.raises(ValueError, match="fc1"):
         ShardedWrapper(Mlp(), auto_wrap_policy=policy)
 
 
-def test_ranks_with_different_weights() -> None:
-    run_ranks(_different_weights, 2)
-
-
-def _different_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_with_different_weights(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     mine = Mlp()
     torch.manual_seed(0)
@@ -210,36 +184,16 @@ def _different_weights(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- the module
 
 
-def test_lazy_module() -> None:
-    run_ranks(_lazy_module, 2)
-
-
-def _lazy_module(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_lazy_module(rank: int, world_size: int) -> None:
     with allow_warnings(message="Lazy modules"):
         model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"1\.weight"):
         ShardedWrapper(model)
 
 
-def test_policy_over_units() -> None:
-    run_ranks(_policy_over_units, 2)
-
-
-def _policy_over_units(rank: int, world_size: int) -> None:
-    model = Mlp()
-    model.fc1 = ShardedWrapper(model.fc1)
-    with pytest.raises(
-        ValueError, match=r"auto_wrap_policy cannot be applied, .* already contains, at .fc1"
-    ):
-        ShardedWrapper(model, auto_wrap_policy=LINEARS)
-    ShardedWrapper(model)(torch.ones(2, 7)).sum().backward()
-
-
-def test_wrapped_twice() -> None:
-    run_ranks(_wrapped_twice, 2)
-
-
-def _wrapped_twice(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrapped_twice(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     inner = case.wrap(case.model())
     with warnings.catch_warnings(record=True) as caught:
@@ -251,11 +205,8 @@ def _wrapped_twice(rank: int, world_size: int) -> None:
     assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
 
 
-def test_no_parameters() -> None:
-    run_ranks(_no_parameters, 2)
-
-
-def _no_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_parameters(rank: int, world_size: int) -> None:
     inputs = torch.randn(3, requires_grad=True)
     for strategy in ShardingStrategy:
         model = ShardedWrapper(nn.Tanh(), sharding_strategy=strategy)
@@ -267,11 +218,8 @@ def _no_parameters(rank: int, world_size: int) -> None:
     assert torch.allclose(inputs.grad, len(ShardingStrategy) * (1 - inputs.detach().tanh() ** 2))
 
 
-def test_empty_container() -> None:
-    run_ranks(_empty_container, 2)
-
-
-def _empty_container(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_empty_container(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(), auto_wrap_policy=None)
     assert model
     assert len(model) == 0
@@ -281,11 +229,8 @@ def _empty_container(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- arguments
 
 
-def test_policy_that_matches_nothing() -> None:
-    run_ranks(_matches_nothing, 2)
-
-
-def _matches_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_policy_that_matches_nothing(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({nn.Conv2d})
     if rank == 0:
         with pytest.warns(UserWarning, match="Conv2d") as caught:
@@ -296,11 +241,8 @@ def _matches_nothing(rank: int, world_size: int) -> None:
     assert flatshard.sharded_modules(model) == [model]
 
 
-def test_bad_arguments() -> None:
-    run_ranks(_bad_arguments, 2)
-
-
-def _bad_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bad_arguments(rank: int, world_size: int) -> None:
     """Refused before any communication, so that no rank waits for another."""
     expected: list[tuple[dict[str, object], type[Exception], str]] = [
         ({"shardin_strategy": "FULL_SHARD"}, TypeError, "sharding_strategy"),
@@ -324,30 +266,8 @@ def _bad_arguments(rank: int, world_size: int) -> None:
         ShardedWrapper(nn.Sequential(wrapped))
 
 
-def test_torch_spellings() -> None:
-    run_ranks(_torch_spellings, 2)
-
-
-def _torch_spellings(rank: int, world_size: int) -> None:
-    from torch.distributed import fsdp
-
-    for given in (fsdp.ShardingStrategy.SHARD_GRAD_OP, "SHARD_GRAD_OP"):
-        model = ShardedWrapper(
-            Mlp(),
-            sharding_strategy=given,
-            backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST,
-            auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Linear}),
-            mixed_precision=fsdp.MixedPrecision(),
-        )
-        assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-        assert len(flatshard.sharded_modules(model)) == 4
-
-
-def test_keywords_of_ddp() -> None:
-    run_ranks(_keywords_of_ddp, 2)
-
-
-def _keywords_of_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_keywords_of_ddp(rank: int, world_size: int) -> None:
     keywords = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -360,29 +280,12 @@ def _keywords_of_ddp(rank: int, world_size: int) -> None:
         assert not messages
 
 
-# ---------------------------------------------------------------- use in the wrong place
-
-
-def test_parameter_replaced_after_wrapping() -> None:
-    run_ranks(_replaced, 2)
-
-
-def _replaced(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)
-    model.fc1.module.weight = nn.Parameter(torch.ones(5, 7))
-    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
-        model(torch.ones(2, 7))
-
-
 # ---------------------------------------------------------------- warnings that are errors
 
 
-def test_a_warning_that_is_an_error_leaves_no_rank_waiting() -> None:
+@on_ranks(2, group_timeout=5.0)
+def test_a_warning_that_is_an_error_leaves_no_rank_waiting(rank: int, world_size: int) -> None:
     """Rank 0 alone warns: it raised before the other ranks' last collective, and they waited."""
-    run_ranks(_warned_by_an_error, 2, group_timeout=5.0)
-
-
-def _warned_by_an_error(rank: int, world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keywords = {"bucket_cap_mb": 1, "sync_module_states": True}
@@ -394,12 +297,9 @@ def _warned_by_an_error(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_thread_that_reads_stacks_for_a_moment() -> None:
+@on_ranks(2)
+def test_a_thread_that_reads_stacks_for_a_moment(rank: int, world_size: int) -> None:
     """While a thread reads a stack, the stack's views live, and torch cannot swap a parameter."""
-    run_ranks(_wrap_while_a_view_is_held, 2)
-
-
-def _wrap_while_a_view_is_held(rank: int, world_size: int) -> None:
     layer = nn.Linear(3, 2)
     views = [layer.weight.view(-1)]
     clock = SimpleNamespace(sleep=lambda _: views.clear())

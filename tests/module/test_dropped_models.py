@@ -20,7 +20,7 @@ from flatshard import ShardedWrapper
 from flatshard.comm import work
 from flatshard.comm.transports import Transport
 from flatshard.comm.work import History
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.ways import BASIC, WAYS
 
 
@@ -42,11 +42,8 @@ def _left() -> Counter[str]:
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
-def test_nothing_is_left(collectives: str) -> None:
-    run_ranks(_drop, 2, collectives, fresh=True)
-
-
-def _drop(rank: int, world_size: int, collectives: str) -> None:
+@on_ranks(2, fresh=True)
+def test_nothing_is_left(rank: int, world_size: int, collectives: str) -> None:
     base = _wrapped(collectives)
 
     def use() -> None:
@@ -72,12 +69,9 @@ def _settle(count: Callable[[], Counter[str]]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
-def test_nothing_grows(collectives: str) -> None:
+@on_ranks(2, fresh=True)
+def test_nothing_grows(rank: int, world_size: int, collectives: str) -> None:
     """Loops that make models, copy models or catch errors keep no object and few bytes."""
-    run_ranks(_loops, 2, collectives, fresh=True)
-
-
-def _loops(rank: int, world_size: int, collectives: str) -> None:
     base = _wrapped(collectives)
 
     def train(model: ShardedWrapper) -> None:
@@ -157,12 +151,9 @@ class _Memory(bytearray):
 
 
 @pytest.mark.parametrize("way", BASIC)
-def test_originals_are_given_back(way: str) -> None:
+@on_ranks(2)
+def test_originals_are_given_back(rank: int, world_size: int, way: str) -> None:
     """A graph over the flattening, and the list of originals, kept a whole model on each rank."""
-    run_ranks(_originals, 2, way)
-
-
-def _originals(rank: int, world_size: int, way: str) -> None:
     model = nn.Linear(7, 5)
     memory = _Memory(4 * model.weight.numel())
     watched = weakref.ref(memory)

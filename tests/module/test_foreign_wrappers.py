@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
@@ -37,11 +37,8 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.by_turns
-def test_around_a_sharded_model() -> None:
-    run_ranks(_around, 2)
-
-
-def _around(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_around_a_sharded_model(rank: int, world_size: int) -> None:
     """DistributedDataParallel gave the parameters of all ranks the values of rank 0's."""
     case = CASES["mlp"]
     model = case.wrap(case.model())
@@ -56,11 +53,8 @@ def _around(rank: int, world_size: int) -> None:
     assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
 
 
-def test_around_a_part_of_a_sharded_model() -> None:
-    run_ranks(_around_a_part, 2)
-
-
-def _around_a_part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_around_a_part_of_a_sharded_model(rank: int, world_size: int) -> None:
     """As a loop over the blocks of a model does, which meets no wrapper."""
     model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
     for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
@@ -68,11 +62,8 @@ def _around_a_part(rank: int, world_size: int) -> None:
             MAKERS[name](next(model.module.children()))
 
 
-def test_with_policy_around_a_sharded_model() -> None:
-    run_ranks(_with_policy, 1)
-
-
-def _with_policy(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_with_policy_around_a_sharded_model(rank: int, world_size: int) -> None:
     inner = ShardedWrapper(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"module is already a ShardedWrapper .*a Sequential; 1"):
         ShardedWrapper(inner, auto_wrap_policy=LINEARS)

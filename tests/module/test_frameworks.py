@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -31,11 +31,8 @@ class _Net(nn.Module):
         return self.norm(self.fc2(self.fc1(ids))) * scale
 
 
-def test_frameworks() -> None:
-    run_ranks(_frameworks, 2)
-
-
-def _frameworks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frameworks(rank: int, world_size: int) -> None:
     _signature()
     _parts_are_moved_where_they_are()
     _attributes_of_fsdp(rank, world_size)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
 from flatshard.optimizer import adapter
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss, own_parts, snapshot, train_steps, trainable
+from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
 
@@ -30,11 +30,8 @@ KINDS: dict[str, Any] = {
 }
 
 
-def test_buckets_change_nothing() -> None:
-    run_ranks(_compare, 2)
-
-
-def _compare(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_change_nothing(rank: int, world_size: int) -> None:
     for kind in KINDS:
         with naming(kind):
             joined = _train(rank, world_size, kind)
@@ -66,11 +63,8 @@ def _train(rank: int, world_size: int, kind: str) -> Any:
 # ---------------------------------------------------------------- by which kernel
 
 
-def test_fused_where_it_is_left_open() -> None:
-    run_ranks(_by_kernel, 2)
-
-
-def _by_kernel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fused_where_it_is_left_open(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     called = 0
     fused_adamw = torch._fused_adamw_
@@ -99,8 +93,7 @@ def _by_kernel(rank: int, world_size: int) -> None:
             for step in range(3):
                 x = case.batch(rank + 2 * step, 8)[0].to(dtype)
                 model(x).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             assert (called > 0) is is_fused
             assert optimizer.param_groups[0] == before, "the user's options are as they were"
             ends[name] = snapshot(model)
@@ -111,11 +104,6 @@ def _by_kernel(rank: int, world_size: int) -> None:
 
 def _num_params(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-@pytest.mark.uncoalesced  # one parameter for each layer
-def test_the_optimizer_sees_a_parameter_per_shard() -> None:
-    run_ranks(_seen, 2)
 
 
 class _Watching(torch.optim.Optimizer):
@@ -133,7 +121,9 @@ class _Watching(torch.optim.Optimizer):
             param.sub_(param.grad, alpha=0.1)
 
 
-def _seen(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced  # one parameter for each layer
+@on_ranks(2)
+def test_the_optimizer_sees_a_parameter_per_shard(rank: int, world_size: int) -> None:
     declare_elementwise(_Watching)
     case = CASES["mlp"]
     model = case.wrap(case.model())
@@ -144,12 +134,9 @@ def _seen(rank: int, world_size: int) -> None:
     assert sum(optimizer.lengths) >= sum(param.local.numel() for param in trainable(model))
 
 
-def test_state_stays_where_it_is() -> None:
+@on_ranks(3)
+def test_state_stays_where_it_is(rank: int, world_size: int) -> None:
     """Also where the first of neighbours lies on another rank."""
-    run_ranks(_stays, 3)
-
-
-def _stays(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     assert rank == 0 or any(p.local.numel() == 0 for p in model.parameters()), "no such case"
@@ -163,12 +150,9 @@ def _stays(rank: int, world_size: int) -> None:
     assert places[2] == places[0]
 
 
-def test_norms_and_means_of_state() -> None:
+@on_ranks(3)
+def test_norms_and_means_of_state(rank: int, world_size: int) -> None:
     """State was 1-D and had only this rank's elements: a norm was wrong without an error."""
-    run_ranks(_reads_state, 3)
-
-
-def _reads_state(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for kind, make in KINDS.items():
         with naming(kind):
@@ -178,8 +162,7 @@ def _reads_state(rank: int, world_size: int) -> None:
             for step in range(2):
                 for one in range(world_size):
                     (local_loss(plain, case, step, one, world_size) / world_size).backward()
-                expected.step()
-                expected.zero_grad()
+                step_and_zero(expected)
             _compare_state(model, optimizer, plain, expected)
             loaded = make(trainable(model))
             train_steps(model, loaded, case, rank, world_size, steps=1)
@@ -209,13 +192,10 @@ SURPRISES = (
 """What happens to a parameter in the middle of a run before a step."""
 
 
-def test_runs_that_users_break_up() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_runs_that_users_break_up(rank: int, world_size: int) -> None:
     """What was stepped as one the last time may not be one this time."""
-    for world_size in (1, 2):
-        run_ranks(_broken_up, world_size)
-
-
-def _broken_up(rank: int, world_size: int) -> None:
     case = CASES["transformer"]
     plain = case.model()
     model = case.wrap(case.model())
@@ -233,8 +213,7 @@ def _broken_up(rank: int, world_size: int) -> None:
             assert names, list(parameters)
             for name in names:
                 _surprise(surprise, parameters[name], optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     torch.testing.assert_close(snapshot(model), snapshot(plain), rtol=0, atol=1e-9)
 
 

@@ -17,7 +17,7 @@ from flatshard.tensor import reduction_ops
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
 from tests.ways import BASIC, WAYS, each_way
@@ -69,9 +69,7 @@ class Pair:
         self.plain = Parts()
         model = Parts()
         self.wrapped = ShardedWrapper(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy((Part,)),
-            **WAYS[way].keywords,
+            model, auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
         )
         for root in (self.plain, model):  # as a user may add one that no unit owns
             param = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -127,14 +125,10 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "world_size"),
-    [*((way, 2) for way in BASIC), ("full", 1), ("full", 3), ("full", 4)],
+    ("way", "world_size"), [*((way, 2) for way in BASIC), ("full", 1), ("full", 3), ("full", 4)]
 )
-def test_method(way: str, world_size: int) -> None:
-    run_ranks(_method, world_size, way)
-
-
-def _method(rank: int, world_size: int, way: str) -> None:
+@on_ranks()
+def test_method(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
     is_sharded = world_size > 1 and WAYS[way].strategy != "NO_SHARD"
     for order in ORDERS:
@@ -153,11 +147,8 @@ def _method(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_torch_functions(way: str) -> None:
-    run_ranks(_torch_functions, 2, way)
-
-
-def _torch_functions(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_torch_functions(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
     for foreach in (True, False, None):
         for order in ORDERS:
@@ -184,11 +175,8 @@ def _torch_functions(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_inner_unit(way: str) -> None:
-    run_ranks(_inner_unit, 2, way)
-
-
-def _inner_unit(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_inner_unit(rank: int, world_size: int, way: str) -> None:
     """Only the gradients below it are measured and scaled."""
     pair = Pair(rank, world_size, way)
     pair.backward()
@@ -198,11 +186,8 @@ def _inner_unit(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_no_gradients(way: str) -> None:
-    run_ranks(_no_gradients, 2, way)
-
-
-def _no_gradients(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_no_gradients(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
     with collectives.record() as events:
         total = pair.wrapped.clip_grad_norm_(1.0)
@@ -211,11 +196,8 @@ def _no_gradients(rank: int, world_size: int, way: str) -> None:
     assert total.item() == 0
 
 
-def test_strategies_mixed() -> None:
-    run_ranks(_strategies_mixed, 2)
-
-
-def _strategies_mixed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_strategies_mixed(rank: int, world_size: int) -> None:
     plain, model = Parts(), Parts()
     for name, strategy in (("mixed", "NO_SHARD"), ("low", "SHARD_GRAD_OP")):
         inner = ShardedWrapper(model.get_submodule(name), sharding_strategy=strategy)
@@ -229,11 +211,8 @@ def _strategies_mixed(rank: int, world_size: int) -> None:
     _assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
 
 
-def test_groups_mixed() -> None:
-    run_ranks(_groups_mixed, 4)
-
-
-def _groups_mixed(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_mixed(rank: int, world_size: int) -> None:
     """One reduction for each process group, whatever the dtypes."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     comms = [communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
@@ -258,11 +237,8 @@ def _groups_mixed(rank: int, world_size: int) -> None:
 
 @each_way
 @pytest.mark.parametrize("value", [math.nan, INF])
-def test_not_finite(way: str, value: float) -> None:
-    run_ranks(_not_finite, 2, way, value)
-
-
-def _not_finite(rank: int, world_size: int, way: str, value: float) -> None:
+@on_ranks(2)
+def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
     pair = Pair(rank, world_size, way)
     pair.set_slope(value)
     for order in ORDERS:
@@ -289,15 +265,10 @@ def _not_finite(rank: int, world_size: int, way: str, value: float) -> None:
 
 
 @each_way
-def test_not_reduced(way: str) -> None:
-    run_ranks(_not_reduced, 2, way)
-
-
-def _not_reduced(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_not_reduced(rank: int, world_size: int, way: str) -> None:
     model = ShardedWrapper(
-        Parts(),
-        auto_wrap_policy=ModuleWrapPolicy((Part,)),
-        **WAYS[way].keywords,
+        Parts(), auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
     )
     x = torch.ones(2, dtype=torch.float64)
     with model.no_sync():
@@ -324,11 +295,8 @@ def _not_reduced(rank: int, world_size: int, way: str) -> None:
         model.clip_grad_norm_(1.0)
 
 
-def test_not_reduced_on_one_rank() -> None:
-    run_ranks(_not_reduced_on_one_rank, 2)
-
-
-def _not_reduced_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_not_reduced_on_one_rank(rank: int, world_size: int) -> None:
     """The other one has no gradient at all, and raises as well."""
     model = ShardedWrapper(Parts())
     with model.no_sync():
@@ -341,11 +309,8 @@ def _not_reduced_on_one_rank(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- uneven and empty parts
 
 
-def test_reductions_of_uneven_parts() -> None:
-    run_ranks(_uneven_parts, 3)
-
-
-def _uneven_parts(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_reductions_of_uneven_parts(rank: int, world_size: int) -> None:
     """However elements lie on the ranks: nothing on some, a NaN on one, padding between them."""
     comm = communicator(dist.group.WORLD)
     generator = torch.Generator().manual_seed(5)
@@ -379,11 +344,8 @@ def _draw(end: int, generator: torch.Generator) -> int:
     return int(torch.randint(end, (), generator=generator))
 
 
-def test_wide_sums() -> None:
-    run_ranks(_wide_sums, 2)
-
-
-def _wide_sums(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wide_sums(rank: int, world_size: int) -> None:
     """Sums that the dtype cannot hold, on the way to numbers that it can."""
     for value, dtype in ((6000.0, torch.float16), (1e25, torch.float32)):
         (param,) = ShardedWrapper(Part(((8, 8), dtype))).parameters()
@@ -394,11 +356,8 @@ def _wide_sums(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(measure(param), measure(plain))
 
 
-def test_slope_of_a_norm() -> None:
-    run_ranks(_slope_of_a_norm, 2)
-
-
-def _slope_of_a_norm(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_slope_of_a_norm(rank: int, world_size: int) -> None:
     """Zeros under a root have the slope zero, a NaN shows in every element."""
     for order in (0.5, 1.0, 2.0, 3.0):
         for special in (0.0, math.nan):
@@ -416,12 +375,10 @@ def _slope_of_a_norm(rank: int, world_size: int) -> None:
             _assert_close(param.grad.full_tensor(), plain.grad)
 
 
-def test_clipping_in_a_step_hook() -> None:
+@on_ranks(2)
+def test_clipping_in_a_step_hook(rank: int, world_size: int) -> None:
     """In an optimizer's own pre-hook, clip_grad_norm_ saw the norm of this rank's part."""
-    run_ranks(_clipped_in_hook, 2)
 
-
-def _clipped_in_hook(rank: int, world_size: int) -> None:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.side import Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
@@ -17,12 +17,9 @@ class _Outside(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_closure_reduces_what_was_accumulated() -> None:
+@on_ranks(2)
+def test_a_closure_reduces_what_was_accumulated(rank: int, world_size: int) -> None:
     """The gradients that the step uses are those after the closure, not those before it."""
-    run_ranks(_accumulated, 2)
-
-
-def _accumulated(rank: int, world_size: int) -> None:
     for kind in (torch.optim.SGD, _Outside):
         losses = []
         runs = pair(rank, world_size, "full")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def _average(param: Tensor, grad: Tensor, mean: Tensor) -> None:
@@ -37,11 +37,8 @@ def _not_asked(*_: Any) -> Any:
     raise AssertionError("sharded parameters reached a compiler")
 
 
-def test_compiled_steps() -> None:
-    run_ranks(_compiled_steps, 2)
-
-
-def _compiled_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_steps(rank: int, world_size: int) -> None:
     """A compiler's error about its own inner workings, also where every operation is right."""
     inputs = torch.linspace(-1, 1, 12).reshape(4, 3)
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper, checkpoint
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same, snapshot
 
 pytestmark = pytest.mark.by_turns
@@ -129,11 +129,8 @@ def _model(seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_and_resumes(kind: str, tmp_path: Path) -> None:
-    run_ranks(_check, 2, kind, tmp_path)
-
-
-def _check(rank: int, _: int, kind: str, folder: Path) -> None:
+@on_ranks(2)
+def test_steps_and_resumes(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
     make = KINDS[kind]
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         plain = DistributedDataParallel(_model())
@@ -145,15 +142,15 @@ def _check(rank: int, _: int, kind: str, folder: Path) -> None:
             _train(model, optimizer, rank, range(2))
             if kind in ("sam", "by row"):
                 with pytest.raises(ValueError, match=r"steps SGD, but .*lacks the state \['mom"):
-                    checkpoint.save(folder / strategy, model, optimizer)
+                    checkpoint.save(tmp_path / strategy, model, optimizer)
             else:
-                checkpoint.save(folder / strategy, model, optimizer)
+                checkpoint.save(tmp_path / strategy, model, optimizer)
                 model = ShardedWrapper(_model(seed=1), sharding_strategy=strategy)
                 optimizer = make([*model.parameters()])
-                checkpoint.load(folder / strategy, model, optimizer)
+                checkpoint.load(tmp_path / strategy, model, optimizer)
             assert_same(_train(model, optimizer, rank, range(2, 4)), expected)
         with pytest.raises(ValueError, match=r"expected _Nested.state_dict\(\) with 'state' and"):
-            checkpoint.save(folder / "nested", model, _Nested(optimizer))
+            checkpoint.save(tmp_path / "nested", model, _Nested(optimizer))
     # Afterwards, an unwrapped model still trains, and its optimizer is left alone.
     single, other = _model(), _model()
     _train(single, make([*single.parameters()]), 0, range(2))

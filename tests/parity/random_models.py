@@ -39,10 +39,7 @@ LEAVES: dict[str, tuple[dict[str, tuple[int, ...]] | Callable[..., nn.Module], F
         lambda leaf, x: linear(x, leaf.weight, leaf.bias).tanh(),
     ),
     "biasless": ({"weight": (W, W)}, lambda leaf, x: linear(x, leaf.weight).tanh()),
-    "low_rank": (
-        {"down": (1, W), "up": (W, 1)},
-        lambda leaf, x: x + x @ leaf.down.T @ leaf.up.T,
-    ),
+    "low_rank": ({"down": (1, W), "up": (W, 1)}, lambda leaf, x: x + x @ leaf.down.T @ leaf.up.T),
     "scalar": (
         {"scale": (), "offset": (1,)},
         lambda leaf, x: (x * leaf.scale + leaf.offset).tanh(),

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks, run_ranks
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -370,11 +370,8 @@ def test_feature(name: str, strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, one in FEATURES.items() if one.refused])
-def test_refused(name: str, tmp_path: Path) -> None:
-    run_ranks(_refused, WORLD, name, str(tmp_path))
-
-
-def _refused(rank: int, world_size: int, name: str, folder: str) -> None:
+@on_ranks(WORLD)
+def test_refused(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
     for strategy, words in FEATURES[name].refused.items():
         with pytest.raises((ValueError, NotImplementedError), match=words):
-            trial(rank, world_size, name, strategy, folder)
+            trial(rank, world_size, name, strategy, str(tmp_path))

@@ -87,9 +87,7 @@ def _train_sharded(rank: int, world_size: int, config: Config) -> Trained:
             size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
         )
     model = case.wrap(
-        case.model(config.dtype),
-        sharding_strategy=ShardingStrategy[config.strategy],
-        **keywords,
+        case.model(config.dtype), sharding_strategy=ShardingStrategy[config.strategy], **keywords
     )
     optimizer = OPTIMIZERS[config.optimizer](trainable(model))
     losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.oracle import ROWS
 from tests.side import TOLERANCE
 from tests.ways import BASIC, select
@@ -327,19 +327,16 @@ def _run(rank: int, way: str | None, folder: str, cell: Any) -> list[Any]:
     return [found, one.full()]
 
 
-def _beside(rank: int, world_size: int, way: str, folder: str, cells: Any) -> None:
-    WAYS[way].set_nodes()
-    for number, cell in enumerate(cells):
-        with naming(str(cell)):
-            expected = _run(rank, None, folder, cell)
-            found = _run(rank, way, f"{folder}/{number}", cell)
-            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-
-
 KINDS: list[type[BaseException]] = [_Planned, KeyboardInterrupt]
 CELLS = diagonal(23, FAILURES, KINDS, ACTIONS)
 
 
 @pytest.mark.parametrize("way", WAYS if THOROUGH else BASIC)
-def test_product(way: str, tmp_path: Path) -> None:
-    run_ranks(_beside, 2, way, str(tmp_path), CELLS, timeout=600.0)
+@on_ranks(2, timeout=600.0)
+def test_product(rank: int, world_size: int, way: str, tmp_path: Path) -> None:
+    WAYS[way].set_nodes()
+    for number, cell in enumerate(CELLS):
+        with naming(str(cell)):
+            expected = _run(rank, None, "", cell)
+            found = _run(rank, way, f"{tmp_path}/{number}", cell)
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)

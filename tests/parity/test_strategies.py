@@ -15,11 +15,11 @@ from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded
 from flatshard.collectives import record
 from flatshard.wrap import CustomPolicy
 from tests.combinations import diagonal, every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run, assert_same_model
-from tests.ways import TOPOLOGIES, WAYS, Keywords
+from tests.ways import TOPOLOGIES, WAYS, Keywords, ranks_of
 
 # Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
 IN_SHORT = ["hybrid-zero2", "native-hybrid"]
@@ -39,11 +39,8 @@ IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
         *((way, "twice") for way in IN_SHORT),
     ],
 )
-def test_models(way: str, name: str) -> None:
-    run_ranks(_models, WAYS[way].world_size, name, way)
-
-
-def _models(rank: int, world_size: int, name: str, way: str) -> None:
+@on_ranks(ranks_of)
+def test_models(rank: int, world_size: int, name: str, way: str) -> None:
     WAYS[way].set_nodes()
     keywords = WAYS[way].keywords
     _train_and_compare(rank, world_size, name, lambda case: case.wrap(case.model(), **keywords))
@@ -97,11 +94,8 @@ GROUPS: dict[str, tuple[Callable[[], Keywords], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_groups(groups: str) -> None:
-    run_ranks(_groups, 4, groups)
-
-
-def _groups(rank: int, world_size: int, groups: str) -> None:
+@on_ranks(4)
+def test_groups(rank: int, world_size: int, groups: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     make, expected = GROUPS[groups]
     keywords = make()
@@ -114,11 +108,8 @@ def _groups(rank: int, world_size: int, groups: str) -> None:
         assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
 
 
-def test_pair_within_part_of_the_world() -> None:
-    run_ranks(_pair_within_part, 3)
-
-
-def _pair_within_part(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_pair_within_part_of_the_world(rank: int, world_size: int) -> None:
     alone = [dist.new_group([one]) for one in range(3)]
     both = dist.new_group([0, 2])
     if rank == 1:
@@ -136,10 +127,6 @@ def _pair_within_part(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- a strategy for each unit
 
 
-def test_units_of_different_strategies() -> None:
-    run_ranks(_different_strategies, 4)
-
-
 CHOICES: dict[str, Keywords] = {
     "fc1": {"sharding_strategy": "HYBRID_SHARD"},
     "fc2": {"sharding_strategy": ShardingStrategy.NO_SHARD},
@@ -147,7 +134,8 @@ CHOICES: dict[str, Keywords] = {
 }
 
 
-def _different_strategies(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_units_of_different_strategies(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
     def by_policy(case: Any) -> ShardedWrapper:
@@ -186,11 +174,8 @@ def _gathers(action: Callable[[], Any]) -> int:
 
 
 @pytest.mark.uncoalesced
-def test_shard_op_gathers_once_per_step() -> None:
-    run_ranks(_shard_op_gathers, 2)
-
-
-def _shard_op_gathers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shard_op_gathers_once_per_step(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     run = Run(case.wrap(case.model(), sharding_strategy="SHARD_OP"), case, rank, world_size)
     assert _gathers(lambda: run.loss(0).backward()) == 3
@@ -209,11 +194,8 @@ def _handles(model: nn.Module) -> Iterator[Any]:
         yield from wrapper._sharded_unit.handles
 
 
-def test_backward_gathers_within_the_secondary_group() -> None:
-    run_ranks(_secondary_group, 4)
-
-
-def _secondary_group(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_backward_gathers_within_the_secondary_group(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     run = Run(case.wrap(case.model(), reshard_after_forward=2), case, rank, world_size)
     run.train(0, 2)
@@ -228,11 +210,8 @@ def _secondary_group(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_nodes_exchange_parameters_once_per_step() -> None:
-    run_ranks(_once_across_nodes, 4)
-
-
-def _once_across_nodes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_nodes_exchange_parameters_once_per_step(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD_OP")
@@ -299,11 +278,8 @@ def _accumulate(run: Run, accumulation: Keywords) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_accumulation_reduces_what_it_says() -> None:
-    run_ranks(_reductions, 4)
-
-
-def _reductions(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_accumulation_reduces_what_it_says(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     case = CASES["mlp"]
     sizes = [7 * 5 + 5, 5 * 4 + 4, 4 * 3 + 3]
@@ -328,11 +304,8 @@ def _reductions(rank: int, world_size: int) -> None:
     assert sorted(kinds) == ["all_reduce"] * 3 + ["reduce"] * 3
 
 
-def test_step_before_replicas_agree_is_refused() -> None:
-    run_ranks(_early_step, 4)
-
-
-def _early_step(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_step_before_replicas_agree_is_refused(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")
@@ -394,24 +367,17 @@ BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str) -> None:
-    run_ranks(_bad_input, 4, case)
-
-
-def _bad_input(rank: int, world_size: int, case: str) -> None:
+@on_ranks(4)
+def test_bad_input(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    make, error, message = BAD[case]
-    keywords = make()
-    with pytest.raises(error, match=message):
-        _model_with(**keywords)
+    for case, (make, error, message) in BAD.items():
+        keywords = make()
+        with naming(case), pytest.raises(error, match=message):
+            _model_with(**keywords)
 
 
-def test_groups_that_make_no_grid() -> None:
-    run_ranks(_no_grid, 4)
-
-
-def _no_grid(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_that_make_no_grid(rank: int, world_size: int) -> None:
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1], [3])]
     column = {0: 0, 2: 0, 1: 1, 3: 2}[rank]
@@ -423,21 +389,8 @@ def _no_grid(rank: int, world_size: int) -> None:
         _model_with(process_group=groups[::-1] if rank == 1 else groups)
 
 
-def test_ranks_with_different_strategies() -> None:
-    run_ranks(_different_on_ranks, 2)
-
-
-def _different_on_ranks(rank: int, world_size: int) -> None:
-    strategy = ["FULL_SHARD", "HYBRID_SHARD"][rank]
-    with pytest.raises(ValueError, match=r"setting 0 is [^,]*FULL_SHARD on rank 0, .* on rank 1"):
-        _model_with(sharding_strategy=strategy)
-
-
-def test_hybrid_without_nodes() -> None:
-    run_ranks(_without_nodes, 2)
-
-
-def _without_nodes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hybrid_without_nodes(rank: int, world_size: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
     for tasks in ({}, {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "1"}):  # of a job's shell
         with mock.patch.dict(os.environ, tasks):
@@ -448,11 +401,8 @@ def _without_nodes(rank: int, world_size: int) -> None:
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 
-def test_nodes_of_different_sizes() -> None:
-    run_ranks(_uneven_nodes, 3)
-
-
-def _uneven_nodes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_nodes_of_different_sizes(rank: int, world_size: int) -> None:
     """Two ranks on one node and one on another: only strategies that go by nodes mind."""
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
     for strategy in ("NO_SHARD", "FULL_SHARD"):
@@ -469,10 +419,6 @@ def _uneven_nodes(rank: int, world_size: int) -> None:
         _model_with(sharding_strategy="HYBRID_SHARD")
 
 
-def test_no_sync_inside_forward() -> None:
-    run_ranks(_no_sync_inside, 2)
-
-
 class _Impatient(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +430,8 @@ class _Impatient(nn.Module):
             return self.fc(x)
 
 
-def _no_sync_inside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_sync_inside_forward(rank: int, world_size: int) -> None:
     model = ShardedWrapper(_Impatient())
     model.module.wrapper.append(model)
     with pytest.raises(RuntimeError, match=r"no_sync\(\) was called while a forward"):
@@ -493,23 +440,8 @@ def _no_sync_inside(rank: int, world_size: int) -> None:
         pass
 
 
-def test_unknown_override() -> None:
-    run_ranks(_unknown_override, 2)
-
-
-def _unknown_override(rank: int, world_size: int) -> None:
-    policy = CustomPolicy(
-        lambda module: {"coalesce_bytes": 0} if isinstance(module, nn.Linear) else False
-    )
-    with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
-        _model_with(auto_wrap_policy=policy)
-
-
-def test_units_on_other_ranks() -> None:
-    run_ranks(_units_on_other_ranks, 2)
-
-
-def _units_on_other_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_on_other_ranks(rank: int, world_size: int) -> None:
     alone = [dist.new_group([one]) for one in range(2)][rank]
     model = Mlp()
     model.fc1 = ShardedWrapper(model.fc1)
@@ -517,11 +449,8 @@ def _units_on_other_ranks(rank: int, world_size: int) -> None:
         ShardedWrapper(model, process_group=alone)
 
 
-def test_failing_second_stage_names_the_unit() -> None:
-    run_ranks(_failing_second_stage, 4, group_timeout=4, expendable=[3])
-
-
-def _failing_second_stage(rank: int, world_size: int) -> None:
+@on_ranks(4, group_timeout=4, expendable=[3])
+def test_failing_second_stage_names_the_unit(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES, MixedTypes
 from tests.oracle import assert_same_state, snapshot
 from tests.precision.masters import (
@@ -60,11 +60,8 @@ LARGE = [
 
 
 @pytest.mark.parametrize("way", BASIC)
-def test_like_casts_by_hand(way: str) -> None:
-    run_ranks(_like_casts_by_hand, 2, way)
-
-
-def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
     for name, policy in [*SMALL, *(LARGE if way.startswith("full") else [])]:
         case, compute = CASES[name], policy.param_dtype or FP32
         reduce = policy.reduce_dtype or compute
@@ -72,11 +69,7 @@ def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
         expected = trained_by_hand(
             plain, plain.model(FP32), lambda _, to=compute: to, lambda _, to=reduce: to, steps=3
         )
-        model = case.wrap(
-            case.model(FP32),
-            **WAYS[way].keywords,
-            mixed_precision=policy,
-        )
+        model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
         with naming((way, name, policy)):
             actual = trained(case, model, rank, world_size, steps=3)
             assert actual[1].dtype == compute
@@ -94,11 +87,8 @@ def _like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
 POLICY = MixedPrecision(BF16, module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm))
 
 
-def test_norms_in_full_precision() -> None:
-    run_ranks(_norms, 2)
-
-
-def _norms(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_norms_in_full_precision(rank: int, world_size: int) -> None:
     def dtype_of(name: str) -> torch.dtype:
         return FP32 if "norm" in name else BF16
 
@@ -135,11 +125,8 @@ def _norms(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- autocast
 
 
-def test_autocast() -> None:
-    run_ranks(_autocast, 2)
-
-
-def _autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_autocast(rank: int, world_size: int) -> None:
     """Around forward and loss, as of the plain model, with a policy and without."""
     for name in ("tied-in-unit", "checkpointed", "checkpointed-reentrant"):
         case = CASES[name]
@@ -156,21 +143,13 @@ def _autocast(rank: int, world_size: int) -> None:
                 autocast=True,
             )
             for way in ("full", "grad_op"):
-                model = case.wrap(
-                    case.model(FP32),
-                    **WAYS[way].keywords,
-                    mixed_precision=policy,
-                )
+                model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
                 with naming((name, way, policy)):
                     actual = trained(case, model, rank, world_size, steps=2, autocast=True)
                     assert_bitwise(actual, expected)
 
 
 # ---------------------------------------------------------------- inputs, outputs, buffers
-
-
-def test_inputs_outputs_and_buffers() -> None:
-    run_ranks(_inputs_outputs_and_buffers, 2)
 
 
 class Traced(nn.Module):
@@ -193,7 +172,8 @@ class Traced(nn.Module):
         return {"out": self.second((h * scale).to(FP32)), "ids": scale.long()}
 
 
-def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
     inputs, scale = torch.randn(3, 4), torch.ones(4)
     units = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(
@@ -253,11 +233,6 @@ def _inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- gradients in low precision
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
-def test_low_precision_gradients() -> None:
-    run_ranks(_low_precision_gradients, 2)
-
-
 TAKES_LOW: list[OptimizerOf] = [
     partial(torch.optim.SGD, lr=0.05),
     partial(torch.optim.RMSprop, lr=0.01),
@@ -272,7 +247,9 @@ REFUSES_LOW: list[OptimizerOf] = [
 ]
 
 
-def _low_precision_gradients(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
+@on_ranks(2)
+def test_low_precision_gradients(rank: int, world_size: int) -> None:
     case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)
     for name, way in BASIC.items():
         for optimizer_of in TAKES_LOW:
@@ -285,11 +262,7 @@ def _low_precision_gradients(rank: int, world_size: int) -> None:
                 optimizer_of=optimizer_of,
                 keeps=True,
             )
-            model = case.wrap(
-                case.model(FP32),
-                **way.keywords,
-                mixed_precision=policy,
-            )
+            model = case.wrap(case.model(FP32), **way.keywords, mixed_precision=policy)
             with naming((name, optimizer_of)):
                 actual = trained(
                     case,
@@ -327,11 +300,8 @@ def _low_precision_gradients(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what is said
 
 
-def test_what_is_said() -> None:
-    run_ranks(_what_is_said, 2)
-
-
-def _what_is_said(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_said(rank: int, world_size: int) -> None:
     def wrap(model: nn.Module, **fields: Any) -> ShardedWrapper:
         return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, **fields))
 

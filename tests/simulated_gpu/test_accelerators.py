@@ -31,9 +31,9 @@ from flatshard.options.precision import ParamPrecision
 from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.ignored import NOTHING
 from flatshard.units.layout import FlatLayout
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss
+from tests.oracle import local_loss, step_and_zero
 
 
 class _Reduce:
@@ -139,11 +139,8 @@ def _collectives(late: bool) -> Iterator[None]:
     assert not queue, "nobody waited"
 
 
-def test_collectives_as_late_as_can_be_change_nothing() -> None:
-    run_ranks(_as_late_as_can_be, 1, init_group=False)
-
-
-def _as_late_as_can_be(rank: int, world_size: int) -> None:
+@on_ranks(1, init_group=False)
+def test_collectives_as_late_as_can_be_change_nothing(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -161,18 +158,16 @@ def _as_late_as_can_be(rank: int, world_size: int) -> None:
                         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
                         for step in range(3):
                             local_loss(model, case, step, 0, 4).backward()
-                            optimizer.step()
-                            optimizer.zero_grad()
+                            step_and_zero(optimizer)
                     shards.append([handle.flat_param.clone() for handle in _handles(model)])
                 assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
     dist.destroy_process_group()
 
 
-def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host() -> None:
-    run_ranks(_gloo, 2)
-
-
-def _gloo(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
+    rank: int, world_size: int
+) -> None:
     comm = communicator(dist.group.WORLD)
     cuda = torch.device("cuda", 0)
     assert not comm.transport_for(cuda).stream_waits(cuda)
@@ -258,8 +253,7 @@ def _stale_buffers_are_used_again() -> None:
     for step in range(2):
         model(case.batch(step, 2)[0]).sum().backward()
         places.append([handle.buffer.data_ptr() for handle in _handles(model)])
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     assert places[0] == places[1]
 
 
@@ -374,11 +368,8 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_a_group_without_host_memory_does() -> None:
-    run_ranks(_without_host_memory, 1, init_group=False)
-
-
-def _without_host_memory(rank: int, world_size: int) -> None:
+@on_ranks(1, init_group=False)
+def test_what_a_group_without_host_memory_does(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils import _pytree as pytree
 
 from flatshard import ShardedWrapper
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, own_parts
 from tests.state.everything import StateDict, loss_of_rows, train
@@ -76,12 +76,9 @@ def _other_layout(rank: int, world_size: int, states: list[StateDict]) -> None:
         other.step()
 
 
-def test_torchs_functions_for_checkpoints() -> None:
+@on_ranks(2)
+def test_torchs_functions_for_checkpoints(rank: int, world_size: int) -> None:
     """They give what is sharded, or full, and load the state of an unwrapped model."""
-    run_ranks(_torchs_functions, 2)
-
-
-def _torchs_functions(rank: int, world_size: int) -> None:
     case, full = CASES["mlp"], StateDictOptions(full_state_dict=True)
     for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
         plain, model = case.model(), case.wrap(case.model(), **keywords)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case, images
 from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.state.everything import Everything, StateDict, train
@@ -173,11 +173,8 @@ def _check_full(model: Any, optimizer: torch.optim.Optimizer, expected: StateDic
     torch.testing.assert_close(again, by_name, rtol=0.0, atol=0.0)
 
 
-def test_fsdp2_reads_and_writes_it(tmp_path: Path) -> None:
-    run_ranks(_fsdp2, 2, tmp_path)
-
-
-def _fsdp2(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_fsdp2_reads_and_writes_it(rank: int, world_size: int, tmp_path: Path) -> None:
     def wrapped(seed: int) -> tuple[ShardedWrapper, nn.Module]:
         torch.manual_seed(seed)
         plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
@@ -188,12 +185,12 @@ def _fsdp2(rank: int, world_size: int, folder: Path) -> None:
     ours, theirs = wrapped(0)
     other, their_other = wrapped(1)
     with allow_warnings():
-        dcp.save(ours.sharded_state_dict(), checkpoint_id=folder / "ours")
-        dcp.save(get_model_state_dict(theirs), checkpoint_id=folder / "theirs")
+        dcp.save(ours.sharded_state_dict(), checkpoint_id=tmp_path / "ours")
+        dcp.save(get_model_state_dict(theirs), checkpoint_id=tmp_path / "theirs")
         for name in ("ours", "theirs"):
             mine, their_state = other.sharded_state_dict(), get_model_state_dict(their_other)
-            dcp.load(mine, checkpoint_id=folder / name)
-            dcp.load(their_state, checkpoint_id=folder / name)
+            dcp.load(mine, checkpoint_id=tmp_path / name)
+            dcp.load(their_state, checkpoint_id=tmp_path / name)
             for key, value in ours.state_dict().items():
                 assert torch.equal(other.state_dict()[key], value)
                 assert torch.equal(their_state[key].full_tensor(), value)
@@ -202,31 +199,27 @@ def _fsdp2(rank: int, world_size: int, folder: Path) -> None:
                     param.zero_()
 
 
-def test_saves_while_training_goes_on(tmp_path: Path) -> None:
-    run_ranks(_asynchronous, 2, tmp_path)
-
-
-def _asynchronous(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_saves_while_training_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
     model = CASE.wrap(CASE.model())
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     job = Job(model, optimizer)
     train(model, optimizer, range(2), CASE, rank, world_size)
     group = dist.new_group(backend="gloo")
     with allow_warnings():
-        saved = dcp.async_save({"job": job.state_dict()}, checkpoint_id=folder, process_group=group)
+        saved = dcp.async_save(
+            {"job": job.state_dict()}, checkpoint_id=tmp_path, process_group=group
+        )
         expected = snapshot(model)
         train(model, optimizer, range(2, 4), CASE, rank, world_size)
         saved.result()
-        dcp.load({"job": job}, checkpoint_id=folder)
+        dcp.load({"job": job}, checkpoint_id=tmp_path)
     torch.testing.assert_close(snapshot(model), expected, rtol=0.0, atol=0.0)
     dist.destroy_process_group(group)
 
 
-def test_refusals(tmp_path: Path) -> None:
-    run_ranks(_refusals, 2, tmp_path)
-
-
-def _refusals(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     model = CASE.wrap(CASE.model())
     hook = model.module.first.register_forward_hook(lambda *_: model.sharded_state_dict())
     with pytest.raises(RuntimeError, match=r"sharded state dict .* between steps"):
@@ -240,7 +233,7 @@ def _refusals(rank: int, world_size: int, folder: Path) -> None:
         (model.sharded_state_dict(), r"full_state_dict\(model\) for a model"),
     ):
         with pytest.raises(RuntimeError, match=rf"is sharded and cannot be pickled.*{remedy}"):
-            torch.save(kept, folder / f"{rank}.pt")
+            torch.save(kept, tmp_path / f"{rank}.pt")
     other = CASE.wrap(CASE.model(), sharding_strategy="SHARD_OP", auto_wrap_policy=None)
     with pytest.raises(RuntimeError, match=r"different shapes, strides or ranges"):
         other.load_state_dict(model.sharded_state_dict())

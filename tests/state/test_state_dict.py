@@ -1,7 +1,6 @@
 """Model state dicts: full tensors under the unwrapped model's names, on every rank."""
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
-from tests.harness import naming, run_ranks
-from tests.models import CASES
+from tests.harness import naming, on_ranks
+from tests.models import CASES, Case
 from tests.oracle import (
     OPTIMIZERS,
     assert_same_state,
@@ -48,20 +47,21 @@ def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # ---------------------------------------------------------------- saving
 
 
-@pytest.mark.parametrize(
-    "name",
-    (
-        "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
-        "frozen cnn-channels-last lstm multihead"
-    ).split(),
+MODELS = (
+    *("mlp", "tied-in-unit", "tied-across-units", "tied-blocks", "nested", "odd-shapes"),
+    *("mixed-types", "batch-norm", "frozen", "cnn-channels-last", "lstm", "multihead"),
 )
+
+
 @each_way
-def test_equals_the_plain_models(name: str, way: str) -> None:
-    run_ranks(_same_at_any_moment, 2, name, way)
+@on_ranks(2)
+def test_equals_the_plain_models(rank: int, world_size: int, way: str) -> None:
+    for name in MODELS:
+        with naming(name):
+            _equals_the_plain_models(rank, world_size, CASES[name], way)
 
 
-def _same_at_any_moment(rank: int, world_size: int, name: str, way: str) -> None:
-    case = CASES[name]
+def _equals_the_plain_models(rank: int, world_size: int, case: Case, way: str) -> None:
     plain = case.model()
     model = case.wrap(case.model(), **WAYS[way].keywords)
     with naming("before the first forward"):
@@ -86,33 +86,21 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
         with naming(f"part {name!r}"):
             part = plain.get_submodule(name)
             _assert_identical(model.get_submodule(name).state_dict(), part.state_dict())
-    names = [name for name, _ in plain.named_buffers()]
-    assert [name for name, _ in model.named_buffers()] == names
+    for one, other in ((model, plain), (model.module, plain)):
+        listed, expected = (
+            [
+                [name for name, _ in each.named_buffers()],
+                [(name, param.shape) for name, param in each.named_parameters()],
+                [(name, type(module)) for name, module in each.named_modules()],
+            ]
+            for each in (one, other)
+        )
+        assert listed == expected
 
 
 @each_way
-def test_names_are_the_plain_models(way: str) -> None:
-    run_ranks(_names, 2, way)
-
-
-def _names(rank: int, world_size: int, way: str) -> None:
-    for name in ("mlp", "tied-across-units", "tied-blocks", "nested", "batch-norm"):
-        case = CASES[name]
-        plain = case.model()
-        model = case.wrap(case.model(), **WAYS[way].keywords)
-        with naming(name):
-            modules = [(found, type(inner)) for found, inner in plain.named_modules()]
-            assert [(found, type(inner)) for found, inner in model.named_modules()] == modules
-            shapes = [(found, p.shape) for found, p in plain.named_parameters()]
-            assert [(found, p.shape) for found, p in model.named_parameters()] == shapes
-
-
-@each_way
-def test_after_training(way: str) -> None:
-    run_ranks(_after_training, 2, way)
-
-
-def _after_training(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_after_training(rank: int, world_size: int, way: str) -> None:
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     early = model.state_dict()
@@ -140,11 +128,8 @@ def _after_training(rank: int, world_size: int, way: str) -> None:
     model(case.batch(0, 2)[0]).sum().backward()
 
 
-def test_prefix_and_pickling() -> None:
-    run_ranks(_prefix_and_pickling, 2)
-
-
-def _prefix_and_pickling(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_prefix_and_pickling(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     plain = case.model()
     model = case.wrap(case.model())
@@ -175,11 +160,8 @@ ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 
 
 @each_way
-def test_on_rank_0_alone(way: str) -> None:
-    run_ranks(_on_rank_0_alone, 2, way)
-
-
-def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
     """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
     for name in ("nested", "tied-across-units", "batch-norm"):
         case = CASES[name]
@@ -196,11 +178,8 @@ def _on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
         _assert_identical(model.state_dict(), plain.state_dict())
 
 
-def test_settings_of_state_dicts() -> None:
-    run_ranks(_settings, 2)
-
-
-def _settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     optimizer = OPTIMIZERS["sgd"](trainable(model))
@@ -254,24 +233,8 @@ def _other_weights(name: str) -> dict[str, Tensor]:
     return snapshot(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm"]
-)
-@each_way
-def test_load_from_a_plain_model(name: str, way: str) -> None:
-    run_ranks(_load, 2, name, way, "")
-
-
-@each_way
-def test_load_from_ddp(way: str) -> None:
-    run_ranks(_load, 2, "batch-norm", way, "module.")
-
-
-def test_torchs_functions() -> None:
-    run_ranks(_torchs_functions, 2)
-
-
-def _torchs_functions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_functions(rank: int, world_size: int) -> None:
     """What DistributedDataParallel's and FSDP2's users save and load models with."""
     for name in ("tied-across-units", "nested", "batch-norm"):
         case = CASES[name]
@@ -285,6 +248,17 @@ def _torchs_functions(rank: int, world_size: int) -> None:
         state = snapshot(case.model())
         set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0)
         _assert_identical(model.state_dict(), state)
+
+
+PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
+
+
+@each_way
+@on_ranks(2)
+def test_load_from_a_plain_model_or_ddp(rank: int, world_size: int, way: str) -> None:
+    for name, prefix in [*((name, "") for name in PLAIN), ("batch-norm", "module.")]:
+        with naming((name, prefix)):
+            _load(rank, world_size, name, way, prefix)
 
 
 def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
@@ -309,11 +283,8 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
 
 
 @each_way
-def test_training_goes_on_from_loaded_weights(way: str) -> None:
-    run_ranks(_train_and_load_back, 2, way)
-
-
-def _train_and_load_back(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_from_loaded_weights(rank: int, world_size: int, way: str) -> None:
     """A restart from the initial weights, in a model that was trained, ends as a fresh one."""
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -324,11 +295,8 @@ def _train_and_load_back(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_load_into_a_part(way: str) -> None:
-    run_ranks(_load_into_a_part, 2, way)
-
-
-def _load_into_a_part(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_load_into_a_part(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     plain = case.model()
@@ -346,11 +314,8 @@ def _load_into_a_part(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_missing_and_unexpected_keys(way: str) -> None:
-    run_ranks(_missing_and_unexpected, 2, way)
-
-
-def _missing_and_unexpected(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     plain = case.model()
@@ -371,11 +336,8 @@ def _missing_and_unexpected(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_wrong_shape_names_the_parameter(way: str) -> None:
-    run_ranks(_wrong_shape, 2, way)
-
-
-def _wrong_shape(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_wrong_shape_names_the_parameter(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     before = snapshot(model)
@@ -389,11 +351,8 @@ def _wrong_shape(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_dtype_is_cast(way: str) -> None:
-    run_ranks(_dtype, 2, way)
-
-
-def _dtype(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_dtype_is_cast(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     plain = case.model()
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -404,51 +363,11 @@ def _dtype(rank: int, world_size: int, way: str) -> None:
 
 
 @each_way
-def test_assign_is_refused(way: str) -> None:
-    run_ranks(_assign, 2, way)
-
-
-def _assign(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_assign_is_refused(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     for target in (model, model.module, model.fc1):
         with pytest.raises(ValueError, match="assign=True"):
             target.load_state_dict(target.state_dict(), assign=True)
     _assert_identical(model.state_dict(), case.model().state_dict())
-
-
-# ---------------------------------------------------------------- between world sizes
-
-
-@pytest.mark.parametrize("name", ["mlp", "tied-in-unit", "batch-norm", "odd-shapes"])
-def test_round_trip_over_world_sizes(name: str) -> None:
-    """Trained by two ranks, on in one plain process, then by three in another way."""
-    case = CASES[name]
-    first = run_ranks(_train_from, 2, name, "full", None)[0]
-    plain = case.model()
-    plain.load_state_dict(first)
-    optimizer = OPTIMIZERS["sgd"](plain.parameters())
-    train_steps(plain, optimizer, case, 0, 1)
-    middle = snapshot(plain)
-    for way in CHOSEN:
-        with naming(way):
-            _assert_identical(run_ranks(_load_and_save, 3, name, way, middle)[1], middle)
-
-
-def _train_from(
-    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor] | None
-) -> dict[str, Any]:
-    case = CASES[name]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    if state is not None:
-        model.load_state_dict(state)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
-    return model.state_dict()
-
-
-def _load_and_save(
-    rank: int, world_size: int, name: str, way: str, state: dict[str, Tensor]
-) -> dict[str, Any]:
-    model = CASES[name].wrap(CASES[name].model(), **WAYS[way].keywords)
-    model.load_state_dict(state)
-    return model.state_dict()

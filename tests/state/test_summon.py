@@ -13,11 +13,11 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm.communicator import Communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
 from tests.side import Run, pair
-from tests.state.summoning import assert_trains_alike, each_way, summon
+from tests.state.summoning import assert_trains_alike, on_ranks_each_way, summon
 from tests.ways import WAYS
 
 pytestmark = pytest.mark.by_turns
@@ -33,14 +33,16 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 @both_sizes
-def test_shows_the_unwrapped_model(world_size: int) -> None:
+@on_ranks_each_way()
+def test_shows_the_unwrapped_model(rank: int, world_size: int, way: str) -> None:
+    """Names, order, shapes, dtypes, values; afterwards everything is what it was."""
     names = ("mlp", "tied-across-units", "lstm", "odd-shapes", "mixed-types")
     for name in every(2, names, start=world_size):
-        run_ranks(each_way, world_size, _shows, name)
+        with naming(name):
+            _shows(rank, world_size, way, name)
 
 
 def _shows(rank: int, world_size: int, way: str, name: str) -> None:
-    """Names, order, shapes, dtypes, values; afterwards everything is what it was."""
     sharded, plain = pair(rank, world_size, way, name)
     before = list(sharded.model.named_parameters())
     for options in ({}, {"writeback": False}, {"offload_to_cpu": True, "with_grads": True}):
@@ -59,16 +61,13 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
-def test_container_of_units(kind: type[nn.Module]) -> None:
-    run_ranks(each_way, 2, _container, kind is nn.Sequential)
-
-
-def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
+@on_ranks_each_way(2)
+def test_container_of_units(rank: int, world_size: int, way: str, kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 2)))
     expected = _whole(plain)
     units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
-    container = nn.Sequential(*units) if sequential else nn.ModuleList(units)
+    container = nn.Sequential(*units) if kind is nn.Sequential else nn.ModuleList(units)
     with summon(container), torch.no_grad():
         assert_same_state(_whole(container), expected, 0.0, 0.0)
         for param in container.parameters():
@@ -78,11 +77,8 @@ def _container(rank: int, world_size: int, way: str, sequential: bool) -> None:
         assert_same_state(_whole(container), doubled, 0.0, 0.0)
 
 
-def test_without_recursion() -> None:
-    run_ranks(each_way, 2, _without_recursion)
-
-
-def _without_recursion(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_without_recursion(rank: int, world_size: int, way: str) -> None:
     """Only the given unit's own parameters, not those of the units inside it."""
     sharded, plain = pair(rank, world_size, way, "nested")
     with collectives_of("gather") as gathered, summon(sharded.model, recurse=False):
@@ -109,11 +105,8 @@ def collectives_of(kind: str) -> Iterator[list[str]]:
 
 
 @both_sizes
-def test_edits(world_size: int) -> None:
-    run_ranks(each_way, world_size, _edits)
-
-
-def _edits(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way()
+def test_edits(rank: int, world_size: int, way: str) -> None:
     """Kept with writeback, undone without, for every way to write."""
     sharded, plain = pair(rank, world_size, way)
 
@@ -145,11 +138,8 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def test_edits_in_mixed_precision() -> None:
-    run_ranks(each_way, 2, _mixed_precision)
-
-
-def _mixed_precision(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_edits_in_mixed_precision(rank: int, world_size: int, way: str) -> None:
     """Shown in the parameters' own dtype, and written where forwards then gather from."""
     case = CASES["mlp"]
     plain = case.model()
@@ -174,11 +164,8 @@ def _mixed_precision(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.uncoalesced  # one unit after another
-def test_each_rank_keeps_its_slice() -> None:
-    run_ranks(each_way, 2, _slices)
-
-
-def _slices(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_each_rank_keeps_its_slice(rank: int, world_size: int, way: str) -> None:
     """Ranks that write different values: as documented, each keeps what it wrote of its part."""
     sharded, _ = pair(rank, world_size, way)
     with summon(sharded.model), torch.no_grad():
@@ -188,11 +175,8 @@ def _slices(rank: int, world_size: int, way: str) -> None:
     assert set(full.flatten().tolist()) == expected
 
 
-def test_exception_in_the_body() -> None:
-    run_ranks(each_way, 2, _exception)
-
-
-def _exception(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_exception_in_the_body(rank: int, world_size: int, way: str) -> None:
     """State is what it was, and what was written before the exception stays, as in a plain model.
 
     The exception is the user's own, also where the summon has something to complain about.
@@ -217,11 +201,8 @@ def _exception(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_nested() -> None:
-    run_ranks(each_way, 2, _nested)
-
-
-def _nested(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_nested(rank: int, world_size: int, way: str) -> None:
     """The inner one raises before it changes anything; what was written in the outer one stays."""
     sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model), torch.no_grad():
@@ -243,11 +224,8 @@ def _nested(rank: int, world_size: int, way: str) -> None:
 
 
 @both_sizes
-def test_rank0_only(world_size: int) -> None:
-    run_ranks(each_way, world_size, _rank0_only)
-
-
-def _rank0_only(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way()
+def test_rank0_only(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.loss(0).backward()
@@ -277,11 +255,8 @@ def _rank0_only(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_rank0_only_with_writeback() -> None:
-    run_ranks(_rank0_writeback, 2)
-
-
-def _rank0_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank0_only_with_writeback(rank: int, world_size: int) -> None:
     sharded, _ = pair(rank, world_size, "full")
     for kind in ("gather", "scalars"):
         with collectives_of(kind) as issued:
@@ -290,11 +265,8 @@ def _rank0_writeback(rank: int, world_size: int) -> None:
         assert not issued
 
 
-def test_rank0_only_edits_on_other_ranks() -> None:
-    run_ranks(_rank0_edits, 2)
-
-
-def _rank0_edits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rank0_only_edits_on_other_ranks(rank: int, world_size: int) -> None:
     """Rank 0's edit is undone and the other's would stay: a mixture."""
     sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
@@ -308,11 +280,8 @@ def _rank0_edits(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # one unit after another
-def test_other_ranks_hold_one_unit_at_a_time() -> None:
-    run_ranks(_memory, 2)
-
-
-def _memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_ranks_hold_one_unit_at_a_time(rank: int, world_size: int) -> None:
     """At each gather no other whole tensor is alive on rank 1, and none is once all is gathered."""
     width, depth = 64, 6
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
@@ -343,11 +312,8 @@ def _memory(rank: int, world_size: int) -> None:
 
 @both_sizes
 @pytest.mark.parametrize("name", ["mlp", "unused", "frozen-one-unit"])
-def test_gradients(name: str, world_size: int) -> None:
-    run_ranks(each_way, world_size, _gradients, name)
-
-
-def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
+@on_ranks_each_way()
+def test_gradients(rank: int, world_size: int, way: str, name: str) -> None:
     """Shown whole; edited, dropped and added ones are what the optimizer then sees."""
     sharded, plain = pair(rank, world_size, way, name)
     with summon(sharded.model, with_grads=True):
@@ -372,11 +338,8 @@ def _gradients(rank: int, world_size: int, way: str, name: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_gradients_dropped_and_added() -> None:
-    run_ranks(each_way, 2, _dropped_and_added)
-
-
-def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_gradients_dropped_and_added(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
 
     def drop(run: Run) -> None:
@@ -408,11 +371,8 @@ def _dropped_and_added(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_gradients_that_are_not_reduced() -> None:
-    run_ranks(each_way, 2, _unreduced)
-
-
-def _unreduced(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_gradients_that_are_not_reduced(rank: int, world_size: int, way: str) -> None:
     """Refused, also beside gradients that are; the accumulated ones are not lost by asking."""
     sharded, plain = pair(rank, world_size, way)
     plain.loss(0).backward()
@@ -435,11 +395,8 @@ def _unreduced(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "no_shard"])
-def test_gradient_on_some_ranks(way: str) -> None:
-    run_ranks(_some_ranks, 2, way)
-
-
-def _some_ranks(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_gradient_on_some_ranks(rank: int, world_size: int, way: str) -> None:
     """The error comes on all ranks, before one waits for another."""
     sharded, _ = pair(rank, world_size, way)
     sharded.loss(0).backward()

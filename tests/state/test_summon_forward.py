@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from flatshard import collectives
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming
 from tests.side import pair
-from tests.state.summoning import assert_trains_alike, each_way, summon
+from tests.state.summoning import assert_trains_alike, on_ranks_each_way, summon
 
 pytestmark = pytest.mark.by_turns
 
 
-def test_forward() -> None:
-    run_ranks(each_way, 2, _forward)
-
-
-def _forward(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_forward(rank: int, world_size: int, way: str) -> None:
     """It communicates nothing, and computes with what was written inside."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
@@ -38,11 +35,8 @@ def _forward(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_forward_on_rank_0_alone() -> None:
-    run_ranks(each_way, 2, _rank0)
-
-
-def _rank0(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_forward_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model, rank0_only=True, writeback=False), collectives.record() as events:
         if rank == 0 or way == "no_shard":
@@ -67,12 +61,9 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def test_transforms_of_torch_func() -> None:
+@on_ranks_each_way(2)
+def test_transforms_of_torch_func(rank: int, world_size: int, way: str) -> None:
     """Outside, jvp said that another rank had died, and vmap named a class inside of torch."""
-    run_ranks(each_way, 2, _transforms)
-
-
-def _transforms(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     x = sharded.inputs(0)
     for name, transform in TRANSFORMS.items():
@@ -85,11 +76,8 @@ def _transforms(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_backward_inside_is_refused() -> None:
-    run_ranks(each_way, 2, _backward)
-
-
-def _backward(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_backward_inside_is_refused(rank: int, world_size: int, way: str) -> None:
     """Nothing would average the gradients, also when it runs after the context."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
@@ -107,11 +95,8 @@ def _backward(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_between_forward_and_backward() -> None:
-    run_ranks(each_way, 2, _between)
-
-
-def _between(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_between_forward_and_backward(rank: int, world_size: int, way: str) -> None:
     """A summon that only reads wrote back all the same, and backward found other parameters."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):

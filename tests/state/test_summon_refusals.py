@@ -9,19 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
-from tests.state.summoning import assert_trains_alike, each_way, summon
+from tests.state.summoning import assert_trains_alike, on_ranks_each_way, summon
 
 pytestmark = pytest.mark.by_turns
 
 
-def test_refused_inside() -> None:
-    run_ranks(each_way, 2, _refused_inside)
-
-
-def _refused_inside(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_refused_inside(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     attempts: list[Callable[[], object]] = [
         lambda: copy.deepcopy(sharded.model),
@@ -34,11 +31,8 @@ def _refused_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_refused_in_forward_and_backward() -> None:
-    run_ranks(each_way, 2, _while_running)
-
-
-def _while_running(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_refused_in_forward_and_backward(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
 
     def ask(*_: Any) -> None:
@@ -55,11 +49,8 @@ def _while_running(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_what_cannot_be_kept() -> None:
-    run_ranks(each_way, 2, _cannot_be_kept)
-
-
-def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     """A named error at the end, and the model is what it was; nothing of that unit is kept."""
     sharded, plain = pair(rank, world_size, way)
     sharded.loss(0).backward()
@@ -93,11 +84,8 @@ def _cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_step_inside() -> None:
-    run_ranks(each_way, 2, _step_inside)
-
-
-def _step_inside(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_step_inside(rank: int, world_size: int, way: str) -> None:
     """A step under writeback was lost at the end; without writeback it stays."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
@@ -115,22 +103,16 @@ def _step_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-def test_part_of_a_unit() -> None:
-    run_ranks(_part, 2)
-
-
-def _part(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_part_of_a_unit(rank: int, world_size: int) -> None:
     """It did nothing, and left the parameters sharded."""
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
 
 
-def test_replaced_before() -> None:
-    run_ranks(_replaced_before, 2)
-
-
-def _replaced_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_before(rank: int, world_size: int) -> None:
     """The new parameter was overwritten without a word."""
     sharded, _ = pair(rank, world_size, "full")
     sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
@@ -138,11 +120,8 @@ def _replaced_before(rank: int, world_size: int) -> None:
         summon(sharded.model).__enter__()
 
 
-def test_in_inference_mode() -> None:
-    run_ranks(each_way, 2, _inference)
-
-
-def _inference(rank: int, world_size: int, way: str) -> None:
+@on_ranks_each_way(2)
+def test_in_inference_mode(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     with torch.inference_mode(), summon(sharded.model):
         sharded.submodule("fc2").weight.mul_(2)

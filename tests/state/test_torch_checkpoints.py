@@ -32,7 +32,7 @@ from flatshard.state import model_state
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import FlatLayout
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.state.everything import CASE, loss_of_rows, train
@@ -104,10 +104,7 @@ def _net(seed: int) -> nn.Sequential:
 @pytest.mark.parametrize("collectives", ["auto", "native"])
 @pytest.mark.parametrize(
     "keywords",
-    [
-        {"sharding_strategy": "SHARD_OP"},
-        {"reshard_after_forward": False},
-    ],
+    [{"sharding_strategy": "SHARD_OP"}, {"reshard_after_forward": False}],
     ids=["op", "keep"],
 )
 def test_loads_into_unsharded_units(keywords: Keywords, collectives: str, tmp_path: Path) -> None:
@@ -130,12 +127,9 @@ def _loads_into_unsharded(rank: int, world_size: int, settings: Keywords, folder
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True], ids=["host", "disk"])
-def test_offloaded(is_on_disk: bool, tmp_path: Path) -> None:
-    run_ranks(_offloaded, 2, is_on_disk, tmp_path)
-
-
-def _offloaded(rank: int, world_size: int, is_on_disk: bool, folder: Path) -> None:
-    offload = CPUOffload(offload_params=True, path=folder if is_on_disk else None)
+@on_ranks(2)
+def test_offloaded(rank: int, world_size: int, is_on_disk: bool, tmp_path: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=tmp_path if is_on_disk else None)
     results = []
     for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
         with allow_warnings():
@@ -144,7 +138,7 @@ def _offloaded(rank: int, world_size: int, is_on_disk: bool, folder: Path) -> No
             train(model, optimizer, steps, CASE, rank, world_size)
             get_state_dict(model, optimizer)
             weights, state = get_state_dict(model, optimizer)
-            call({"model": weights, "optimizer": state["state"]}, checkpoint_id=folder / "saved")
+            call({"model": weights, "optimizer": state["state"]}, checkpoint_id=tmp_path / "saved")
         full = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
         moments = {name: values["exp_avg"] for name, values in full.items()}
         results.append((model.state_dict(), moments))
@@ -154,12 +148,9 @@ def _offloaded(rank: int, world_size: int, is_on_disk: bool, folder: Path) -> No
 # ---------------------------------------------------------------- what would lose values
 
 
-def test_units_of_some_ranks(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_units_of_some_ranks(rank: int, world_size: int) -> None:
     """Experts of other ranks have the same names: one rank's values were saved for all."""
-    run_ranks(_units_of_some_ranks, 2)
-
-
-def _units_of_some_ranks(rank: int, world_size: int) -> None:
     groups = [dist.new_group([number]) for number in range(2)]
     model = _net(0)
     model[1] = ShardedWrapper(model[1], process_group=groups[rank])
@@ -183,11 +174,8 @@ def _units_of_some_ranks(rank: int, world_size: int) -> None:
     assert get_model_state_dict(model, options=full)["1.weight"].shape == (6, 1)
 
 
-def test_writer_of_safetensors(tmp_path: Path) -> None:
-    run_ranks(_writer_of_safetensors, 2, tmp_path)
-
-
-def _writer_of_safetensors(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_writer_of_safetensors(rank: int, world_size: int, tmp_path: Path) -> None:
     """It keeps one box of a tensor from each rank, and in its default mode one from all."""
     cut_in_a_row = nn.Linear(5, 7)
     one_row = nn.Linear(40, 1, bias=False)
@@ -196,7 +184,7 @@ def _writer_of_safetensors(rank: int, world_size: int, folder: Path) -> None:
     ):
         model = ShardedWrapper(copy.deepcopy(layer))
         writer = dcp.HuggingFaceStorageWriter(
-            str(folder / str(number)),
+            str(tmp_path / str(number)),
             save_distributed=is_distributed,
             enable_consolidation=is_distributed,
         )
@@ -208,15 +196,12 @@ def _writer_of_safetensors(rank: int, world_size: int, folder: Path) -> None:
                     dcp.save(model.sharded_state_dict(), storage_writer=writer)
                 continue
             dcp.save(model.sharded_state_dict(), storage_writer=writer)
-        found = load_file(next((folder / str(number)).glob("*.safetensors")))
+        found = load_file(next((tmp_path / str(number)).glob("*.safetensors")))
         torch.testing.assert_close(found, model.state_dict(), rtol=0.0, atol=0.0)
 
 
-def test_what_has_no_boxes() -> None:
-    run_ranks(_what_has_no_boxes, 2)
-
-
-def _what_has_no_boxes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_has_no_boxes(rank: int, world_size: int) -> None:
     model = ShardedWrapper(_net(0))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(2, 3)).sum().backward()
@@ -227,11 +212,8 @@ def _what_has_no_boxes(rank: int, world_size: int) -> None:
         get_optimizer_state_dict(model, optimizer)
 
 
-def test_broadcast_from_rank_0() -> None:
-    run_ranks(_broadcast_from_rank_0, 2)
-
-
-def _broadcast_from_rank_0(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_broadcast_from_rank_0(rank: int, world_size: int) -> None:
     """Torch sends memory as it lies: channels_last arrived as other values, on some ranks."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     for case in (CASES["mlp"], CASE):
@@ -272,11 +254,8 @@ class Trust(torch.optim.Optimizer):
                 param.add_(momentum * (param.norm() / (momentum.norm() + 1e-3)), alpha=-0.1)
 
 
-def test_optimizers_that_are_not_elementwise(tmp_path: Path) -> None:
-    run_ranks(_not_elementwise, 2, tmp_path)
-
-
-def _not_elementwise(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_optimizers_that_are_not_elementwise(rank: int, world_size: int, tmp_path: Path) -> None:
     case, results = CASES["mlp"], []
     for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
         model = case.wrap(case.model())
@@ -284,7 +263,7 @@ def _not_elementwise(rank: int, world_size: int, folder: Path) -> None:
         train(model, optimizer, steps, case, rank, world_size)
         weights, state = get_state_dict(model, optimizer)
         with allow_warnings():
-            call({"model": weights, "optimizer": state}, checkpoint_id=folder)
+            call({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
         set_model_state_dict(model, weights)
         set_optimizer_state_dict(model, optimizer, state)
         train(model, optimizer, range(2, 3), case, rank, world_size)
@@ -312,12 +291,9 @@ class RowMeansUnlessZero(RowMeans):
 
 
 @pytest.mark.parametrize("kind", [RowMeans, RowMeansUnlessZero])
-def test_state_of_a_new_optimizer(kind: type[RowMeans]) -> None:
+@on_ranks(2)
+def test_state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMeans]) -> None:
     """`get_state_dict` first makes a step with gradients of zero."""
-    run_ranks(_state_of_a_new_optimizer, 2, kind)
-
-
-def _state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMeans]) -> None:
     case, plain = CASES["mlp"], CASES["mlp"].model()
     model = case.wrap(case.model())
     optimizers = [kind(one.parameters(), lr=0.1, momentum=0.9) for one in (model, plain)]
@@ -331,11 +307,8 @@ def _state_of_a_new_optimizer(rank: int, world_size: int, kind: type[RowMeans]) 
 # ---------------------------------------------------------------- full state dicts
 
 
-def test_full_on_rank_0(tmp_path: Path) -> None:
-    run_ranks(_full_on_rank_0, 2, tmp_path)
-
-
-def _full_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_full_on_rank_0(rank: int, world_size: int, tmp_path: Path) -> None:
     """Rank 0 alone keeps copies, in host memory: by our functions and by torch's."""
     model = CASE.wrap(CASE.model())
     optimizer = OPTIMIZERS["adamw"](trainable(model))
@@ -361,10 +334,10 @@ def _full_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
     assert ("frozen.bias" in left, "frozen.weight" in left) == (False, rank == 0)
 
     with allow_warnings():
-        dcp.save(model.sharded_state_dict(), checkpoint_id=folder)
+        dcp.save(model.sharded_state_dict(), checkpoint_id=tmp_path)
     if rank == 0:
-        dcp_to_torch_save(folder, folder / "full.pt")
-        converted = torch.load(folder / "full.pt", weights_only=True)
+        dcp_to_torch_save(tmp_path, tmp_path / "full.pt")
+        converted = torch.load(tmp_path / "full.pt", weights_only=True)
         torch.testing.assert_close(converted, expected[0], rtol=0.0, atol=0.0)
         plain = CASE.model()
         plain_optimizer = OPTIMIZERS["adamw"](trainable(plain))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import always_wrap_policy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
 from tests.ways import BASIC
@@ -56,11 +56,8 @@ UPDATES: Iterable[Callable[[nn.Module, nn.Module], Any]] = (
 )
 
 
-def test_moving_averages() -> None:
-    run_ranks(_moving_averages, 2)
-
-
-def _moving_averages(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_moving_averages(rank: int, world_size: int) -> None:
     for way in BASIC:
         for update in UPDATES:
             with naming(f"{way} {update.__name__}"):
@@ -78,12 +75,9 @@ def _moving_averages(rank: int, world_size: int) -> None:
                     torch.testing.assert_close(averages[0](x), averages[1](x))
 
 
-def test_collectives_of_the_program() -> None:
+@on_ranks(3)
+def test_collectives_of_the_program(rank: int, world_size: int) -> None:
     """They write without a change of the version counter, and their result was lost."""
-    run_ranks(_communicates, 3)
-
-
-def _communicates(rank: int, world_size: int) -> None:
     for way in BASIC:
         with naming(way):
             sharded, plain = pair(rank, world_size, way)
@@ -101,11 +95,8 @@ def _communicates(rank: int, world_size: int) -> None:
             assert_same(sharded.model, plain.model, 1e-12)
 
 
-def test_of_a_model_that_trains() -> None:
-    run_ranks(_trains, 2)
-
-
-def _trains(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_a_model_that_trains(rank: int, world_size: int) -> None:
     for way in BASIC:
         with naming(way):
             sharded, plain = pair(rank, world_size, way)
@@ -140,11 +131,8 @@ def _values(run: Run) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
-def test_written_on_one_rank() -> None:
-    run_ranks(_on_one_rank, 2)
-
-
-def _on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_written_on_one_rank(rank: int, world_size: int) -> None:
     def refused(writes: Sequence[tuple[int, str]], text: str) -> None:
         """A rank writes to a tensor, for each pair; then the next backward raises ``text``."""
         model = ShardedWrapper(

@@ -21,7 +21,7 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, is_collective
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES
 from tests.oracle import assert_same, snapshot
 from tests.ways import WAYS
@@ -64,9 +64,7 @@ CALLS: dict[ModuleType, dict[str, list[Callable[[Any], object]]]] = {
         "irecv": [lambda t: dist.irecv(t, 1)],
         "send": [lambda t: dist.send(t, 1)],
         "recv": [lambda t: dist.recv(t, 1), lambda t: dist.recv(t)],
-        "batch_isend_irecv": [
-            lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)]),
-        ],
+        "batch_isend_irecv": [lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])],
         "reduce": [lambda t: dist.reduce(t, 0)],
         "reduce_scatter": [lambda t: dist.reduce_scatter(t, _likes(t))],
         "reduce_scatter_tensor": [
@@ -191,11 +189,8 @@ def _model(way: str = "full", **keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(case.model(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
 
 
-def test_refused_before_they_communicate() -> None:
-    run_ranks(_refused, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_before_they_communicate(rank: int, world_size: int) -> None:
     """Only rank 0 calls them: whatever communicates would wait for rank 1, and time out."""
     model = _model()
     before = snapshot(model)
@@ -233,11 +228,8 @@ def _refused(rank: int, world_size: int) -> None:
     assert_same(model, before, 0.0, 0.0)
 
 
-def test_in_summon() -> None:
-    run_ranks(_in_summon, 2)
-
-
-def _in_summon(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_summon(rank: int, world_size: int) -> None:
     """The way that the errors name: also values that differ between the ranks are right."""
     for way in ("full", "grad_op"):
         model = _model(way)
@@ -343,12 +335,9 @@ def _writes(schema: Any) -> bool:
     )
 
 
-def test_nested_lists() -> None:
+@on_ranks(2)
+def test_nested_lists(rank: int, world_size: int) -> None:
     """Torch's dispatcher does not see the tensors in them: ranks ended by SIGSEGV."""
-    run_ranks(_nested_lists, 2)
-
-
-def _nested_lists(rank: int, world_size: int) -> None:
     groups = [dist.new_group([each]) for each in range(world_size)]
     model = ShardedWrapper(nn.Linear(8, 8))
     weight, alone = model.module.weight, groups[rank]
@@ -384,12 +373,9 @@ def _nested_lists(rank: int, world_size: int) -> None:
     assert torch.equal(weight.full_tensor(), before)
 
 
-def test_out_of_an_operation_is_a_gradient() -> None:
+@on_ranks(2)
+def test_out_of_an_operation_is_a_gradient(rank: int, world_size: int) -> None:
     """StyleGAN2 and EDM make gradients finite by ``torch.nan_to_num(p.grad, out=p.grad)``."""
-    run_ranks(_finite, 2)
-
-
-def _finite(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Linear(8, 8))
     (model(torch.arange(8.0)[None]).sum() * torch.tensor(torch.inf)).backward()
     for param in model.parameters():

@@ -9,7 +9,7 @@ from torch import nn
 
 from flatshard import FlatParameter, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.ways import WAYS
 
 
@@ -73,11 +73,8 @@ def _assign_local(model: ShardedWrapper) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])
-def test_written_between_forward_and_backward(way: str) -> None:
-    run_ranks(_written_between, 2, way)
-
-
-def _written_between(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_written_between_forward_and_backward(rank: int, world_size: int, way: str) -> None:
     """As an edit of the parameter itself: the error of the edit, and then the edited values."""
     inputs = torch.ones(2, 3)
     for write in (_write_flat, _write_local, _assign_local):
@@ -95,11 +92,8 @@ def _written_between(rank: int, world_size: int, way: str) -> None:
         torch.testing.assert_close(model(inputs), plain(inputs))
 
 
-def test_local_elements_are_copied_and_pickled_alone() -> None:
-    run_ranks(_copied_alone, 2)
-
-
-def _copied_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_local_elements_are_copied_and_pickled_alone(rank: int, world_size: int) -> None:
     local = ShardedWrapper(_model()).get_parameter("2.weight").to_local()
     for twin in (copy.deepcopy(local), pickle.loads(pickle.dumps(local))):
         assert type(twin) is torch.Tensor

@@ -19,87 +19,30 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
-from tests.side import Run, pair
+from tests.side import pair
 from tests.ways import BASIC, each_way
 
 pytestmark = pytest.mark.by_turns
 
 
 @each_way
-def test_deepcopy(way: str) -> None:
-    run_ranks(_deepcopy, 2, way)
-
-
-def _deepcopy(rank: int, world_size: int, way: str) -> None:
-    """The copy trains on by itself, and so does the original."""
-    pairs = pair(rank, world_size, way)
-    copies = []
-    for run in pairs:
-        run.train(0, 2)
-        twin = copy.deepcopy(run.model)
-        copies.append(Run(twin, run.case, rank, world_size))
-    assert_same(copies[0].model, copies[1].model)
-    for one, other in zip(pairs, copies, strict=True):
-        one.train(2, 4)
-        other.train(5, 8)
-    assert_same(pairs[0].model, pairs[1].model)
-    assert_same(copies[0].model, copies[1].model)
-    names = [[name for name, _ in run.model.named_parameters()] for run in (pairs[0], copies[0])]
-    assert names[0] == names[1]
-    kept = copy.deepcopy(copies[0].model) if rank == 0 else None  # alone, and never run
-    later = pair(rank, world_size, way)
-    for run in later:
-        run.train(0, 1)
-    assert_same(later[0].model, later[1].model)
-    del kept
-
-
-@each_way
 @pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
-def test_copy_of_one_unit(way: str) -> None:
-    run_ranks(_copy_of_one_unit, 2, way)
-
-
-def _copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     part = copy.deepcopy(sharded.model.fc1)
     inputs = sharded.inputs(0)
     assert torch.equal(part(inputs), plain.model.fc1(inputs))
 
 
-@pytest.mark.parametrize("kind", ["mean", "each", "all"])
-def test_averaged_model(kind: str) -> None:
-    run_ranks(_averaged, 2, kind)
-
-
-def _averaged(rank: int, world_size: int, kind: str) -> None:
-    keywords = {
-        "mean": {},
-        "each": {"avg_fn": lambda average, new, _: 0.9 * average + 0.1 * new},
-        "all": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
-    }[kind]
-    averages = []
-    for run in pair(rank, world_size, "full"):
-        average = AveragedModel(run.model, **keywords)
-        for step in range(3):
-            run.train(step, step + 1)
-            average.update_parameters(run.model)
-        averages.append(average.module)
-    assert_same(*averages)
-
-
-def test_pickling_is_refused() -> None:
-    run_ranks(_pickling, 2)
-
-
-def _pickling(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_pickling_is_refused(rank: int, world_size: int) -> None:
     model = pair(rank, world_size, "full")[0].model
     attempts: list[Callable[[], object]] = [
         lambda: pickle.dumps(model),
@@ -111,24 +54,6 @@ def _pickling(rank: int, world_size: int) -> None:
     for attempt in attempts:
         with pytest.raises(RuntimeError, match=r"flatshard\.checkpoint"):
             attempt()
-
-
-def test_scaler_agrees_on_overflow() -> None:
-    run_ranks(_scaler, 2)
-
-
-def _scaler(rank: int, world_size: int) -> None:
-    """An overflow on one rank skips the step on all, with torch's own scaler."""
-    run, _ = pair(rank, world_size, "full")
-    run.model.float()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = snapshot(run.model)
-    loss = run.model(run.inputs(0).float()).sum()
-    scaler.scale(loss * float("inf") if rank == 1 else loss).backward()
-    scaler.step(run.optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-    assert_same_state(snapshot(run.model), before, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
@@ -174,41 +99,11 @@ def _fp16_scaler(rank: int, world_size: int, kind: str) -> tuple[list[float], li
     return scales, skipped
 
 
-def test_hooks_see_what_they_see_under_ddp() -> None:
-    run_ranks(_hooks, 2)
-
-
-def _hooks(rank: int, world_size: int) -> None:
-    """Tensor hooks get the local gradient (a clamp is not linear), the other kind the average."""
-    case = CASES["mlp"]
-    local, plain = case.model(), case.model()
-    local.fc2.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    model = case.wrap(local)
-    model.fc3.weight.register_hook(lambda grad: 2 * grad)
-    seen: list[Tensor] = []
-    model.fc3.weight.register_post_accumulate_grad_hook(
-        lambda param: seen.append(param.grad.full_tensor())
-    )
-    Run(model, case, rank, world_size).loss(0).backward()
-    expected = []
-    for other in range(world_size):
-        plain.zero_grad()
-        inputs, target = case.batch(0, ROWS * world_size)
-        rows = slice(ROWS * other, ROWS * (other + 1))
-        F.mse_loss(plain(inputs[rows]), target[rows]).backward()
-        expected.append((plain.fc2.weight.grad.clamp(-0.01, 0.01), 2 * plain.fc3.weight.grad))
-    torch.testing.assert_close(model.fc2.weight.grad.full_tensor(), sum(e[0] for e in expected) / 2)
-    torch.testing.assert_close(seen, [sum(e[1] for e in expected) / 2])
-
-
 # ---------------------------------------------------------------- a module like the wrapped one
 
 
-def test_apply() -> None:
-    run_ranks(_applied, 2)
-
-
-def _applied(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_apply(rank: int, world_size: int) -> None:
     """The same modules in the same order, the same numbers, and whole parameters."""
     for name in ("nested", "tied-across-units", "mlp"):
         case = CASES[name]
@@ -243,11 +138,8 @@ def _initialise(names: list[str], module: nn.Module) -> None:
             param.data.mul_(1.1).add_(torch.randn_like(param))
 
 
-def test_isinstance_reaches_through() -> None:
-    run_ranks(_instances, 1)
-
-
-def _instances(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_isinstance_reaches_through(rank: int, world_size: int) -> None:
     with allow_warnings():
         model = ShardedWrapper(
             nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)),
@@ -287,19 +179,6 @@ def _instances(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- freed
 
 
-def _freed(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
-        for last in ("constructor", "forward", "backward", "step", "no_sync", "deepcopy"):
-            with naming(f"{keywords}, after {last}"):
-                model = case.wrap(case.model(), **keywords)
-                _use(model, last, case, rank, world_size)
-                kept = [weakref.ref(model), weakref.ref(model.fc1._sharded_unit.handles[0])]
-                del model
-                gc.collect()
-                assert [one() for one in kept] == [None, None]
-
-
 def _use(model: ShardedWrapper, last: str, case: Case, rank: int, world_size: int) -> None:
     if last == "constructor":
         return
@@ -316,9 +195,19 @@ def _use(model: ShardedWrapper, last: str, case: Case, rank: int, world_size: in
         copy.deepcopy(model)
 
 
-def test_models_are_freed() -> None:
+@on_ranks(2)
+def test_models_are_freed(rank: int, world_size: int) -> None:
     """Autograd hides what its hooks and saved outputs hold from Python's collector."""
-    run_ranks(_freed, 2)
+    case = CASES["mlp"]
+    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
+        for last in ("constructor", "forward", "backward", "step", "no_sync", "deepcopy"):
+            with naming(f"{keywords}, after {last}"):
+                model = case.wrap(case.model(), **keywords)
+                _use(model, last, case, rank, world_size)
+                kept = [weakref.ref(model), weakref.ref(model.fc1._sharded_unit.handles[0])]
+                del model
+                gc.collect()
+                assert [one() for one in kept] == [None, None]
 
 
 class _Tagged(nn.Linear):
@@ -331,11 +220,8 @@ class _Tagged(nn.Linear):
 
 
 @each_way
-def test_attributes_of_parameters(way: str) -> None:
-    run_ranks(_attributes, 2, way)
-
-
-def _attributes(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
     """Set before wrapping, in forward, in a hook or between steps, and read elsewhere."""
     module = nn.Sequential(_Tagged(4, 4), nn.Tanh(), _Tagged(4, 4))
     for layer in (module[0], module[2]):
@@ -375,11 +261,8 @@ def _restored(state: dict[str, Any]) -> _Persistent:
     return made
 
 
-def test_copies_of_copies() -> None:
-    run_ranks(_copies_of_copies, 2)
-
-
-def _copies_of_copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_copies_of_copies(rank: int, world_size: int) -> None:
     module = nn.Sequential(_Persistent(4, 4), nn.Tanh(), _Persistent(4, 4))
     policy = ModuleWrapPolicy({_Persistent})
     twin = model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0)
@@ -390,11 +273,8 @@ def _copies_of_copies(rank: int, world_size: int) -> None:
     assert torch.equal(twin(x), model(x))
 
 
-def test_gradient_of_one_layer() -> None:
-    run_ranks(_gradient_of_one_layer, 2)
-
-
-def _gradient_of_one_layer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradient_of_one_layer(rank: int, world_size: int) -> None:
     """The adaptive weight of VQGAN, by the way that the error names."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     plain, layer = copy.deepcopy(module), module[2]
@@ -424,11 +304,8 @@ def _gradient_of_one_layer(rank: int, world_size: int) -> None:
         assert_same(model, plain)
 
 
-def test_state_of_another_optimizer() -> None:
-    run_ranks(_state_of_another, 2)
-
-
-def _state_of_another(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_another_optimizer(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Linear(4, 4))
     saved, loaded = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
     model(torch.ones(2, 4)).sum().backward()

@@ -13,8 +13,8 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.whole import Moved
 from tests.combinations import every
-from tests.harness import run_ranks
-from tests.ways import WAYS
+from tests.harness import on_ranks
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -51,18 +51,13 @@ def _params(way: str, **keywords: Any) -> tuple[dict[str, Tensor], dict[str, Fla
     return full, {n: p for n, p in model.named_parameters() if isinstance(p, FlatShardTensor)}
 
 
-@pytest.mark.parametrize("way", every(2, SHARDED))
-def test_every_strategy(way: str) -> None:
-    run_ranks(_gathers_and_scatters, WAYS[way].world_size, way)
-
-
-@pytest.mark.parametrize("transport", ["native", "sockets"])
-def test_transports(transport: str) -> None:
-    run_ranks(_gathers_and_scatters, 3, "full-3", transport)
-
-
-def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str) -> None:
-    expected, params = _params(way, **({"collectives": transport[0]} if transport else {}))
+@pytest.mark.parametrize(
+    ("way", "transport"),
+    [*((way, "auto") for way in every(2, SHARDED)), ("full-3", "native"), ("full-3", "sockets")],
+)
+@on_ranks(ranks_of)
+def test_gathers_and_scatters(rank: int, world_size: int, way: str, transport: str) -> None:
+    expected, params = _params(way, collectives=transport)
     parts = [(param.spec, param.local.detach()) for param in params.values()]
     found = _gathered(parts, "full tensors")
     for (name, param), full in zip(params.items(), found, strict=True):
@@ -89,12 +84,9 @@ def _gathers_and_scatters(rank: int, world_size: int, way: str, *transport: str)
         assert torch.equal(param.full_tensor(), expected[name]), name
 
 
-def test_owners_first_with_hybrid_shard_op() -> None:
+@on_ranks(4)
+def test_owners_first_with_hybrid_shard_op(rank: int, world_size: int) -> None:
     """The first exchange of a model also finds out which rank holds which shard."""
-    run_ranks(_owners_first, 4)
-
-
-def _owners_first(rank: int, world_size: int) -> None:
     expected, params = _params("hybrid-op")
     parts = [(param.spec, param.local.detach(), 0) for param in params.values()]
     found = whole.start_gather(parts, "to rank 0")()
@@ -102,11 +94,8 @@ def _owners_first(rank: int, world_size: int) -> None:
         assert full is None if rank else torch.equal(full, expected[name]), name  # type: ignore[arg-type]
 
 
-def test_each_element_is_sent_once_to_each_rank() -> None:
-    run_ranks(_traffic, 3)
-
-
-def _traffic(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_each_element_is_sent_once_to_each_rank(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = ShardedWrapper(nn.Linear(64, 64))
     params = [param for param in model.parameters() if isinstance(param, FlatShardTensor)]
@@ -126,12 +115,9 @@ def _traffic(rank: int, world_size: int) -> None:
     ]
 
 
-def test_different_tensors() -> None:
+@on_ranks(2, group_timeout=60)
+def test_different_tensors(rank: int, world_size: int) -> None:
     """All ranks raise, before any value is sent, and the ranks are in step afterwards."""
-    run_ranks(_different, 2, group_timeout=60)
-
-
-def _different(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
     weight, bias, other, *_ = model.parameters()
     assert all(isinstance(param, FlatShardTensor) for param in (weight, bias, other))

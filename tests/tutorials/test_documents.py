@@ -706,7 +706,7 @@ def test_reference_names_all_that_is_public() -> None:
 
 FRAMEWORKS = ("accelerate", "lightning", "pipelining", "transformers")
 LEFT_OUT = {  # for the library itself
-    "flatshard.extras.recording.step_report.sum_up",
+    "flatshard.extras.recording.step_report.sum_up"
 }
 
 

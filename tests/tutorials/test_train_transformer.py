@@ -76,10 +76,7 @@ def test_compares_strategies(tmp_path: Path) -> None:
     ],
 )
 def test_comparison_refuses_options(
-    options: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import compare_strategies
 

@@ -17,9 +17,9 @@ from flatshard.memory_plan import predict
 from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_same
+from tests.oracle import ROWS, assert_same, step_and_zero
 
 WIDTH = 6
 NUM_BLOCKS = 5
@@ -81,11 +81,8 @@ ORDERS: dict[str, Callable[[int, int], list[int]]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_the_plain_model(world_size: int) -> None:
-    run_ranks(_equals, world_size)
-
-
-def _equals(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_equals_the_plain_model(rank: int, world_size: int) -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets"},
@@ -121,9 +118,7 @@ def _train(
             (plain(part, order(step, one)).square().mean() / world_size).backward()
         used = {name for name, param in model.named_parameters() if param.grad is not None}
         assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
-        for one in (optimizer, oracle):
-            one.step()
-            one.zero_grad()
+        step_and_zero(optimizer, oracle)
         with torch.no_grad():
             torch.testing.assert_close(
                 model.blocks[1](own),
@@ -132,11 +127,8 @@ def _train(
     assert_same(model, plain)
 
 
-def test_every_tiny_model() -> None:
-    run_ranks(_tiny, 2)
-
-
-def _tiny(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_tiny_model(rank: int, world_size: int) -> None:
     """Coalesced, and with every parameter of the root reduced by itself."""
     for name, case in CASES.items():
         with naming(name):
@@ -149,17 +141,13 @@ def _tiny(rank: int, world_size: int) -> None:
                 for step in range(2):
                     inputs, target = case.batch(step, ROWS, torch.float64)
                     loss_of(model(inputs), target).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    step_and_zero(optimizer)
             assert_same(together, apart)
             assert_same(parted, apart)
 
 
-def test_collectives_and_report() -> None:
-    run_ranks(_collectives, 2)
-
-
-def _collectives(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_collectives_and_report(rank: int, world_size: int) -> None:
     model = wrapped()
     units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]
     assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-2]] == [
@@ -183,11 +171,8 @@ def _collectives(rank: int, world_size: int) -> None:
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
 
-def test_large_parameters_of_the_root() -> None:
-    run_ranks(_large_parameters, 2)
-
-
-def _large_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     """The head is reduced before the blocks, the embedding after them."""
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
@@ -229,11 +214,10 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_the_roots_embedding_is_freed_after_forward(strategy: str) -> None:
-    run_ranks(_embedding, 2, strategy)
-
-
-def _embedding(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_the_roots_embedding_is_freed_after_forward(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
     plain, model = Looking(), Looking()
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
@@ -260,18 +244,13 @@ def _embedding(rank: int, world_size: int, strategy: str) -> None:
             for one in range(world_size):
                 plain_loss = plain(tokens[one : one + 1], one in ties, checkpoints).square().mean()
                 (plain_loss / world_size).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
             assert_same(model, plain)
 
 
-def test_one_of_several() -> None:
+@on_ranks(2)
+def test_one_of_several(rank: int, world_size: int) -> None:
     """What is done with one module of a unit is about it alone, or refused."""
-    run_ranks(_one_of_several, 2)
-
-
-def _one_of_several(rank: int, world_size: int) -> None:
     model, plain = wrapped(), made()
     own = rows(0, world_size)[rank * ROWS : (rank + 1) * ROWS]
     model(own, [0, 1, 2, 3, 4]).square().mean().backward()
@@ -297,11 +276,8 @@ def _one_of_several(rank: int, world_size: int) -> None:
     assert_same(twin, plain)
 
 
-def test_bad_values() -> None:
-    run_ranks(_bad, 1)
-
-
-def _bad(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_bad_values(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="coalesce_bytes: expected 0 or more bytes, got -1"):
         wrapped(coalesce_bytes=-1)
     with pytest.raises(TypeError, match="coalesce_bytes: expected an int"):

@@ -19,10 +19,10 @@ from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import loss_of, vectors
-from tests.oracle import ROWS, assert_same, assert_same_state, snapshot
-from tests.ways import WAYS
+from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -82,6 +82,12 @@ def _build(rank: int, how: str) -> tuple[Model, dict[str, Any], set[str]]:
     return model, keywords, ignored
 
 
+def _wrap(model: nn.Module, way: str, **keywords: Any) -> ShardedWrapper:
+    WAYS[way].set_nodes()
+    strategy = WAYS[way].strategy
+    return ShardedWrapper(model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords)
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -106,9 +112,7 @@ class Copies:
                 average = sum(p.grad for p in params) / len(params)
                 for param in params:
                     param.grad = average.clone()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*self.optimizers)
 
     def _take_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -127,8 +131,7 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
     optimizer = _sgd(model)
     for step in range(num_steps):
         _loss(model, rank, len(copies.models), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         copies.step([step])
     assert_same(model, copies.models[rank], TOLERANCE, TOLERANCE)
 
@@ -137,69 +140,44 @@ def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_ste
 
 
 @each_way
-def test_training(way: str) -> None:
-    run_ranks(_training, WAYS[way].world_size, way)
-
-
-def _training(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
+@on_ranks(ranks_of)
+def test_training(rank: int, world_size: int, way: str) -> None:
     hows = ("modules", "parameters", "states", "names")
     for how in every(2, hows, start=list(CHOSEN).index(way)):
         with naming(how):
             model, keywords, ignored = _build(rank, how)
-            wrapped = ShardedWrapper(
-                model,
-                sharding_strategy=WAYS[way].strategy,
-                auto_wrap_policy=LINEARS,
-                **keywords,
-            )
+            wrapped = _wrap(model, way, **keywords)
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
             _check_trains_like(copies, wrapped, rank, 4)
 
 
 @each_way
-def test_accumulation(way: str) -> None:
-    run_ranks(_accumulation, WAYS[way].world_size, way)
-
-
-def _accumulation(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
+@on_ranks(ranks_of)
+def test_accumulation(rank: int, world_size: int, way: str) -> None:
     model, keywords, ignored = _build(rank, "parameters")
     model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
     copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
     for r, plain in enumerate(copies.models):
         plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
-    wrapped = ShardedWrapper(
-        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-    )
+    wrapped = _wrap(model, way, **keywords)
     optimizer = _sgd(wrapped)
     for step in range(0, 6, 2):
         with wrapped.no_sync():
             _loss(wrapped, rank, world_size, step).backward()
         _loss(wrapped, rank, world_size, step + 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         copies.step([step, step + 1])
     assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
 @each_way
-def test_clipping(way: str) -> None:
-    run_ranks(_clipping, WAYS[way].world_size, way)
-
-
-def _clipping(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_clipping(rank: int, world_size: int, way: str) -> None:
     """All ranks have the same rows, so that their ignored gradients are one model's."""
-    WAYS[way].set_nodes()
     for order in (2.0, float("inf")):
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
-        wrapped = ShardedWrapper(
-            model,
-            sharding_strategy=WAYS[way].strategy,
-            auto_wrap_policy=LINEARS,
-            **keywords,
-        )
+        wrapped = _wrap(model, way, **keywords)
         optimizers = [_sgd(one) for one in (plain, wrapped)]
         for step in range(2):
             for one in (plain, wrapped):
@@ -213,20 +191,15 @@ def _clipping(rank: int, world_size: int, way: str) -> None:
                 actual = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1, order)
             assert expected > 0.1
             torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=0.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_and_zero(*optimizers)
         assert_same(wrapped, plain, TOLERANCE, TOLERANCE)
 
 
 # ---------------------------------------------------------------- what they are
 
 
-def test_they_stay_plain() -> None:
-    run_ranks(_they_stay_plain, 2)
-
-
-def _they_stay_plain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_they_stay_plain(rank: int, world_size: int) -> None:
     model, keywords, ignored = _build(rank, "states")
     params = {name: p for name, p in model.named_parameters() if name in ignored}
     names = [name for name, _ in model.named_parameters()]
@@ -252,17 +225,11 @@ def _they_stay_plain(rank: int, world_size: int) -> None:
 
 @each_way
 @pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
-def test_copies(way: str) -> None:
-    run_ranks(_copies, WAYS[way].world_size, way)
-
-
-def _copies(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_copies(rank: int, world_size: int, way: str) -> None:
     """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
-    WAYS[way].set_nodes()
     model, keywords, ignored = _build(rank, "states")
-    wrapped = ShardedWrapper(
-        model, sharding_strategy=WAYS[way].strategy, auto_wrap_policy=LINEARS, **keywords
-    )
+    wrapped = _wrap(model, way, **keywords)
     before = snapshot(wrapped)
     twin = copy.deepcopy(wrapped)
     alone = copy.deepcopy(wrapped.fc2)
@@ -275,11 +242,8 @@ def _copies(rank: int, world_size: int, way: str) -> None:
     assert_same_state(wrapped.state_dict(), before, 0.0, 0.0)
 
 
-def test_other_shapes_on_each_rank() -> None:
-    run_ranks(_other_shapes, 3)
-
-
-def _other_shapes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
     """Only its name must agree; what a rank holds there is its own affair."""
     model = Model().double()
     model.local = nn.Sequential(
@@ -320,11 +284,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_tied(strategy: str, policy: ModuleWrapPolicy | None) -> None:
-    run_ranks(_tied, 2, strategy, policy)
-
-
-def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
+@on_ranks(2)
+def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
     """A tied parameter is ignored as a whole; by DDP's list only if all its names are there."""
     expected = {"local.bias", "inner.weight", "local.weight"}
     for how, ignored in (
@@ -353,11 +314,8 @@ def _tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | 
             assert wrapped.local.weight is wrapped.inner.weight
 
 
-def test_units_inside_units() -> None:
-    run_ranks(_units_inside_units, 2)
-
-
-def _units_inside_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_inside_units(rank: int, world_size: int) -> None:
     """What a hand-wrapped unit ignores, the wrapper around it ignores too."""
     model = _build(rank, "modules")[0]
     plain = [_build(r, "modules")[0] for r in range(world_size)]
@@ -384,12 +342,9 @@ def _nested_names(plain: nn.Module) -> nn.Module:
     return plain
 
 
-def test_one_list_for_every_wrapper() -> None:
+@on_ranks(2)
+def test_one_list_for_every_wrapper(rank: int, world_size: int) -> None:
     """What was in another part of the model was refused."""
-    run_ranks(_one_list, 2)
-
-
-def _one_list(rank: int, world_size: int) -> None:
     model, _, ignored = _build(rank, "states")
     copies = Copies([_build(one, "states")[0] for one in range(world_size)], ignored)
     everywhere = [model.local, model.gain, model.fc2.bias, Model().fc1]
@@ -406,56 +361,38 @@ def _one_list(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_refused() -> None:
-    run_ranks(_refused, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
-    def wrap(**keywords: Any) -> None:
-        ShardedWrapper(model, **keywords)
-
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     model = Model()
-    with pytest.raises(ValueError, match="ignored_modules or ignored_states"):
-        wrap(ignored_modules=[], ignored_states=[])
-    with pytest.raises(
-        TypeError, match="ignored_modules: expected an iterable of Module, got a Li"
+    for keywords, error, says in (
+        ({"ignored_modules": [], "ignored_states": []}, ValueError, "ignored_modules or ignored_"),
+        ({"ignored_modules": model.fc1}, TypeError, "expected an iterable of Module, got a Li"),
+        ({"ignored_modules": [model.gain]}, TypeError, "got a Parameter at position 0"),
+        ({"ignored_states": model.gain}, TypeError, "got a Tensor at position 0"),  # its elements
+        ({"ignored_states": ["gain"]}, TypeError, "got a str at position 0"),
     ):
-        wrap(ignored_modules=model.fc1)
-    with pytest.raises(TypeError, match="got a Parameter at position 0"):
-        wrap(ignored_modules=[model.gain])
-    with pytest.raises(TypeError, match="got a Tensor at position 0"):
-        wrap(ignored_states=model.gain)  # its elements
-    with pytest.raises(TypeError, match="got a str at position 0"):
-        wrap(ignored_states=["gain"])
+        with pytest.raises(error, match=says):
+            ShardedWrapper(model, **keywords)
     model.local = ShardedWrapper(model.local)
     model.fc2 = ShardedWrapper(nn.Sequential(model.fc2))
-    for inside, name in (
-        (model.local, "local.0"),
-        (model.local[1], "local.1"),
-        (model.fc2[0], "fc2.0"),
-    ):
-        with pytest.raises(ValueError, match=rf"parameter '{name}.weight'.*sharded it already"):
-            wrap(ignored_modules=[inside])
-    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
-        wrap(ignored_states=[model.local[0].weight])
     model.extra = nn.Linear(5, 5)
     model.extra.weight = model.local[0].weight
-    with pytest.raises(ValueError, match=r"parameter 'local.0.weight'.*sharded it already"):
-        wrap(ignored_modules=[model.extra])
+    for keywords, name in (
+        ({"ignored_modules": [model.local]}, "local.0"),
+        ({"ignored_modules": [model.local[1]]}, "local.1"),
+        ({"ignored_modules": [model.fc2[0]]}, "fc2.0"),
+        ({"ignored_states": [model.local[0].weight]}, "local.0"),
+        ({"ignored_modules": [model.extra]}, "local.0"),
+    ):
+        with pytest.raises(ValueError, match=rf"parameter '{name}.weight'.*sharded it already"):
+            ShardedWrapper(model, **keywords)
     del model.extra
-    _still_works(model, rank, world_size)
-
-
-def _still_works(model: nn.Module, rank: int, world_size: int) -> None:
     wrapped = ShardedWrapper(model.double(), ignored_states=[model.gain])
     _loss(wrapped, rank, world_size, 0).backward()
 
 
-def test_ranks_that_ignore_different_things() -> None:
-    run_ranks(_different, 3)
-
-
-def _different(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
     for odd in ("fc1", "fc2"):
         model = Model()
         ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
@@ -472,11 +409,8 @@ def _different(rank: int, world_size: int) -> None:
         ShardedWrapper(model, ignored_states=[ignored])
 
 
-def test_everything_ignored() -> None:
-    run_ranks(_everything, 2)
-
-
-def _everything(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_everything_ignored(rank: int, world_size: int) -> None:
     model = Model().double()
     plain = copy.deepcopy(model)
     if rank == 0:
@@ -490,12 +424,9 @@ def _everything(rank: int, world_size: int) -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_policies_pass_by() -> None:
+@on_ranks(1)
+def test_policies_pass_by(rank: int, world_size: int) -> None:
     """A policy is not asked about what is ignored, and sizes do not count it."""
-    run_ranks(_policies, 1)
-
-
-def _policies(rank: int, world_size: int) -> None:
     asked = []
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:

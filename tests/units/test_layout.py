@@ -72,11 +72,6 @@ def test_alignment_and_bounded_padding(
     assert layout.padding_numel < align * (len(shapes) + world_size) + world_size
 
 
-@given(SHAPES, WORLDS, ITEMSIZES)
-def test_pure(shapes: list[tuple[int, ...]], world_size: int, itemsize: int) -> None:
-    assert _layout(shapes, world_size, itemsize) == _layout(shapes, world_size, itemsize)
-
-
 def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """Where the elements of a tensor lie, in the order of its indices."""
     indices = itertools.product(*map(range, shape))

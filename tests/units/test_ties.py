@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
-from tests.models import Case, Mlp, Transformer, tokens, vectors
+from tests.harness import allow_warnings, naming, on_ranks
+from tests.models import Case, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
 from tests.ways import BASIC, WAYS, each_way
@@ -171,10 +171,7 @@ def _classes(*classes: type[nn.Module]) -> Policy:
 
 
 def _is_one_of(
-    classes: tuple[type[nn.Module], ...],
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
+    classes: tuple[type[nn.Module], ...], module: nn.Module, recurse: bool, nonwrapped_numel: int
 ) -> bool:
     return recurse or isinstance(module, classes)
 
@@ -243,30 +240,21 @@ _TIES = [
         "shared module that is a unit",
         SharedModule,
         _classes(Branch, Leaf),
-        {
-            "first.right.weight": ["second.left.weight"],
-            "first.right.bias": ["second.left.bias"],
-        },
+        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
         {"first.right.weight": "first.right", "first.right.bias": "first.right"},
     ),
     Tie(
         "shared module that is no unit",
         SharedModule,
         _classes(Branch),
-        {
-            "first.right.weight": ["second.left.weight"],
-            "first.right.bias": ["second.left.bias"],
-        },
+        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
         {"first.right.weight": "", "first.right.bias": ""},
     ),
     Tie(
         "weight and bias",
         SharedParts,
         _classes(Branch, Leaf),
-        {
-            "first.left.weight": ["first.right.weight"],
-            "first.left.bias": ["second.right.bias"],
-        },
+        {"first.left.weight": ["first.right.weight"], "first.left.bias": ["second.right.bias"]},
         {"first.left.weight": "first", "first.left.bias": ""},
     ),
 ]
@@ -276,11 +264,7 @@ TIES = {tie.name: tie for tie in _TIES}
 
 def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
     """The same model sharded and plain."""
-    model = ShardedWrapper(
-        tie.case.model(),
-        **WAYS[way].keywords,
-        auto_wrap_policy=tie.policy,
-    )
+    model = ShardedWrapper(tie.case.model(), **WAYS[way].keywords, auto_wrap_policy=tie.policy)
     return Run(model, tie.case, rank, world_size), Run(tie.case.model(), tie.case, rank, world_size)
 
 
@@ -294,12 +278,9 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
 
 @each_way
 @pytest.mark.uncoalesced  # which of two units owns what they share
-def test_owner(way: str) -> None:
-    run_ranks(_owner, 2, way)
-
-
-def _owner(rank: int, world_size: int, way: str) -> None:
-    """Where a tied weight lies, and that it lies there once."""
+@on_ranks(2)
+def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
+    """Where a tied weight lies, that it lies there once, and that its names have one object."""
     for tie in TIES.values():
         with naming(tie.name):
             sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
@@ -312,17 +293,6 @@ def _owner(rank: int, world_size: int, way: str) -> None:
             sizes = {name: param.numel() for name, param in plain.named_parameters()}
             assert {name: numel for name, (_, numel) in spans.items()} == sizes
             assert {name: spans[name][0] for name in tie.owners} == tie.owners
-
-
-@pytest.mark.parametrize("way", BASIC)
-def test_parameters_are_the_same_object(way: str) -> None:
-    run_ranks(_same_object, 2, way)
-
-
-def _same_object(rank: int, world_size: int, way: str) -> None:
-    for tie in TIES.values():
-        with naming(tie.name):
-            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
             for remove_duplicate in (True, False):
                 names = [
                     [name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
@@ -344,11 +314,8 @@ def _assert_tied(model: nn.Module, tie: Tie) -> None:
 
 
 @each_way
-def test_training_and_state_dicts(way: str) -> None:
-    run_ranks(_train_and_load_all, 2, way)
-
-
-def _train_and_load_all(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_training_and_state_dicts(rank: int, world_size: int, way: str) -> None:
     for tie in every(1 if way == "full" else 6, TIES.values(), start=list(BASIC).index(way)):
         with naming(tie.name):
             _train_and_load(rank, world_size, tie, way)
@@ -394,27 +361,6 @@ def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
                 for run in (sharded, plain):
                     with pytest.raises(RuntimeError, match="Missing key"):
                         run.model.load_state_dict(part)
-
-
-@each_way
-def test_equal_values_are_no_tie(way: str) -> None:
-    run_ranks(_untied, 2, way)
-
-
-def _untied(rank: int, world_size: int, way: str) -> None:
-    def build() -> nn.Module:
-        model = Mlp()
-        model.again = nn.Linear(7, 5)
-        model.again.load_state_dict(model.fc1.state_dict())
-        return model
-
-    tie = Tie("untied", build, _classes(nn.Linear), {}, {})
-    sharded, plain = _runs(rank, world_size, tie, way)
-    for run in (sharded, plain):
-        run.train(0, 2)
-    _assert_same(sharded.model, plain.model, tie)
-    state = sharded.model.state_dict()
-    assert not torch.equal(state["fc1.weight"], state["again.weight"])
 
 
 class _Views(nn.Module):

@@ -13,8 +13,8 @@ from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
-from tests.harness import allow_warnings, naming, run_ranks
-from tests.models import CASES, Block, Case, Mlp, Transformer, vectors
+from tests.harness import allow_warnings, naming, on_ranks
+from tests.models import CASES, Block, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
@@ -72,32 +72,23 @@ def table(model: ShardedWrapper) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_auto_trains_right(strategy: str) -> None:
-    run_ranks(_auto, 2, strategy)
-
-
-def _auto(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_auto_trains_right(rank: int, world_size: int, strategy: str) -> None:
     model = ShardedWrapper(WIDE.model(), auto_wrap_policy="auto", sharding_strategy=strategy)
     assert unit_names(model) == ["", "layers.0", "layers.1"]
     trains_right(model, WIDE, rank, world_size)
 
 
-def test_auto_on_tiny_models_is_one_unit() -> None:
-    run_ranks(_auto_tiny, 2)
-
-
-def _auto_tiny(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_auto_on_tiny_models_is_one_unit(rank: int, world_size: int) -> None:
     """And says nothing: a warning is an error here."""
     for name in ("mlp", "tied-in-unit", "odd-shapes"):
         model = ShardedWrapper(CASES[name].model(), auto_wrap_policy="auto")
         assert sharded_modules(model) == [model]
 
 
-def test_an_unknown_policy() -> None:
-    run_ranks(_unknown_policy, 2)
-
-
-def _unknown_policy(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_unknown_policy(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"expected \"auto\", .* got 'automatic'"):
         ShardedWrapper(Mlp(), auto_wrap_policy="automatic")
     match = r"To use size_based_auto_wrap_policy, pass the object"
@@ -108,11 +99,8 @@ def _unknown_policy(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- the report
 
 
-def test_report() -> None:
-    run_ranks(_report, 2)
-
-
-def _report(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_report(rank: int, world_size: int) -> None:
     model = ShardedWrapper(
         Wide(),
         auto_wrap_policy="auto",
@@ -150,11 +138,8 @@ def _report(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced  # names units one by one
-def test_report_of_units_made_in_other_ways() -> None:
-    run_ranks(_report_otherwise, 2)
-
-
-def _report_otherwise(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_report_of_units_made_in_other_ways(rank: int, world_size: int) -> None:
     keywords = {"collectives": "native"}
     plain = Mlp()
     plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
@@ -194,33 +179,23 @@ class Layer2(nn.Module):
         return self.linear(x)
 
 
-JUDGED: dict[str, tuple[Any, Any, str]] = {
-    "one unit": (lambda: _stack(4, 1600), None, "are one unit"),
-}
-
-
-@pytest.mark.parametrize("kind", JUDGED)
 @pytest.mark.uncoalesced  # names units one by one
-def test_what_is_said_about_plans(kind: str) -> None:
-    run_ranks(_judged, 2, kind)
-
-
-def _judged(rank: int, world_size: int, kind: str) -> None:
-    build, policy, expected = JUDGED[kind]
+@on_ranks(2)
+def test_a_large_model_in_one_unit_is_warned_of(rank: int, world_size: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ShardedWrapper(build(), auto_wrap_policy=policy, sharding_strategy=strategy)
+            ShardedWrapper(_stack(4, 1600), sharding_strategy=strategy)
         messages = [str(one.message) for one in caught]
         if rank == 0 and strategy == "FULL_SHARD":
             assert len(messages) == 1, messages
-            assert expected in messages[0]
+            assert "are one unit" in messages[0]
             assert 'auto_wrap_policy="auto"' in messages[0]
             assert caught[0].filename == __file__
         else:
             assert not messages  # nothing is gathered, or it is said by another rank
     # The remedy is one.
-    ShardedWrapper(build(), auto_wrap_policy="auto")
+    ShardedWrapper(_stack(4, 1600), auto_wrap_policy="auto")
 
 
 # ---------------------------------------------------------------- by hand
@@ -240,11 +215,8 @@ HAND_MADE = Case("hand-made", HandMade, vectors)
 
 
 @pytest.mark.parametrize("source", ["ours", "torch"])
-def test_enable_wrap(source: str) -> None:
-    run_ranks(_enable_wrap, 2, source)
-
-
-def _enable_wrap(rank: int, world_size: int, source: str) -> None:
+@on_ranks(2)
+def test_enable_wrap(rank: int, world_size: int, source: str) -> None:
     own = source == "ours"
     build = HandMade if own else functools.partial(HandMade, torch_wrap.wrap)
     enable = enable_wrap if own else torch_wrap.enable_wrap
@@ -327,11 +299,8 @@ TORCHS: dict[str, tuple[str, Any, list[str]]] = {
 
 @pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.uncoalesced  # names units one by one
-def test_policies_of_torch(name: str) -> None:
-    run_ranks(_torchs_policy, 2, name)
-
-
-def _torchs_policy(rank: int, world_size: int, name: str) -> None:
+@on_ranks(2)
+def test_policies_of_torch(rank: int, world_size: int, name: str) -> None:
     case_name, policy, expected = TORCHS[name]
     case = CASES[case_name]
     model = ShardedWrapper(case.model(), auto_wrap_policy=policy)
@@ -340,11 +309,8 @@ def _torchs_policy(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
-def test_keywords_of_units_in_torchs_words(kind: Any) -> None:
-    run_ranks(_torchs_keywords, 2, kind)
-
-
-def _torchs_keywords(rank: int, world_size: int, kind: Any) -> None:
+@on_ranks(2)
+def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any) -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         sizes = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
         return {
@@ -372,11 +338,8 @@ def _torchs_keywords(rank: int, world_size: int, kind: Any) -> None:
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
 
 
-def test_settings_in_torchs_words() -> None:
-    run_ranks(_torchs_settings, 2)
-
-
-def _torchs_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_settings_in_torchs_words(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     for keywords in (
         {"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD},
@@ -395,15 +358,3 @@ def _torchs_settings(rank: int, world_size: int) -> None:
     ):
         with naming(keywords), allow_warnings(UserWarning, "cpu_offload"):
             trains_right(case.wrap(case.model(), **keywords), case, rank, world_size)
-
-
-def test_a_tied_transformer_by_auto() -> None:
-    run_ranks(_tied_by_auto, 2)
-
-
-def _tied_by_auto(rank: int, world_size: int) -> None:
-    case = CASES["tied-in-unit"]
-    model = ShardedWrapper(case.model(), auto_wrap_policy="auto")
-    assert isinstance(model.module, Transformer)
-    assert model.head.weight is model.embed.weight
-    trains_right(model, case, rank, world_size)

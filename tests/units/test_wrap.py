@@ -23,7 +23,6 @@ from flatshard.units.policies import (
     always_wrap_policy,
     as_policy,
     explain_no_match,
-    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -509,19 +508,6 @@ def test_wrong_custom_policies() -> None:
     policy = CustomPolicy(lambda module: None)
     with pytest.raises(ValueError, match=r"got None for module '' \(Sequential\)"):
         find_units(mlp(), policy)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        *(make(policies) for make, _ in PAIRS),
-        *(make(torch_wrap) for make, _ in PAIRS),
-        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_wide),
-    ],
-    ids=lambda value: None,
-)
-def test_good_policies(policy: Any) -> None:
-    as_policy(policy)
 
 
 # --- help ---

@@ -147,10 +147,7 @@ def _boxes(name: str) -> Inputs:
     targets: list[dict[str, Tensor]] = []
     for _ in pictures:
         corner = torch.rand(2, 2) * 30 + 5
-        target = {
-            "boxes": torch.cat([corner, corner + 30], 1),
-            "labels": torch.randint(1, 4, (2,)),
-        }
+        target = {"boxes": torch.cat([corner, corner + 30], 1), "labels": torch.randint(1, 4, (2,))}
         if name.startswith("mask"):
             target["masks"] = torch.randint(0, 2, (2, 96, 96), dtype=torch.uint8)
         if name.startswith("keypoint"):

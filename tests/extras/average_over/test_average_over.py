@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
 from tests.comm_hooks import Averaging
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 _STEPS, _MICRO_BATCHES = 3, 2
 
@@ -71,11 +71,8 @@ def _train(
 
 @pytest.mark.by_turns
 @pytest.mark.parametrize("way", WAYS)
-def test_every_strategy(way: str) -> None:
-    run_ranks(_strategy, WAYS[way].world_size, way)
-
-
-def _strategy(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     case = CASES["mlp"]
     expected = _train_plain(case, world_size, 0.5)
@@ -107,11 +104,8 @@ def _rounded(rank: int, world_size: int) -> None:
     assert_same(model, _train_plain(case, world_size, 0.5), rtol=0.1, atol=0.02)
 
 
-def test_counts_follow_the_gradients() -> None:
-    run_ranks(_dropped, 2)
-
-
-def _dropped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     """Gradients that the program or a failure drops take their counts along."""
     case = CASES["mlp"]
     model: Any = case.wrap(case.model())
@@ -155,11 +149,8 @@ def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:
     loss.backward()
 
 
-def test_wrong_counts_are_named_on_all_ranks() -> None:
-    run_ranks(_wrong, 2)
-
-
-def _wrong(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model: Any = case.wrap(case.model())
 

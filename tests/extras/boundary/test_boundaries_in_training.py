@@ -24,10 +24,17 @@ from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import assert_same_state, local_loss, snapshot, train_steps, trainable
-from tests.ways import WAYS
+from tests.oracle import (
+    assert_same_state,
+    local_loss,
+    snapshot,
+    step_and_zero,
+    train_steps,
+    trainable,
+)
+from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
 
@@ -61,11 +68,8 @@ def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_same_losses_and_weights(world_size: int) -> None:
-    run_ranks(_same_training, world_size)
-
-
-def _same_training(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_same_losses_and_weights(rank: int, world_size: int) -> None:
     names = ("mlp-one-unit", "cnn-channels-last", "tied-in-unit", "tied-blocks", "nested")
     names += ("odd-shapes", "mixed-types", "frozen", "unused")
     for number, name in enumerate(every(1 if world_size == 2 else 2, names)):
@@ -81,18 +85,14 @@ def _same_training(rank: int, world_size: int) -> None:
                 _check_cuts(model, boundary)
 
 
-@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather"])
-def test_strategies(way: str) -> None:
-    run_ranks(_same_with, WAYS[way].world_size, way, WAYS[way].keywords)
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def test_mixed_precision() -> None:
-    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_ranks(_same_with, 2, "full", {"mixed_precision": half})
-
-
-def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["no_shard", "hybrid", "hybrid-op", "regather", "full"])
+@on_ranks(ranks_of)
+def test_strategies_and_mixed_precision(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
+    keywords = {"mixed_precision": HALF} if way == "full" else WAYS[way].keywords
     plain, expected = _train("transformer", rank, world_size, **keywords)
     for boundary in BOUNDARIES:
         with naming(boundary):
@@ -102,11 +102,8 @@ def _same_with(rank: int, world_size: int, way: str, keywords: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
-def test_large_shards(collectives: str) -> None:
-    run_ranks(_large_shards, 3, collectives)
-
-
-def _large_shards(rank: int, world_size: int, collectives: str) -> None:
+@on_ranks(3)
+def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
     """Of whole pages, and with gradients that are read where autograd made them."""
     found = []
     for boundary in ("element", *BOUNDARIES[:2], 2048):
@@ -124,8 +121,7 @@ def _large_shards(rank: int, world_size: int, collectives: str) -> None:
             torch.manual_seed(rank)
             for _ in range(3):
                 model(torch.randn(2, 512)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             assert all(not handle.flat_param[a:b].any() for a, b in _own_gaps(handle))
             found.append(snapshot(model))
             _same(found[-1], found[0])
@@ -137,11 +133,8 @@ def _own_gaps(handle: Any) -> list[tuple[int, int]]:
     return [(a, b) for a, b in inside if a < b]
 
 
-def test_values_from_elsewhere(tmp_path: Path) -> None:
-    run_ranks(_values, 3, tmp_path)
-
-
-def _values(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(3)
+def test_values_from_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
     """On the meta device, of rank 0 alone, and on disk."""
     case = CASES["transformer"]
     expected, losses = _train("transformer", rank, world_size)
@@ -151,18 +144,15 @@ def _values(rank: int, world_size: int, folder: Path) -> None:
                 module = case.model()
             keywords = {"sync_module_states": True, "device_id": "cpu", "boundary": boundary}
             _same(snapshot(case.wrap(module, **keywords)), case.model().state_dict())
-            disk = CPUOffload(offload_params=True, path=folder)
+            disk = CPUOffload(offload_params=True, path=tmp_path)
             keywords = {"cpu_offload": disk, "boundary": boundary}
             model, actual = _train("transformer", rank, world_size, **keywords)
             assert actual == losses
             _same(snapshot(model), snapshot(expected))
 
 
-def test_step_in_backward_accumulation_clipping_and_copies() -> None:
-    run_ranks(_idioms, 2)
-
-
-def _idioms(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_in_backward_accumulation_clipping_and_copies(rank: int, world_size: int) -> None:
     expected = _with_idioms(rank, world_size, "element")
     for boundary in BOUNDARIES:
         with naming(boundary):
@@ -179,8 +169,7 @@ def _with_idioms(rank: int, world_size: int, boundary: Boundary) -> list[Any]:
         local_loss(model, case, 0, rank, world_size).backward()
     local_loss(model, case, 1, rank, world_size).backward()
     found.append(model.clip_grad_norm_(0.1))
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     twin = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(trainable(twin), lr=0.01)
     twin.step_in_backward(optimizer)
@@ -201,11 +190,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def test_optimizers() -> None:
-    run_ranks(_optimizers, 2)
-
-
-def _optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizers(rank: int, world_size: int) -> None:
     for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
         with naming(name):
             states = []
@@ -274,28 +260,19 @@ def _moved(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- plans and errors
 
 
-def test_plans_and_refusals() -> None:
-    run_ranks(_plans, 2)
-
-
 def _large() -> nn.Sequential:
     return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512), nn.Linear(512, 8))
 
 
-def _plans(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plans_and_refusals(rank: int, world_size: int) -> None:
     linears = ModuleWrapPolicy([nn.Linear])
     module = _large()
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements of padding, 100%"):
         ShardedWrapper(module, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
     with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements"):
-        predict(
-            module,
-            world_size=2,
-            auto_wrap_policy=linears,
-            coalesce_bytes=0,
-            boundary="tensor",
-        )
+        predict(module, world_size=2, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
     assert all(type(one) is nn.Linear for one in module)
     _same(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
@@ -320,11 +297,8 @@ def _plans(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what it is for
 
 
-def test_muon_without_communication() -> None:
-    run_ranks(_muon, 2)
-
-
-def _muon(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_muon_without_communication(rank: int, world_size: int) -> None:
     """Each matrix is whole on one rank, which steps it alone; the others have nothing of it."""
     case = CASES["transformer"]
     plain = case.model()

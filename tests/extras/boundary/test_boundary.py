@@ -16,13 +16,7 @@ from flatshard.extras.boundary import (
     check_padding,
     move,
 )
-from flatshard.units.layout import (
-    ALIGNMENT_BYTES,
-    PAGE_BYTES,
-    PAGED_BYTES,
-    FlatLayout,
-    strides_of,
-)
+from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, strides_of
 
 PARAMS = st.lists(
     st.lists(st.integers(0, 9), max_size=4).flatmap(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 
 pytestmark = pytest.mark.by_turns
 
@@ -60,11 +60,8 @@ DIFFERENT: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_differences_are_named(strategy: str) -> None:
-    run_ranks(_different, 2, strategy)
-
-
-def _different(rank: int, _: int, strategy: str) -> None:
+@on_ranks(2)
+def test_differences_are_named(rank: int, world_size: int, strategy: str) -> None:
     for kind, (make, expected) in DIFFERENT.items():
         with naming(kind):
             model = ShardedWrapper(_model(), sharding_strategy=strategy)
@@ -203,11 +200,8 @@ ALIKE = (
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_no_false_alarm(strategy: str) -> None:
-    run_ranks(_alike, 2, strategy)
-
-
-def _alike(rank: int, _: int, strategy: str) -> None:
+@on_ranks(2)
+def test_no_false_alarm(rank: int, world_size: int, strategy: str) -> None:
     for program in ALIKE:
         with naming(program.__name__), allow_warnings():
             model = ShardedWrapper(_model(), sharding_strategy=strategy)
@@ -217,12 +211,9 @@ def _alike(rank: int, _: int, strategy: str) -> None:
                 next(steps)
 
 
-def test_experts() -> None:
+@on_ranks(2)
+def test_experts(rank: int, world_size: int) -> None:
     """Each rank trains an expert of its own, with its own options."""
-    run_ranks(_experts, 2)
-
-
-def _experts(rank: int, _: int) -> None:
     groups = [dist.new_group([one]) for one in range(2)]
     model = _model()
     model[2] = ShardedWrapper(model[2], process_group=groups[rank])
@@ -245,11 +236,8 @@ def _experts(rank: int, _: int) -> None:
         _backward(model)
 
 
-def test_steps_in_backward() -> None:
-    run_ranks(_in_backward, 2)
-
-
-def _in_backward(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_steps_in_backward(rank: int, world_size: int) -> None:
     model: Any = ShardedWrapper(_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.step_in_backward(optimizer)

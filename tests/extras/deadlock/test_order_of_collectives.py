@@ -17,7 +17,7 @@ from flatshard.comm.transports import Members
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
 from tests.by_order import DIFFERENT, EQUAL, Net, step, wrapped
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 SECONDS = 20
 """Far less than the groups' timeout, and more than a loaded machine needs."""
@@ -33,12 +33,9 @@ def _raises(expected: str, kind: type[RuntimeError] = CollectiveError) -> Iterat
     assert time.monotonic() - start < SECONDS
 
 
-def test_before_anything_is_mixed_up() -> None:
+@on_ranks(2, fresh=True, group_timeout=120)
+def test_before_anything_is_mixed_up(rank: int, world_size: int) -> None:
     """gloo ended the process by SIGABRT, or the ranks waited until the group's timeout."""
-    run_ranks(_before, 2, fresh=True, group_timeout=120)
-
-
-def _before(rank: int, world_size: int) -> None:
     for widths, order in ((DIFFERENT, [0, 2, 1]), (DIFFERENT, [0, 2]), (EQUAL, [rank])):
         model = wrapped(*widths)
         if rank == 1 or order == [rank]:
@@ -60,12 +57,9 @@ def _before(rank: int, world_size: int) -> None:
                 step(model)
 
 
-def test_in_evaluation() -> None:
+@on_ranks(2, fresh=True, group_timeout=120)
+def test_in_evaluation(rank: int, world_size: int) -> None:
     """No backward compares what ranks have begun."""
-    run_ranks(_in_evaluation, 2, fresh=True, group_timeout=120)
-
-
-def _in_evaluation(rank: int, world_size: int) -> None:
     with mock.patch.object(Members, "announce"):
         model = wrapped(*EQUAL)
         model.module.order = [rank]
@@ -85,12 +79,11 @@ def _accumulate(model: Net) -> None:
 
 
 @pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
-def test_an_exception_that_ends_a_rank_is_told_at_once(collectives: str) -> None:
+@on_ranks(2, expendable=[1], group_timeout=120)
+def test_an_exception_that_ends_a_rank_is_told_at_once(
+    rank: int, world_size: int, collectives: str
+) -> None:
     """The others heard of it when its process had ended, and of no rank."""
-    run_ranks(_ends, 2, collectives, expendable=[1], group_timeout=120)
-
-
-def _ends(rank: int, world_size: int, collectives: str) -> None:
     model = wrapped(*EQUAL, collectives=collectives)
     if rank == 1:
         error = ValueError("a bad batch")
@@ -102,12 +95,11 @@ def _ends(rank: int, world_size: int, collectives: str) -> None:
 
 
 @pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
-def test_a_program_that_is_over_is_told_at_once(collectives: str) -> None:
+@on_ranks(2, expendable=[1], group_timeout=120)
+def test_a_program_that_is_over_is_told_at_once(
+    rank: int, world_size: int, collectives: str
+) -> None:
     """The others heard of it from their backend, without a reason, once its process had ended."""
-    run_ranks(_is_over, 2, collectives, expendable=[1], group_timeout=120)
-
-
-def _is_over(rank: int, world_size: int, collectives: str) -> None:
     if rank == 1:
         atexit.register(time.sleep, 60)  # by another library
     model = wrapped(*EQUAL, collectives=collectives)

@@ -27,15 +27,10 @@ from flatshard.comm.work import WaitCondition, watched
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
 from tests.forked_python import PYTHON
-from tests.harness import ROOT, run_ranks
+from tests.harness import ROOT, on_ranks, run_ranks
 from tests.models import CASES
 
 pytestmark = pytest.mark.by_turns
-
-
-@pytest.mark.uncoalesced  # the message names one layer
-def test_long_waits_are_logged() -> None:
-    run_ranks(_long_wait, 3, fresh=True)
 
 
 class _Lines(logging.Handler):
@@ -47,7 +42,9 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _long_wait(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced  # the message names one layer
+@on_ranks(3, fresh=True)
+def test_long_waits_are_logged(rank: int, world_size: int) -> None:
     deadlock.PATIENCE_SECONDS = 1.0
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
@@ -72,12 +69,9 @@ def _long_wait(rank: int, world_size: int) -> None:
         assert line.endswith("on every rank, not under `if rank == 0:`.")
 
 
-def test_a_rank_with_another_wrapper() -> None:
+@on_ranks(2, group_timeout=3.0, fresh=True)
+def test_a_rank_with_another_wrapper(rank: int, world_size: int) -> None:
     """After some seconds, the log says so, with this rank's line. Both ranks fail in the end."""
-    run_ranks(_another_wrapper, 2, group_timeout=3.0, fresh=True)
-
-
-def _another_wrapper(rank: int, world_size: int) -> None:
     deadlock.MEETING_SECONDS = 1.0
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
@@ -92,11 +86,8 @@ def _another_wrapper(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
 @pytest.mark.uncoalesced  # the message names one layer
-def test_one_rank_runs_more(phases: int) -> None:
-    run_ranks(_runs_more, 2, phases, group_timeout=6)
-
-
-def _runs_more(rank: int, world_size: int, phases: int) -> None:
+@on_ranks(2, group_timeout=6)
+def test_one_rank_runs_more(rank: int, world_size: int, phases: int) -> None:
     """Rank 1 begins another forward, or step, before the last backward, and the ranks part."""
     case = CASES["mlp"]
     model = case.wrap(case.model())
@@ -232,10 +223,7 @@ def _own_collectives(rank: int, world_size: int, port: int) -> None:
         if rank not in group_ranks:
             continue
         start = time.monotonic()
-        with (
-            mock.patch.multiple(detector, **QUICK),
-            pytest.raises(RuntimeError) as error,
-        ):
+        with mock.patch.multiple(detector, **QUICK), pytest.raises(RuntimeError) as error:
             exec(compile(program, f"train{rank}.py", "exec"), globals() | locals())
         assert time.monotonic() - start < 20
         found = str(error.value) if rank == 0 else "\n".join(lines.lines)
@@ -249,11 +237,8 @@ def _own_collectives(rank: int, world_size: int, port: int) -> None:
     idle.shutdown()
 
 
-def test_no_alarm_where_the_programs_own_collectives_end() -> None:
-    run_ranks(_no_alarm, 3, fresh=True)
-
-
-def _no_alarm(rank: int, world_size: int) -> None:
+@on_ranks(3, fresh=True)
+def test_no_alarm_where_the_programs_own_collectives_end(rank: int, world_size: int) -> None:
     """Each begins with waits of ours and of the program's, and ends when a slow rank comes."""
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
@@ -329,12 +314,9 @@ def _no_alarm(rank: int, world_size: int) -> None:
     assert not lines.lines
 
 
-def test_a_rank_that_waits_for_an_asynchronous_work_is_named() -> None:
+@on_ranks(3, fresh=True, group_timeout=4)
+def test_a_rank_that_waits_for_an_asynchronous_work_is_named(rank: int, world_size: int) -> None:
     """Nothing raises before the group's timeout, but the log says which rank is not coming."""
-    run_ranks(_own_work, 3, fresh=True, group_timeout=4)
-
-
-def _own_work(rank: int, world_size: int) -> None:
     deadlock.PATIENCE_SECONDS = 1.5
     lines = _Lines()
     logging.getLogger("flatshard").addHandler(lines)
@@ -402,11 +384,8 @@ def _survives(rank: int, world_size: int, port: int) -> None:
     assert line == "a check for deadlocks failed, and is tried again: Connection reset by peer"
 
 
-def test_a_second_thread_that_lives_is_said() -> None:
-    run_ranks(_second_thread, 2, fresh=True, group_timeout=4)
-
-
-def _second_thread(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True, group_timeout=4)
+def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     """It may begin what others wait for, so nothing is certain; who waits long says that."""
     deadlock.PATIENCE_SECONDS = 1.5
     lines = _Lines()

@@ -18,7 +18,7 @@ from flatshard import CPUOffload, ShardedWrapper
 from flatshard.extras import disk
 from flatshard.options.offload import OffloadError, as_cpu_offload
 from flatshard.tensor.sharded_tensor import local_range
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import (
     OPTIMIZERS,
@@ -26,6 +26,7 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
+    step_and_zero,
     train,
     train_steps,
     trainable,
@@ -47,8 +48,7 @@ def _train(
             local_loss(model, CASES[name], 51, rank, size).backward()
         local_loss(model, CASES[name], step, rank, size).backward()
         norms.append(model.clip_grad_norm_(0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)["state"]
 
 
@@ -73,7 +73,7 @@ COMBINATIONS = {
 }
 
 
-def _train_both(rank: int, size: int, folder: str) -> None:
+def _train_both(rank: int, size: int, folder: Path) -> None:
     modes = (CPUOffload(path=folder), CPUOffload(offload_optimizer=True, path=folder))
     for name, keywords in COMBINATIONS.items():
         for mode, extra, kind in zip(modes, keywords, ("adamw", "sgd"), strict=True):
@@ -93,14 +93,14 @@ def _train_both(rank: int, size: int, folder: str) -> None:
 
 
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    run_ranks(_train_both, 2, str(tmp_path))
+    run_ranks(_train_both, 2, tmp_path)
     assert not list(tmp_path.iterdir()), "files have a name"
 
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP")
 
 
-def _train_hybrid(rank: int, size: int, folder: str, expected: dict[str, Trained]) -> None:
+def _train_hybrid(rank: int, size: int, folder: Path, expected: dict[str, Trained]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     modes = (
         CPUOffload(offload_params=True, path=folder),
@@ -123,7 +123,7 @@ def _train_hybrid(rank: int, size: int, folder: str, expected: dict[str, Trained
 
 def test_hybrid_equals_the_unwrapped_model(tmp_path: Path) -> None:
     expected = {name: train(CASES[name], 4) for name in ("transformer", "mlp", "tied-across-units")}
-    run_ranks(_train_hybrid, 4, str(tmp_path), expected)
+    run_ranks(_train_hybrid, 4, tmp_path, expected)
 
 
 # ---------------------------------------------------------------- large enough to be mapped
@@ -152,12 +152,12 @@ def _is_linear(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     model(torch.randn(2, 768, generator=generator)).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
-def _use_large(rank: int, size: int, folder: str) -> None:
-    offload = CPUOffload(offload_params=True, path=folder)
+@on_ranks(2, timeout=90)
+def test_large_shards(rank: int, size: int, tmp_path: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=tmp_path)
     model, plain = _wrap_wide(cpu_offload=offload), _wrap_wide()
     assert all(
         h.memory.shows_shards for unit in model._sharded_unit.context.units for h in unit.handles
@@ -206,10 +206,6 @@ def _use_large(rank: int, size: int, folder: str) -> None:
     _assert_equal(snapshot(twin)["0.weight"], doubled)
 
 
-def test_large_shards(tmp_path: Path) -> None:
-    run_ranks(_use_large, 2, str(tmp_path), timeout=90)
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -228,13 +224,14 @@ def _fill_disk(free_bytes: int) -> Any:
     return mock.patch("os.posix_fallocate", fallocate)
 
 
-def _meet_full_disk(rank: int, size: int, folder: str) -> None:
+@on_ranks(2)
+def test_full_disk(rank: int, size: int, tmp_path: Path) -> None:
     model = Wide()
     before = [(param, param.detach().clone()) for param in model.parameters()]
     full = _fill_disk(6 << 20 if rank == 1 else 1 << 40)
     message = r"unit '2' .* needs [\d,]+ bytes on disk in .*, where [\d,]+ are free.*rank 1"
     with full, pytest.raises(OffloadError, match=message):
-        ShardedWrapper(model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=folder))
+        ShardedWrapper(model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=tmp_path))
     for (param, value), now in zip(before, model.parameters(), strict=True):
         assert param is now
         _assert_equal(param.detach(), value)
@@ -243,7 +240,7 @@ def _meet_full_disk(rank: int, size: int, folder: str) -> None:
 
     # At the optimizer's first step nothing is stepped; once there is room, it goes on.
     wrapped = ShardedWrapper(
-        model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=folder)
+        model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=tmp_path)
     )
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)
     wrapped(torch.ones(1, 768)).mean().backward()
@@ -256,32 +253,25 @@ def _meet_full_disk(rank: int, size: int, folder: str) -> None:
     assert all(map(disk.is_on_disk, _tensors(optimizer)))
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    run_ranks(_meet_full_disk, 2, str(tmp_path))
-
-
-def _pass_bad_paths(rank: int, size: int, folder: str) -> None:
-    file = Path(folder, f"file{rank}")
+@on_ranks(2)
+def test_bad_paths(rank: int, size: int, tmp_path: Path) -> None:
+    file = Path(tmp_path, f"file{rank}")
     file.write_text("")
     for path, message in (
-        (f"{folder}/missing", "No such file"),
+        (f"{tmp_path}/missing", "No such file"),
         (str(file), "Not a directory"),
         ("/proc", "no file can be made"),
     ):
-        bad = path if rank == 1 else folder  # where rank 0's is good, it hears of it all the same
+        bad = path if rank == 1 else tmp_path  # where rank 0's is good, it hears of it all the same
         with pytest.raises(
             ValueError, match=rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
         ):
             ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=bad))
-    offload = CPUOffload(offload_params=rank == 0, offload_optimizer=rank == 1, path=folder)
+    offload = CPUOffload(offload_params=rank == 0, offload_optimizer=rank == 1, path=tmp_path)
     with pytest.raises(ValueError, match="different models"):
         ShardedWrapper(nn.Linear(2, 2), cpu_offload=offload)
     with pytest.raises(ValueError, match="there is no 'cuda:3' on this host"):
         ShardedWrapper(nn.Linear(2, 2), device_id="cuda:3")
-
-
-def test_bad_paths(tmp_path: Path) -> None:
-    run_ranks(_pass_bad_paths, 2, str(tmp_path))
 
 
 def test_policies_of_torch_and_bad_values() -> None:

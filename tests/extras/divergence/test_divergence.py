@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper
 from flatshard.wrap import CustomPolicy
 from tests.comm_hooks import Averaging
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.mapping import mapping
 from tests.models import Case, vectors
 from tests.oracle import ROWS, assert_same_gradients
@@ -68,11 +68,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "shared memory": {"allow_divergence": [_Expert]},
     "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
     # What a step skipped is still unsharded in the next one: its modules hold shards, though.
-    "op": {
-        "allow_divergence": True,
-        "sharding_strategy": "SHARD_OP",
-        "coalesce_bytes": 0,
-    },
+    "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP", "coalesce_bytes": 0},
     "hook": {"allow_divergence": [_Expert]},
     "step": {"allow_divergence": [_Expert]},  # in backward
     "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
@@ -95,11 +91,8 @@ def _pair(rank: int, world_size: int, keywords: dict[str, Any]) -> tuple[Run, Ru
     )
 
 
-def test_units_that_ranks_skip() -> None:
-    run_ranks(_skipped, 2, group_timeout=10)
-
-
-def _skipped(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=10)
+def test_units_that_ranks_skip(rank: int, world_size: int) -> None:
     for name, keywords in _FORMS.items():
         with naming(name), mapping() if name == "shared memory" else contextlib.nullcontext():
             runs = plain, sharded = _pair(rank, world_size, keywords)
@@ -115,18 +108,15 @@ def _skipped(rank: int, world_size: int) -> None:
                     assert_same_gradients(sharded.model, plain.model)
                 for run in runs:
                     run.step()
-                    if name == "op, each by itself":
+                    if name == "op":
                         continue  # an evaluation would reshard what it tests
                     with torch.no_grad():  # each rank in its own way, or not at all
                         run.model(run.inputs(step), _CHOSEN[step][rank])
             assert_same_model(sharded, plain)
 
 
-def test_steps_out_of_the_ordinary() -> None:
-    run_ranks(_extraordinary, 2, group_timeout=10)
-
-
-def _extraordinary(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=10)
+def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
     for collectives in ("sockets", "native"):
         keywords = {
             "allow_divergence": [_Expert],
@@ -150,11 +140,8 @@ def _extraordinary(rank: int, world_size: int) -> None:
             assert_same_model(sharded, plain)
 
 
-def test_wrapped_by_hand() -> None:
-    run_ranks(_by_hand, 2, group_timeout=10)
-
-
-def _by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=10)
+def test_wrapped_by_hand(rank: int, world_size: int) -> None:
     for inner, outer in ((True, False), (False, [_Expert])):
         runs = plain, sharded = _pair(rank, world_size, {"auto_wrap_policy": None})
         model = _MIXTURE.model()
@@ -171,11 +158,8 @@ def _by_hand(rank: int, world_size: int) -> None:
         assert_same_model(sharded, plain)
 
 
-def test_refused() -> None:
-    run_ranks(_refused, 2, group_timeout=30)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=30)
+def test_refused(rank: int, world_size: int) -> None:
     for value, error, message in (
         (_Expert, TypeError, "expected True, or a list"),
         ("experts", TypeError, "expected True, or a list"),
@@ -190,11 +174,8 @@ def _refused(rank: int, world_size: int) -> None:
         ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])
 
 
-def test_groups_of_units_that_may_all_diverge() -> None:
+@on_ranks(4, group_timeout=10)
+def test_groups_of_units_that_may_all_diverge(rank: int, world_size: int) -> None:
     """Rank 0 alone asked for the groups of the settings, which no unit had."""
-    run_ranks(_all_diverge, 4, group_timeout=10)
-
-
-def _all_diverge(rank: int, world_size: int) -> None:
     model = _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=True, reshard_after_forward=2)
     model(_MIXTURE.batch(0, ROWS)[0], [rank]).sum().backward()

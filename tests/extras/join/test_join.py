@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from tests.comm_hooks import Averaging
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS, assert_same, snapshot
 
@@ -82,11 +82,8 @@ _FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_uneven_inputs(world_size: int) -> None:
-    run_ranks(_uneven, world_size, group_timeout=20)
-
-
-def _uneven(rank: int, world_size: int) -> None:
+@on_ranks(group_timeout=20)
+def test_uneven_inputs(rank: int, world_size: int) -> None:
     forms = list(_FORMS.items())
     for position, (name, (keywords, how)) in enumerate(forms if world_size == 2 else forms[::3]):
         uneven = _UNEVEN[world_size]
@@ -110,10 +107,6 @@ def _check_state(rank: int, world_size: int) -> None:
     if rank == world_size - 1:
         for (name, _), state in zip(sharded.named_parameters(), theirs.state.values(), strict=True):
             assert_same(full[name]["momentum_buffer"], state["momentum_buffer"])
-
-
-def test_what_nobody_can_follow() -> None:
-    run_ranks(_not_followed, 2, group_timeout=20)
 
 
 class _OfItsOwn(torch.optim.SGD):
@@ -150,7 +143,8 @@ def _edit_parameters(model: Any) -> None:
         model.fc1.weight.clamp_(-0.01, 0.01)
 
 
-def _not_followed(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=20)
+def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
     """Rank 0 has three batches, rank 1 one or none."""
     case, sgd, ends = CASES["mlp"], torch.optim.SGD, {"throw_on_early_termination": True}
     for kind, counts, keywords, message in (

@@ -18,7 +18,7 @@ import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
@@ -102,14 +102,16 @@ SETTINGS: dict[str, tuple[Any, Way]] = {
 }
 
 
-def same_as_built(rank: int, world_size: int, name: str) -> None:
-    policy, way = SETTINGS[name]
-    way.set_nodes()
+@pytest.mark.parametrize("way", SETTINGS)
+@on_ranks(lambda way: SETTINGS[way][1].world_size)
+def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: str) -> None:
+    policy, chosen = SETTINGS[way]
+    chosen.set_nodes()
     expected = on_cpu(Zoo)
     state = torch.get_rng_state()
 
     def wrap(model: nn.Module, **more: Any) -> ShardedWrapper:
-        return ShardedWrapper(model, auto_wrap_policy=policy, **way.keywords, **more)
+        return ShardedWrapper(model, auto_wrap_policy=policy, **chosen.keywords, **more)
 
     with naming("every rank for itself, nothing sent"):
         torch.manual_seed(SEED)
@@ -147,15 +149,11 @@ def same_as_built(rank: int, world_size: int, name: str) -> None:
         same(received, expected, 1e-6)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_same_numbers_as_built_on_the_device(name: str) -> None:
-    run_ranks(same_as_built, SETTINGS[name][1].world_size, name)
-
-
 # ---------------------------------------------------------------- param_init_fn, sync=False
 
 
-def with_init_fn(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_param_init_fn(rank: int, world_size: int) -> None:
     seen: list[str] = []
 
     def init(module: nn.Module) -> None:
@@ -187,14 +185,11 @@ def with_init_fn(rank: int, world_size: int) -> None:
     assert model.state_dict()["weight"].unique().tolist() == [1.0]
 
 
-def test_param_init_fn() -> None:
-    run_ranks(with_init_fn, 2)
-
-
 # ---------------------------------------------------------------- left empty, then loaded
 
 
-def loaded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_left_empty_and_loaded(rank: int, world_size: int) -> None:
     expected = on_cpu(Zoo, seed=9)
     tokens = torch.arange(12).view(3, 4) % 11
     for sync in (None, True):
@@ -212,10 +207,6 @@ def loaded(rank: int, world_size: int) -> None:
         model.load_state_dict(expected.state_dict())
         same(model, expected)
         torch.testing.assert_close(model(tokens), expected(tokens))
-
-
-def test_left_empty_and_loaded() -> None:
-    run_ranks(loaded, 2)
 
 
 def resident(path: Path) -> int:
@@ -285,7 +276,10 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sync", [None, True])
+@pytest.mark.uncoalesced  # many small units are built together
+@on_ranks(2)
+def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
     def build() -> nn.Module:
         # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
         return nn.Sequential(*(nn.Linear(500, 500) for _ in range(10)))
@@ -293,18 +287,13 @@ def construct_counted(rank: int, world_size: int, keywords: dict[str, Any]) -> N
     model = on_meta(build)
     gc.collect()
     with Peak() as peak:
-        wrapped = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **keywords)
+        policy = ModuleWrapPolicy({nn.Linear})
+        wrapped = ShardedWrapper(model, auto_wrap_policy=policy, sync_module_states=sync)
     numel = sum(p.numel() for p in wrapped.parameters())
     unit = 4 * numel // 10
     shards = 10 * unit // world_size
     assert peak.peak <= shards + 1.2 * unit, (peak.peak / unit, shards / unit)
     assert len(sharded_modules(wrapped)) == 11
-
-
-@pytest.mark.parametrize("sync", [None, True])
-@pytest.mark.uncoalesced  # many small units are built together
-def test_one_unit_at_a_time(sync: bool | None) -> None:
-    run_ranks(construct_counted, 2, {"sync_module_states": sync})
 
 
 # ---------------------------------------------------------------- bad input
@@ -388,7 +377,8 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 }
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     for what, (build, keywords, kind, message) in ERRORS.items():
         with naming(what):
             model = on_meta(lambda build=build: nn.Sequential(build()))
@@ -401,7 +391,3 @@ def refused(rank: int, world_size: int) -> None:
         state = ShardedWrapper(model, sync_module_states=True)
         assert state[0].table.tolist() == [1.0, 1.0, 1.0]
         assert state.state_dict()["0.gain"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_errors_are_named_on_all_ranks() -> None:
-    run_ranks(refused, 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.ways import BASIC
 
 
@@ -87,11 +87,8 @@ CASES = [*(("full", number) for number in range(3)), ("no_shard", 2)]
 POLICIES = (None, ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear}))
 
 
-def test_init_weights() -> None:
-    run_ranks(_init_weights, 2)
-
-
-def _init_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_init_weights(rank: int, world_size: int) -> None:
     expected = _expected()
     for way, number in CASES:
         with naming(f"{way} {number}"):
@@ -108,11 +105,8 @@ def _init_weights(rank: int, world_size: int) -> None:
     assert model.state_dict()["blocks.1.up.weight"].unique().tolist() == [0.5]
 
 
-def test_buffers_that_no_state_dict_has() -> None:
-    run_ranks(_unsaved, 2)
-
-
-def _unsaved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
     expected = _expected()
     for sync in (None, True):
         model = ShardedWrapper(
@@ -131,11 +125,8 @@ def _unsaved(rank: int, world_size: int) -> None:
         model(torch.ones(4))
 
 
-def test_param_init_fn_that_recurses() -> None:
-    run_ranks(_recurses, 2)
-
-
-def _recurses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_param_init_fn_that_recurses(rank: int, world_size: int) -> None:
     expected = _expected()
 
     def init(module: nn.Module) -> None:
@@ -146,21 +137,15 @@ def _recurses(rank: int, world_size: int) -> None:
         with naming(f"{way} {number}"):
             chosen, policy = BASIC[way], POLICIES[number]
             model = ShardedWrapper(
-                _on_meta(Pretrained),
-                auto_wrap_policy=policy,
-                param_init_fn=init,
-                **chosen.keywords,
+                _on_meta(Pretrained), auto_wrap_policy=policy, param_init_fn=init, **chosen.keywords
             )
             got = model.state_dict()
             for name in ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight"):
                 assert torch.equal(got[name], expected.state_dict()[name])
 
 
-def test_ignored_modules_are_left_alone() -> None:
-    run_ranks(_ignored, 2)
-
-
-def _ignored(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
     """The function was called with them: real weights were lost, meta modules got memory."""
     seen = []
 
@@ -191,11 +176,8 @@ def _ignored(rank: int, world_size: int) -> None:
                 assert model.state_dict()["1.0.weight"].unique().tolist() == [7.0]
 
 
-def test_a_single_ignored_parameter_is_not_overwritten() -> None:
-    run_ranks(_ignored_parameter, 2)
-
-
-def _ignored_parameter(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_single_ignored_parameter_is_not_overwritten(rank: int, world_size: int) -> None:
     """Functions for whole modules gave it theirs."""
     module = _on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
     module[0].weight = real = nn.Parameter(torch.eye(4))

@@ -6,15 +6,12 @@ from torch import nn
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 @pytest.mark.uncoalesced  # the message names one layer
-def test_warns_of_the_first_gradient_that_is_not_finite() -> None:
-    run_ranks(_not_finite, 3)
-
-
-def _not_finite(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_warns_of_the_first_gradient_that_is_not_finite(rank: int, world_size: int) -> None:
     """Only where it came from, with the name in the unwrapped model, and once."""
     model = ShardedWrapper(
         nn.Sequential(nn.Linear(7, 16), nn.Linear(16, 5)),

@@ -12,7 +12,7 @@ from torch import nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Mlp
 from tests.precision.masters import (
     BF16,
@@ -41,11 +41,8 @@ def test_bad_overrides(value: Any) -> None:
         MixedPrecision(overrides=value)
 
 
-def test_norms_and_routers_in_full_precision() -> None:
-    run_ranks(_norms_and_routers, 2)
-
-
-def _norms_and_routers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None:
     def dtype_of(name: str) -> torch.dtype:
         return FP32 if any(part in name for part in FULL_PRECISION) else BF16
 
@@ -57,12 +54,6 @@ def _norms_and_routers(rank: int, world_size: int) -> None:
         assert [h.buffer.dtype for h in model.layers[0]._sharded_unit.handles] == [FP32, BF16]
         with naming(name):
             assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
-    compiled = ROUTED.model(FP32)
-    layer = compiled.layers[0]
-    layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
-    model = ROUTED.wrap(compiled, mixed_precision=POLICY)
-    with allow_warnings():  # torch's own
-        assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
     # A unit of its own that is to be ignored, and one with a policy of its own.
     units = CustomPolicy(
@@ -97,11 +88,8 @@ def test_predicted_memory() -> None:
     assert [unit.gathered_bytes // 64**2 for unit in plan.units] == [2, 4, 2, 0]  # the root last
 
 
-def test_what_is_said() -> None:
-    run_ranks(_what_is_said, 2)
-
-
-def _what_is_said(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_said(rank: int, world_size: int) -> None:
     def wrap(model: nn.Module, overrides: Any) -> ShardedWrapper:
         return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, overrides=overrides))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flatshard import collectives
 from flatshard.engine.events import StepExtension
 from flatshard.options.extras import EXTRAS
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import snapshot
 
@@ -65,11 +65,8 @@ def _train(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("case", ["nested", "checkpointed"])
-def test_nothing_changes(case: str, strategy: str) -> None:
-    run_ranks(_nothing_changes, 2, case, strategy)
-
-
-def _nothing_changes(rank: int, world_size: int, case: str, strategy: str) -> None:
+@on_ranks(2)
+def test_nothing_changes(rank: int, world_size: int, case: str, strategy: str) -> None:
     everything = _Everything()
     losses, weights = _train(case, rank, strategy, [])
     watched_losses, watched_weights = _train(case, rank, strategy, [everything])

@@ -1,9 +1,7 @@
 """Recorded steps: figures that agree with what really happens, and errors on all ranks."""
 
 import gc
-import re
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,9 @@ from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
 from flatshard.engine.events import Kind
 from flatshard.extras.recording.step_report import Range, StepReport
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES, loss_of
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "profiling-and-performance.md"
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
 
@@ -38,11 +35,8 @@ def _gathered(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("case", ["transformer", "checkpointed"])
 @pytest.mark.uncoalesced
-def test_figures(case: str) -> None:
-    run_ranks(_figures, 2, case)
-
-
-def _figures(rank: int, world_size: int, case: str) -> None:
+@on_ranks(2)
+def test_figures(rank: int, world_size: int, case: str) -> None:
     model = CASES[case].wrap(CASES[case].model())
     with pytest.raises(RuntimeError, match=r"with model\.record_steps\(\)"):
         model.step_report()
@@ -60,10 +54,7 @@ def _figures(rank: int, world_size: int, case: str) -> None:
             with collectives.record() as gathers:
                 model(CASES[case].batch(1, 4)[0])
             events.append(gathers)
-        with (
-            pytest.raises(RuntimeError, match="being recorded already"),
-            model.record_steps(),
-        ):
+        with pytest.raises(RuntimeError, match="being recorded already"), model.record_steps():
             raise AssertionError("it is being recorded already")
     for hook in hooks:
         hook.remove()
@@ -129,11 +120,8 @@ def _check_nothing_is_kept(case: str, model: ShardedWrapper) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_times() -> None:
-    run_ranks(_times, 2)
-
-
-def _times(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_times(rank: int, world_size: int) -> None:
     """Waits are no computing, a unit's time is not that of the unit around it, nor the loss's."""
     model = CASES["nested"].wrap(CASES["nested"].model())
     _step("nested", model)
@@ -166,21 +154,3 @@ def _times(rank: int, world_size: int) -> None:
     starting = sum(unit.starting_seconds for unit in units.values())
     blocked = reports[-1].blocked_seconds + starting
     assert blocked > SLEEP / 2 or rank == 1
-
-
-def test_example_of_the_page() -> None:
-    run_ranks(_example, 2)
-
-
-def _example(rank: int, world_size: int) -> None:
-    model = CASES["mlp"].wrap(CASES["mlp"].model())
-    (program,) = re.findall(r"```python\n(with model.*?)```", DOCS.read_text(), re.DOTALL)
-    inputs, target = CASES["mlp"].batch(rank, 4)
-    names = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss_fn": loss_of,
-        "batches": 3 * [(inputs, target)],
-    }
-    exec(compile(program, str(DOCS), "exec"), names)
-    assert len(names["reports"]) == 3

@@ -8,11 +8,7 @@ import pytest
 
 from flatshard.engine.events import Kind
 from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.extras.recording.step_report import (
-    Range,
-    StepReport,
-    sum_up,
-)
+from flatshard.extras.recording.step_report import Range, StepReport, sum_up
 
 MIB = 2**20
 

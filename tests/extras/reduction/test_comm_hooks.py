@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-    _hook_then_optimizer,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import (
     OPTIMIZERS,
@@ -47,11 +45,8 @@ def _registered(case: Case, hook: Callable[..., Any], **keywords: Any) -> Sharde
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.uncoalesced
-def test_a_hook_reduces(world_size: int) -> None:
-    run_ranks(_reduces, world_size)
-
-
-def _reduces(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_a_hook_reduces(rank: int, world_size: int) -> None:
     for name, ways in (("mlp", list(BASIC)), ("unused", ["full", "no_shard"])):
         case = CASES[name]
         expected = train(case, world_size, steps=3)
@@ -81,11 +76,8 @@ def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.uncoalesced
-def test_with_other_features() -> None:
-    run_ranks(_with_other_features, 2)
-
-
-def _with_other_features(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_with_other_features(rank: int, world_size: int) -> None:
     """Norms, accumulation, conversions, copies, units of their own; reduce dtype of the unit."""
     for way in (WAYS["full"], WAYS["no_shard"]):
         hook = Averaging(noise=7.0)  # only padding is exactly zero, and must stay it
@@ -115,8 +107,7 @@ def _with_other_features(rank: int, world_size: int) -> None:
 
     hook = Averaging()
     model = MLP.wrap(
-        MLP.model(torch.float32),
-        mixed_precision=MixedPrecision(reduce_dtype=torch.float64),
+        MLP.model(torch.float32), mixed_precision=MixedPrecision(reduce_dtype=torch.float64)
     )
     model.fc2.register_comm_hook("state", hook)
     with collectives.record() as events:
@@ -136,11 +127,8 @@ def _with_other_features(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- torch's own
 
 
-def test_compression_is_a_reduce_dtype() -> None:
-    run_ranks(_compression, 2)
-
-
-def _compression(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     low_precision = fsdp_hooks.LowPrecisionState(group)
     spelled: dict[torch.dtype | None, list[tuple[Any, Callable[..., Any]]]] = {
@@ -266,11 +254,8 @@ def test_refused_while_gradients_wait() -> None:
 # ---------------------------------------------------------------- ranks and failures
 
 
-def test_ranks_register_alike() -> None:
-    run_ranks(_register_unlike, 2)
-
-
-def _register_unlike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_register_alike(rank: int, world_size: int) -> None:
     model = MLP.wrap(MLP.model())
     error, start = (TypeError, "") if rank else (ValueError, "register_comm_hook, rank 1: ")
     with pytest.raises(error, match=f"^{start}expected a callable as hook, got 1"):
@@ -284,11 +269,8 @@ def _register_unlike(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.uncoalesced
-def test_a_hook_raises(strategy: str) -> None:
-    run_ranks(_raises, 2, strategy)
-
-
-def _raises(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
     """In the middle and at the end of backward; then training goes on."""
     case = CASES["unused"]
     average, calls = Averaging(), []
@@ -315,7 +297,8 @@ def _raises(rank: int, world_size: int, strategy: str) -> None:
         with pytest.raises(KeyError, match="a user's own") as caught:
             sharded.loss(9).backward()
         (note,) = caught.value.__notes__
-        assert note == f"unit '{unit}', rank {rank}: communication hook _raises.<locals>.hook"
+        name = "test_a_hook_raises.<locals>.hook"
+        assert note == f"unit '{unit}', rank {rank}: communication hook {name}"
         sharded.optimizer.zero_grad()
     fails_at = 0
     plain.train()
@@ -325,11 +308,8 @@ def _raises(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.uncoalesced
-def test_a_hook_raises_on_one_rank() -> None:
-    run_ranks(_raises_on_one_rank, 2, group_timeout=2.0)
-
-
-def _raises_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2, group_timeout=2.0)
+def test_a_hook_raises_on_one_rank(rank: int, world_size: int) -> None:
     """The others learn by the timeout of the hook's own collective, in the same unit."""
     average = Averaging()
 

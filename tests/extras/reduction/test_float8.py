@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.options.precision import FLOAT8
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import Mlp
 from tests.oracle import snapshot
 
@@ -14,18 +14,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_float8_gather(dtype: torch.dtype) -> None:
-    run_ranks(_float8_gather, 2, dtype)
-
-
-def _float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """Weights of linear layers are near the masters, all else is what it is in bfloat16."""
     digits, subnormal = {torch.float8_e4m3fn: (3, 2**-9), torch.float8_e5m2: (2, 2**-16)}[dtype]
     policies = [MixedPrecision(BF16, FP32), MixedPrecision(BF16, FP32, gather_dtype=dtype)]
-    for keywords in (
-        {},
-        {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"},
-    ):
+    for keywords in ({}, {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "native"}):
         nbytes, losses = [], []
         for policy in policies:
             torch.manual_seed(5)

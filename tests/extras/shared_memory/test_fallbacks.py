@@ -12,7 +12,7 @@ import torch
 
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.memory import mapped_files
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
 
@@ -49,8 +49,12 @@ class Yama:
 READ = peer_memory._read
 
 
-def _permission_first(rank: int, world_size: int, folder: Path) -> None:
-    yama = Yama(folder)
+@on_ranks(2, fresh=True)
+def test_permission_is_given_before_anybody_reads(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """A rank that was late made all of them fall back to sockets, at random."""
+    yama = Yama(tmp_path)
 
     def late(reader: int) -> None:
         time.sleep(0.5 * rank)  # the others would read before it
@@ -65,13 +69,9 @@ def _permission_first(rank: int, world_size: int, folder: Path) -> None:
     assert yama.readers == [os.getppid()]  # not any process of the user
 
 
-def test_permission_is_given_before_anybody_reads(tmp_path: Path) -> None:
-    """A rank that was late made all of them fall back to sockets, at random."""
-    run_ranks(_permission_first, 2, tmp_path, fresh=True)
-
-
-def _several_launchers(rank: int, world_size: int, folder: Path) -> None:
-    yama = Yama(folder)
+@on_ranks(2, fresh=True)
+def test_ranks_of_several_launchers(rank: int, world_size: int, tmp_path: Path) -> None:
+    yama = Yama(tmp_path)
     with (
         mock.patch.object(os, "getppid", return_value=100 + rank),
         mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
@@ -81,12 +81,9 @@ def _several_launchers(rank: int, world_size: int, folder: Path) -> None:
     assert yama.readers == [peer_memory._ANY]
 
 
-def test_ranks_of_several_launchers(tmp_path: Path) -> None:
-    run_ranks(_several_launchers, 2, tmp_path, fresh=True)
-
-
-def _one_may_not_read(rank: int, world_size: int, folder: Path) -> None:
-    yama = Yama(folder)
+@on_ranks(2, fresh=True)
+def test_a_read_that_fails_on_one_rank(rank: int, world_size: int, tmp_path: Path) -> None:
+    yama = Yama(tmp_path)
     read = mock.Mock(side_effect=RuntimeError("Operation not permitted")) if rank == 1 else READ
     expected, report = trained(rank, world_size, collectives="sockets")
     assert "\nsockets: collectives= or wire_dtype= asks for it" in report
@@ -98,10 +95,6 @@ def _one_may_not_read(rank: int, world_size: int, folder: Path) -> None:
     assert "\nsockets: rank 1: Operation not permitted; check kernel.yama.ptrace_scope" in report
     assert yama.readers == [os.getppid(), 0]  # taken back: nobody reads
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_a_read_that_fails_on_one_rank(tmp_path: Path) -> None:
-    run_ranks(_one_may_not_read, 2, tmp_path, fresh=True)
 
 
 def test_permission_lasts_while_some_group_reads() -> None:

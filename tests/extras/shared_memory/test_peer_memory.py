@@ -28,7 +28,7 @@ from flatshard.extras.shared_memory import peer_memory
 from flatshard.memory import buffers, mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
@@ -112,7 +112,20 @@ def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
     return losses, snapshot(model)
 
 
-def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "settings", "names"),
+    [
+        (2, {"full": {}}, every(3, CASES)),
+        (2, SETTINGS, ["mlp", "nested", "unused", "twice"]),
+        (3, SETTINGS, ["mlp", "transformer"]),
+        (4, ON_NODES, ["mlp", "unused"]),
+    ],
+    ids=["every-case", "2", "3", "4"],
+)
+@on_ranks()
+def test_same_as_sockets(
+    rank: int, world_size: int, settings: dict[str, Any], names: list[str]
+) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
     for number, (what, keywords) in enumerate(settings.items()):
         for name in every(min(2, len(settings)), names, start=number):
@@ -134,33 +147,16 @@ def same_as_sockets(rank: int, world_size: int, settings: dict[str, Any], names:
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings", "names"),
-    [
-        (2, {"full": {}}, every(3, CASES)),
-        (2, SETTINGS, ["mlp", "nested", "unused", "twice"]),
-        (3, SETTINGS, ["mlp", "transformer"]),
-        (4, ON_NODES, ["mlp", "unused"]),
-    ],
-    ids=["every-case", "2", "3", "4"],
-)
-def test_same_as_sockets(world_size: int, settings: dict[str, Any], names: list[str]) -> None:
-    run_ranks(same_as_sockets, world_size, settings, names)
-
-
 # ---------------------------------------------------------------- who reads
 
 
-def nobody_reads(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_all_or_none(rank: int, world_size: int) -> None:
     # Rank 1 may not.
     readv = None if rank == 1 else peer_memory._readv
     with counting_reads() as sizes, mock.patch.object(peer_memory, "_readv", readv):
         trained(CASES["mlp"], rank, world_size)
     assert not sizes
-
-
-def test_all_or_none() -> None:
-    run_ranks(nobody_reads, 2)
 
 
 # ---------------------------------------------------------------- in time
@@ -175,7 +171,12 @@ class Slow(Mlp):
         return super().forward(x)
 
 
-def edited_after_forward(rank: int, world_size: int, maps: bool, way: str) -> None:
+@pytest.mark.parametrize("way", TRANSPORTS)
+@pytest.mark.parametrize("maps", [False, True])
+@on_ranks(2)
+def test_parameters_stay_until_all_have_them(
+    rank: int, world_size: int, maps: bool, way: str
+) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
     with torch.no_grad(), mapping_for(way) if maps else nullcontext():
@@ -186,12 +187,6 @@ def edited_after_forward(rank: int, world_size: int, maps: bool, way: str) -> No
             for param in model.parameters():
                 param.fill_(float("nan"))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("way", TRANSPORTS)
-@pytest.mark.parametrize("maps", [False, True])
-def test_parameters_stay_until_all_have_them(maps: bool, way: str) -> None:
-    run_ranks(edited_after_forward, 2, maps, way)
 
 
 # ---------------------------------------------------------------- mapped shards
@@ -212,7 +207,42 @@ def _halve(module: nn.Module, _: Any) -> None:
         module.weight.mul_(0.5)
 
 
-def mapped_for_long(rank: int, world_size: int, way: str) -> None:
+def _files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@on_ranks(2, fresh=True)
+def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_path: Path) -> None:
+    """A model of 1,000 units needs no more open files than `ulimit -n` allows."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 24
+    offload = {"cpu_offload": CPUOffload(path=tmp_path)} if where == "disk" else {}
+    with mapping(shared_memory.MappedShards) as made:
+        model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
+        del model
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            model = ShardedWrapper(
+                nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                coalesce_bytes=0,
+                **offload,
+            )
+            with torch.no_grad():
+                model(torch.ones(3, 7))
+            model(torch.ones(3, 7)).sum().backward()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(made) >= 30
+    kind = shared_memory.MappedShards
+    memories = [one for one in gc.get_objects() if isinstance(one, kind)]
+    assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+@on_ranks(2, fresh=True)
+def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
     case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), TRANSPORTS[way]
     with mapping_for(way) as made:
         # What a module writes into unsharded parameters is lost when they are resharded: it raises.
@@ -260,49 +290,6 @@ def mapped_for_long(rank: int, world_size: int, way: str) -> None:
         assert not any("memfd:flatshard" in name for name in open_files)
 
 
-def _files() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
-
-
-def many_units(rank: int, world_size: int, folder: Path) -> None:
-    """More than a process may have open files, of which the harness has some already."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = max(map(int, os.listdir("/proc/self/fd"))) + 24
-    offload = {"cpu_offload": CPUOffload(path=folder)} if folder.name == "disk" else {}
-    with mapping(shared_memory.MappedShards) as made:
-        model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
-        del model
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-        try:
-            model = ShardedWrapper(
-                nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))),
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                coalesce_bytes=0,
-                **offload,
-            )
-            with torch.no_grad():
-                model(torch.ones(3, 7))
-            model(torch.ones(3, 7)).sum().backward()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(made) >= 30
-    kind = shared_memory.MappedShards
-    memories = [one for one in gc.get_objects() if isinstance(one, kind)]
-    assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_more_units_than_open_files(where: str, tmp_path: Path) -> None:
-    """Each unit had a file open until its second gather: 1,000 of them exceed `ulimit -n`."""
-    (tmp_path / where).mkdir()
-    run_ranks(many_units, 2, tmp_path / where, fresh=True)
-
-
-@pytest.mark.parametrize("way", TRANSPORTS)
-def test_mapped_shards(way: str) -> None:
-    run_ranks(mapped_for_long, 2, way, fresh=True)
-
-
 class Forces(Mlp):
     """Runs a backward inside its forward, in which it still needs parameters of its own."""
 
@@ -317,7 +304,8 @@ class Forces(Mlp):
         return energy + (force * self.shift).sum(-1, keepdim=True)
 
 
-def backward_inside_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_inside_forward(rank: int, world_size: int) -> None:
     case = Case("forces", Forces, vectors, (nn.Linear,))
     expected = trained(case, rank, world_size, collectives="sockets")
     for way, keywords in TRANSPORTS.items():
@@ -327,11 +315,9 @@ def backward_inside_forward(rank: int, world_size: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_backward_inside_forward() -> None:
-    run_ranks(backward_inside_forward, 2)
-
-
-def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", TRANSPORTS)
+@on_ranks(2)
+def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
     """A differentiable backward keeps what others, or this rank, may then write."""
     case = CASES["mlp"]
     x = case.batch(rank, world_size)[0].requires_grad_()
@@ -347,11 +333,6 @@ def kept_for_a_second_backward(rank: int, world_size: int, way: str) -> None:
             average = grad.clone()
             dist.all_reduce(average, op=dist.ReduceOp.AVG)
             torch.testing.assert_close(param.grad.full_tensor(), average)
-
-
-@pytest.mark.parametrize("way", TRANSPORTS)
-def test_kept_for_a_second_backward(way: str) -> None:
-    run_ranks(kept_for_a_second_backward, 2, way)
 
 
 def dies(rank: int, world_size: int) -> str:

@@ -16,9 +16,9 @@ from flatshard.comm.work import AsyncWork, PendingSends
 from flatshard.engine import reduce_queue
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_same_state, local_loss, snapshot, trainable
+from tests.oracle import assert_same_state, local_loss, snapshot, step_and_zero, trainable
 
 STEPS = 4
 
@@ -55,8 +55,7 @@ def _train(
     for step in range(STEPS):
         local_loss(model, case, step, rank, world_size, torch.float32).backward()
         yield
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         scheduler.step()
 
 
@@ -114,12 +113,12 @@ def _train_divided(
     for step in range(STEPS):
         local_loss(model, CASES["transformer"], step, rank, world_size, torch.float32).backward()
         yield
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
 
 
-def _several(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_several_optimizers(rank: int, world_size: int) -> None:
     case = CASES["transformer"]
     for strategy in ("FULL_SHARD", "SHARD_OP", "NO_SHARD"):
         with naming(strategy):
@@ -139,11 +138,6 @@ def _several(rank: int, world_size: int) -> None:
                 ends.append((snapshot(model), [state["state"] for state in states]))
             assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
             torch.testing.assert_close(ends[1][1], ends[0][1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_several_optimizers(world_size: int) -> None:
-    run_ranks(_several, world_size)
 
 
 # ---------------------------------------------------------------- what must not be stepped early
@@ -372,13 +366,10 @@ def test_what_waits_for_the_end(world_size: int) -> None:
     run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
 
 
-def _scripts_on_nodes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_nodes(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     _scripts_alike(rank, world_size, ["HYBRID_SHARD", "HYBRID_SHARD_OP"], [hooked, accumulated])
-
-
-def test_nodes() -> None:
-    run_ranks(_scripts_on_nodes, 4)
 
 
 def test_not_while_others_take() -> None:
@@ -429,11 +420,7 @@ def _refused(rank: int, world_size: int) -> None:
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "holds no parameter"),
         (sgd if rank else torch.optim.LBFGS(params), ValueError, "LBFGS"),
         (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
-        (
-            torch.optim.SGD(params[rank:]),
-            ValueError,
-            "'mixing' is in group 0 on rank 0, nothing",
-        ),
+        (torch.optim.SGD(params[rank:]), ValueError, "'mixing' is in group 0 on rank 0, nothing"),
     ):
         with pytest.raises(error, match=says):
             model.step_in_backward(wrong)  # type: ignore[arg-type]

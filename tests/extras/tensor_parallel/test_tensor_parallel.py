@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, run_ranks
-from tests.oracle import assert_same
+from tests.harness import allow_warnings, naming, on_ranks
+from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -112,8 +112,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size
             norms.append(model.clip_grad_norm_(0.2).item())
         else:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return norms
 
 
@@ -124,11 +123,8 @@ def _trained(make: Make) -> tuple[_Model, torch.optim.Optimizer, list[Any]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_training(sequence: bool) -> None:
-    run_ranks(_training, 4, sequence)
-
-
-def _training(rank: int, world_size: int, sequence: bool) -> None:
+@on_ranks(4)
+def test_training(rank: int, world_size: int, sequence: bool) -> None:
     mesh = _mesh()
     for make in every(2, (_sgd, _adamw), sequence):
         with naming(make.__name__):
@@ -155,11 +151,8 @@ def _training(rank: int, world_size: int, sequence: bool) -> None:
             assert_same(again.state_dict(), plain.state_dict())
 
 
-def test_hybrid() -> None:
-    run_ranks(_hybrid, 8)
-
-
-def _hybrid(rank: int, world_size: int) -> None:
+@on_ranks(8)
+def test_hybrid(rank: int, world_size: int) -> None:
     """Replicas, shards and tensor parallelism, one dimension of the mesh each."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     number = 2 * mesh["dp_replicate"].get_local_rank() + mesh["dp_shard"].get_local_rank()
@@ -180,11 +173,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_ways(tmp_path: Path) -> None:
-    run_ranks(_ways, 4, str(tmp_path))
-
-
-def _ways(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = _mesh()
     number = mesh["dp"].get_local_rank()
     plain = _trained(_sgd)[0]
@@ -193,7 +183,7 @@ def _ways(rank: int, world_size: int, path: str) -> None:
         quiet = allow_warnings() if name == "compiled" else contextlib.nullcontext()
         with naming(name), quiet:
             if name == "disk":
-                options = {"cpu_offload": CPUOffload(path=path)}
+                options = {"cpu_offload": CPUOffload(path=tmp_path)}
             model = _wrap(mesh, **options)
             if name == "compiled":
                 for unit in model.module.blocks:
@@ -205,8 +195,7 @@ def _ways(rank: int, world_size: int, path: str) -> None:
                     (model(first).pow(2).mean() / 2).backward()
                 (model(second).pow(2).mean() / 2).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             tolerance = 1e-5 if name == "float32" else 1e-12
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(
@@ -219,11 +208,8 @@ def _ways(rank: int, world_size: int, path: str) -> None:
                 pass
 
 
-def test_outside_of_forward() -> None:
-    run_ranks(_outside_of_forward, 4)
-
-
-def _outside_of_forward(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_outside_of_forward(rank: int, world_size: int) -> None:
     """Parameters and gradients in parts: a hook's norm is of all, what sees one part raises."""
     mesh = _mesh()
     plain, model = _build(), _wrap(mesh)
@@ -255,43 +241,34 @@ def _outside_of_forward(rank: int, world_size: int) -> None:
     nn.init.normal_(model.module.blocks[0].module.norm.weight)  # the same on all ranks
 
 
-def test_torch_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_torch_checkpoint, 4, str(tmp_path))
-
-
-def _torch_checkpoint(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_torch_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     """Saved by 2 x 2 ranks, loaded by 1 x 4 and 4 x 1 and by the unwrapped model."""
     model = _wrap(_mesh())
     optimizer = _adamw(model.parameters())
     _train(model, optimizer, torch.distributed.get_rank() // 2, 2)
     kept = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(kept, checkpoint_id=path)
+    dcp.save(kept, checkpoint_id=tmp_path)
     wanted = model.state_dict()
     states = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
     loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    dcp.load({"model": loaded}, checkpoint_id=path)
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
     assert_same(loaded, wanted)
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     for other in (_wrap(wide), ShardedWrapper(_build())):
         its_own = _adamw(other.parameters())
         parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_own), strict=True))
-        dcp.load(parts, checkpoint_id=path)
+        dcp.load(parts, checkpoint_id=tmp_path)
         set_state_dict(
-            other,
-            its_own,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
+            other, its_own, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
         assert_same(other.state_dict(), wanted)
         for name, state in ShardedWrapper.optim_state_dict(other, its_own)["state"].items():
             assert_same(state, states[name])
 
 
-def test_refusals(tmp_path: Path) -> None:
-    run_ranks(_refusals, 4, str(tmp_path))
-
-
-def _refusals(rank: int, world_size: int, path: str) -> None:
+@on_ranks(4)
+def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = _mesh()
     for options, match in (
         ({"device_mesh": None}, r"'first.weight' is a DTensor over ranks .*device_mesh=mesh"),
@@ -299,10 +276,7 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
         ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
         ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
     ):
-        with (
-            naming(str(options)),
-            pytest.raises((ValueError, NotImplementedError), match=match),
-        ):
+        with naming(str(options)), pytest.raises((ValueError, NotImplementedError), match=match):
             _wrap(mesh, **options)
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
     early = _sgd(model.parameters())
@@ -317,8 +291,8 @@ def _refusals(rank: int, world_size: int, path: str) -> None:
     with pytest.raises(RuntimeError, match=r"made before wrapping, and still has the DTensor"):
         early.step()
     for call in (
-        lambda: checkpoint.save(f"{path}/it", wrapped),
-        lambda: checkpoint.save_safetensors(wrapped, f"{path}/it.safetensors"),
+        lambda: checkpoint.save(f"{tmp_path}/it", wrapped),
+        lambda: checkpoint.save_safetensors(wrapped, f"{tmp_path}/it.safetensors"),
     ):
         with pytest.raises(NotImplementedError, match="was a DTensor before"):
             call()

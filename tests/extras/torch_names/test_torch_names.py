@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
 from flatshard.extras import torch_names
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
@@ -101,11 +101,8 @@ def test_refused_keywords(keywords: dict[str, Any], error: type[Exception], mess
         torch_names.read_keywords(keywords, dict.fromkeys(OURS) | {"device_mesh": 2})
 
 
-def test_keywords_of_fully_shard() -> None:
-    run_ranks(_keywords_of_fully_shard, 2)
-
-
-def _keywords_of_fully_shard(rank: int, _: int) -> None:
+@on_ranks(2)
+def test_keywords_of_fully_shard(rank: int, world_size: int) -> None:
     """A program for FSDP2 keeps its keywords, and trains as with ours."""
     mesh, dtypes = init_device_mesh("cpu", (2,)), (torch.float32, torch.bfloat16)
 

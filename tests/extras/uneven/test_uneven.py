@@ -13,10 +13,10 @@ from torch import nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES, Case, loss_of
 from tests.oracle import ROWS, assert_same
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 # Micro-batches of each rank in each step.
 _COUNTS = {2: ((3, 1), (0, 2), (1, 1)), 3: ((0, 2, 3), (1, 0, 1)), 4: ((2, 0, 1, 3), (1, 1, 0, 2))}
@@ -81,11 +81,8 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.by_turns
 @pytest.mark.parametrize("way", WAYS)
-def test_every_strategy(way: str) -> None:
-    run_ranks(_strategy, WAYS[way].world_size, way)
-
-
-def _strategy(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     WAYS[way].set_nodes()
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -94,11 +91,8 @@ def _strategy(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_kind_of_model(world_size: int) -> None:
-    run_ranks(_models, world_size)
-
-
-def _models(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_every_kind_of_model(rank: int, world_size: int) -> None:
     for number, (name, keywords) in enumerate(_FORMS.items()):
         if number % (world_size - 1):
             continue
@@ -109,11 +103,8 @@ def _models(rank: int, world_size: int) -> None:
             assert_same(model, _train_plain(case, rank, world_size))
 
 
-def test_what_ranks_may_do_alone() -> None:
-    run_ranks(_alone, 2)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     expected = _train_plain(case, rank, world_size)
     inputs = case.batch(9, ROWS)[0]
@@ -159,11 +150,8 @@ def _alone(rank: int, world_size: int) -> None:
     assert len(hook.calls) == len(_COUNTS[2]) * sum(len(unit.handles) for unit in _units(model))
 
 
-def test_bad_use_is_named_on_all_ranks() -> None:
-    run_ranks(_bad_use, 2)
-
-
-def _bad_use(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bad_use_is_named_on_all_ranks(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     inputs, target = case.batch(0, ROWS)
     model: Any = case.wrap(case.model())

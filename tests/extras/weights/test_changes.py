@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 
 def _full(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -29,11 +29,8 @@ def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 @pytest.mark.by_turns
 @pytest.mark.parametrize("way", WAYS)
-def test_after_steps(way: str) -> None:
-    run_ranks(_steps, WAYS[way].world_size, way)
-
-
-def _steps(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_after_steps(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     for name in ("batch-norm", "tied-across-units", "cnn-channels-last"):
         case = CASES[name]
@@ -54,11 +51,8 @@ def _steps(rank: int, world_size: int, way: str) -> None:
         assert list(changes.changes()) == []
 
 
-def test_arguments_and_early_stops() -> None:
-    run_ranks(_arguments, 2)
-
-
-def _arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     policy = ModuleWrapPolicy({nn.Linear})

@@ -31,10 +31,10 @@ from flatshard import (
 from flatshard.extras import weights
 from tests.combinations import every
 from tests.forked_python import PYTHON
-from tests.harness import run_ranks
+from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import train_steps
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -67,18 +67,18 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_has_the_state_dicts_tensors(name: str) -> None:
-    run_ranks(_same_as_the_state_dict, 3, name, "full-3")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "full-3") for name in NAMES), *(("batch-norm", w) for w in every(2, sorted(WAYS)))],
+)
+@on_ranks(ranks_of)
+def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way: str) -> None:
+    _same_as_the_state_dict(rank, world_size, name, way)
 
 
-@pytest.mark.parametrize("way", every(2, sorted(WAYS)))
-def test_every_strategy(way: str) -> None:
-    run_ranks(_same_as_the_state_dict, WAYS[way].world_size, "batch-norm", way)
-
-
-def test_one_rank_alone() -> None:
-    run_ranks(_same_as_the_state_dict, 1, "tied-blocks", "full")
+@on_ranks(1)
+def test_one_rank_alone(rank: int, world_size: int) -> None:
+    _same_as_the_state_dict(rank, world_size, "tied-blocks", "full")
 
 
 def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> None:
@@ -122,11 +122,8 @@ def _buckets(rank: int, world_size: int) -> list[list[str]]:
 # ---------------------------------------------------------------- what is sent
 
 
-def test_sends_each_chosen_unit_once_in_the_narrower_dtype() -> None:
-    run_ranks(_sends, 2)
-
-
-def _sends(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sends_each_chosen_unit_once_in_the_narrower_dtype(rank: int, world_size: int) -> None:
     case = CASES["mlp"]  # float64
     model = case.wrap(case.model(), coalesce_bytes=0)
     sizes = {
@@ -154,11 +151,10 @@ def _sends(rank: int, world_size: int) -> None:
     ]
 
 
-def test_the_next_all_gather_is_under_way_while_the_consumer_works() -> None:
-    run_ranks(_is_ahead, 2)
-
-
-def _is_ahead(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_next_all_gather_is_under_way_while_the_consumer_works(
+    rank: int, world_size: int
+) -> None:
     model = ShardedWrapper(
         nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))),
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
@@ -172,12 +168,9 @@ def _is_ahead(rank: int, world_size: int) -> None:
             pass
 
 
-def test_memory() -> None:
+@on_ranks(2)
+def test_memory(rank: int, world_size: int) -> None:
     """At most three units beside the shards, and a consumer that keeps tensors keeps the values."""
-    run_ranks(_memory, 2)
-
-
-def _memory(rank: int, world_size: int) -> None:
     width = 1700  # 11 MiB in float32; large enough to be no free memory of the allocator
     model = ShardedWrapper(
         nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))),
@@ -198,11 +191,8 @@ def _memory(rank: int, world_size: int) -> None:
     _assert_same(kept, _expected(model))
 
 
-def test_debug_poisons_what_was_given_back() -> None:
-    run_ranks(_poisons, 2)
-
-
-def _poisons(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_debug_poisons_what_was_given_back(rank: int, world_size: int) -> None:
     case = CASES["batch-norm"]
     model = case.wrap(case.model())
     expected = _expected(model)
@@ -235,11 +225,8 @@ def _writes(rank: int, world_size: int, way: str) -> None:
 # ---------------------------------------------------------------- which ranks
 
 
-def test_one_rank() -> None:
-    run_ranks(_one_rank, 3)
-
-
-def _one_rank(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_one_rank(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     expected = _expected(model)
@@ -248,12 +235,9 @@ def _one_rank(rank: int, world_size: int) -> None:
         _assert_same(found, expected if rank == chosen else {})
 
 
-def test_a_copy_that_fails_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     """As if there were no memory for it: the other ranks do not wait, and the next call works."""
-    run_ranks(_fails, 2)
-
-
-def _fails(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     expected, numbers = _expected(model), itertools.count()
@@ -275,11 +259,8 @@ def _fails(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model), expected)
 
 
-def test_tensor_parallel() -> None:
-    run_ranks(_tensor_parallel, 4)
-
-
-def _tensor_parallel(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_tensor_parallel(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -293,11 +274,8 @@ def _tensor_parallel(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model, ranks="local"), expected)
 
 
-def test_a_model_from_the_meta_device() -> None:
-    run_ranks(_meta, 2)
-
-
-def _meta(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_from_the_meta_device(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     model = ShardedWrapper(plain)
@@ -306,36 +284,24 @@ def _meta(rank: int, world_size: int) -> None:
     _assert_same(found, _expected(model))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+@on_ranks(2)
+def test_settings(rank: int, world_size: int, tmp_path: Path) -> None:
+    for settings in (
         {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
         {"collectives": "native"},
         {"collectives": "sockets"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings(settings: dict[str, Any]) -> None:
-    run_ranks(_with_settings, 2, settings)
+        {"cpu_offload": CPUOffload(path=tmp_path)},
+    ):
+        with naming(settings):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+            model = ShardedWrapper(plain, **settings)
+            model(torch.ones(2, 5)).sum().backward()
+            _assert_same(_tensors(model), _expected(model))
 
 
-def _with_settings(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    model = ShardedWrapper(plain, **settings)
-    model(torch.ones(2, 5)).sum().backward()
-    _assert_same(_tensors(model), _expected(model))
-
-
-def test_shards_on_disk(tmp_path: Path) -> None:
-    run_ranks(_with_settings, 2, {"cpu_offload": CPUOffload(path=tmp_path)})
-
-
-def test_in_a_second_thread() -> None:
-    run_ranks(_second_thread, 2)
-
-
-def _second_thread(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_a_second_thread(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model())
     expected = _expected(model)
@@ -405,22 +371,16 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
 
 
-def test_all_ranks_stop_at_the_same_item() -> None:
-    run_ranks(_all_stop, 2)
-
-
-def _all_stop(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_all_ranks_stop_at_the_same_item(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     _breaks(flatshard.full_tensors(model))
     _assert_same(_tensors(model), _expected(model))
 
 
-def test_one_rank_stalls() -> None:
-    run_ranks(_one_stalls, 2)
-
-
-def _one_stalls(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_rank_stalls(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     for number, _ in enumerate(flatshard.full_tensors(model)):
@@ -429,11 +389,8 @@ def _one_stalls(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model), _expected(model))
 
 
-def test_one_rank_asks_alone() -> None:
-    run_ranks(_asks_alone, 2)
-
-
-def _asks_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_rank_asks_alone(rank: int, world_size: int) -> None:
     case = CASES["batch-norm"]
     model = case.wrap(case.model())
     ask = (lambda: _tensors(model)) if rank == 0 else (lambda: model.norms("param"))
@@ -444,11 +401,8 @@ def _asks_alone(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_forward_between_two_items() -> None:
-    run_ranks(_forward, 2)
-
-
-def _forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_between_two_items(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     inputs = case.batch(0, 4, torch.float64)[0]
@@ -464,12 +418,9 @@ def _forward(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "native", "sockets"])
-def test_other_collectives_between_two_items(transport: str) -> None:
+@on_ranks(2)
+def test_other_collectives_between_two_items(rank: int, world_size: int, transport: str) -> None:
     """They must not meet the all-gather for the next item, which is under way."""
-    run_ranks(_others_between, 2, transport)
-
-
-def _others_between(rank: int, world_size: int, transport: str) -> None:
     model = ShardedWrapper(
         nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))),
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
@@ -502,11 +453,8 @@ def _others_between(rank: int, world_size: int, transport: str) -> None:
         _assert_same(found, expected)
 
 
-def test_a_write_between_two_items() -> None:
-    run_ranks(_write_between, 2)
-
-
-def _write_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_write_between_two_items(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     items = flatshard.full_tensors(model)
@@ -518,11 +466,8 @@ def _write_between(rank: int, world_size: int) -> None:
             pass
 
 
-def test_refusals_reach_all_ranks_before_the_first_all_gather() -> None:
-    run_ranks(_refusals, 2)
-
-
-def _refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refusals_reach_all_ranks_before_the_first_all_gather(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -10,40 +10,23 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.combinations import every
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, train_steps
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
 
 
-@pytest.mark.parametrize("way", every(2, sorted(WAYS), start=1))
-def test_equal_the_full_tensors_norms(way: str) -> None:
-    run_ranks(_same, WAYS[way].world_size, "mlp", way)
-
-
-@pytest.mark.parametrize("name", ["nested", "tied-across-units", "odd-shapes", "mixed-types"])
-def test_models(name: str) -> None:
-    run_ranks(_same, 3, name, "full-3")
-
-
-def test_tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel(rank: int, world_size: int) -> None:
     """The norms of the full tensors, which ranks split by tensor parallelism, too."""
-    run_ranks(_tensor_parallel, 4)
-
-
-def _tensor_parallel(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -67,7 +50,18 @@ def _norm(tensor: torch.Tensor, order: float) -> float:
     return float(torch.linalg.vector_norm(tensor.abs().double(), order))
 
 
-def _same(rank: int, world_size: int, name: str, way: str) -> None:
+MODELS = ("nested", "tied-across-units", "odd-shapes", "mixed-types")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("mlp", way) for way in every(2, sorted(WAYS), start=1)),
+        *((name, "full-3") for name in MODELS),
+    ],
+)
+@on_ranks(ranks_of)
+def test_equal_the_full_tensors_norms(rank: int, world_size: int, name: str, way: str) -> None:
     case = CASES[name]
     WAYS[way].set_nodes()
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -102,12 +96,6 @@ def _assert_close(found: dict[str, float], tensors: dict[str, Any], order: float
         assert found[name] == pytest.approx(_norm(tensor, order), rel=1e-5), (name, order)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_gradients_in_changing_sets(dtype: torch.dtype) -> None:
-    """In each step, other parameters have gradients; some are frozen, scalar or empty."""
-    run_ranks(_narrow, 3, dtype)
-
-
 class _SkipsOne(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -123,7 +111,10 @@ class _SkipsOne(nn.Module):
         return x * self.scalar + self.empty.sum()
 
 
-def _narrow(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(3)
+def test_narrow_gradients_in_changing_sets(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """In each step, other parameters have gradients; some are frozen, scalar or empty."""
     torch.manual_seed(0)
     model = ShardedWrapper(_SkipsOne(dtype))
     for skipped in (0, 3, 0, 3, 3):
@@ -141,11 +132,8 @@ def _narrow(rank: int, world_size: int, dtype: torch.dtype) -> None:
     assert len(model.norms().non_finite["scalar"]) == 1  # only the rank that has the element
 
 
-def test_a_model_is_freed() -> None:
-    run_ranks(_freed, 2)
-
-
-def _freed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_is_freed(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     model(torch.ones(2, 3)).sum().backward()
     for kind in ("grad", "param", "update", "update"):
@@ -156,11 +144,8 @@ def _freed(rank: int, world_size: int) -> None:
     assert known() is None
 
 
-def test_one_collective_and_no_rounding_to_bfloat16() -> None:
-    run_ranks(_one_collective, 2)
-
-
-def _one_collective(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_collective_and_no_rounding_to_bfloat16(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = ShardedWrapper(
         nn.Sequential(*(nn.Linear(9, 9, dtype=torch.bfloat16) for _ in range(5))),
@@ -174,11 +159,8 @@ def _one_collective(rank: int, world_size: int) -> None:
         assert found[name] == pytest.approx(_norm(tensor, 2), rel=1e-5)
 
 
-def test_inf_and_nan_are_named_with_their_ranks() -> None:
-    run_ranks(_non_finite, 2)
-
-
-def _non_finite(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inf_and_nan_are_named_with_their_ranks(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     with ShardedWrapper.summon_full_params(model), torch.no_grad():
         model.get_parameter("0.weight")[0, 0] = math.nan
@@ -192,12 +174,9 @@ def _non_finite(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("param", "grad"), ("update", "grad"), ("param", "update")])
-def test_ranks_ask_for_different_kinds(kinds: tuple[str, str]) -> None:
+@on_ranks(2)
+def test_ranks_ask_for_different_kinds(rank: int, world_size: int, kinds: tuple[str, str]) -> None:
     """They must not add a parameter to a gradient of the same name."""
-    run_ranks(_different_kinds, 2, kinds)
-
-
-def _different_kinds(rank: int, world_size: int, kinds: tuple[str, str]) -> None:
     model = ShardedWrapper(nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
     model.norms("update")
@@ -205,15 +184,8 @@ def _different_kinds(rank: int, world_size: int, kinds: tuple[str, str]) -> None
         model.norms(kinds[rank])
 
 
-def test_refusals() -> None:
-    run_ranks(_refusals, 2)
-
-
-def test_one_rank_asks_alone() -> None:
-    run_ranks(_alone, 2)
-
-
-def _refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="'weights'"):
         model.norms("weights")
@@ -226,7 +198,8 @@ def _refusals(rank: int, world_size: int) -> None:
         model.norms()
 
 
-def _alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_rank_asks_alone(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     ask = (lambda: model.norms("param")) if rank == 0 else next(model.parameters()).sum
     with pytest.raises(CollectiveError, match="norms of order 2"):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from flatshard.extras import whole_tensors
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
 from tests.combinations import every
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import allow_warnings, on_ranks, run_ranks
 from tests.side import TOLERANCE, Run, assert_same_model, pair
-from tests.ways import WAYS
+from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -150,11 +151,8 @@ def _tolerance(kind: str) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_as_an_unwrapped_model(kind: str, world_size: int) -> None:
-    run_ranks(_steps, world_size, kind)
-
-
-def _steps(rank: int, world_size: int, kind: str) -> None:
+@on_ranks()
+def test_steps_as_an_unwrapped_model(rank: int, world_size: int, kind: str) -> None:
     for case in ("mlp", "cnn"):
         runs = pair(rank, world_size, "full", case)
         for run in runs:
@@ -172,11 +170,8 @@ def _assert_close(runs: tuple[Run, Run], kind: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["grad_op", "no_shard", "hybrid", "native-hybrid"])
-def test_every_strategy_and_transport(way: str) -> None:
-    run_ranks(_way, WAYS[way].world_size, way)
-
-
-def _way(rank: int, world_size: int, way: str) -> None:
+@on_ranks(ranks_of)
+def test_every_strategy_and_transport(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     for kind in ("adafactor", "together"):
         runs = pair(rank, world_size, way, "cnn")
@@ -185,12 +180,9 @@ def _way(rank: int, world_size: int, way: str) -> None:
         _assert_close(runs, kind)
 
 
-def test_muon_on_gradients_of_equal_bits() -> None:
+@on_ranks(2)
+def test_muon_on_gradients_of_equal_bits(rank: int, world_size: int) -> None:
     """Where the gradients are the same, the values are, bit for bit."""
-    run_ranks(_equal_bits, 2)
-
-
-def _equal_bits(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "transformer")
     for run in runs:
         optimizers = _optimizers(run, "muon")
@@ -208,12 +200,9 @@ def _equal_bits(rank: int, world_size: int) -> None:
 # ------------------------------------------------------------ who does what
 
 
-def test_work_is_done_once() -> None:
+@on_ranks(2)
+def test_work_is_done_once(rank: int, world_size: int) -> None:
     """Each matrix has one owner, whose state it is alone; what moves is a part of the model."""
-    run_ranks(_owners, 2)
-
-
-def _owners(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "transformer")
     optimizer, _ = optimizers = _optimizers(run, "muon")
     with record() as events:
@@ -230,15 +219,12 @@ def _owners(rank: int, world_size: int) -> None:
     assert 0 < sent <= 2 * sum(param.nbytes for param in params)
 
 
-def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(_bounded, 2, fresh=True)
-
-
-def _bounded(rank: int, world_size: int) -> None:
-    whole_tensors.PART_BYTES = 2000
+@on_ranks(2)
+def test_parts_are_bounded(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "cnn")
     for run in runs:
-        _train(run, _optimizers(run, "adafactor"), range(3))
+        with mock.patch.object(whole_tensors, "PART_BYTES", 2000):
+            _train(run, _optimizers(run, "adafactor"), range(3))
     _assert_close(runs, "adafactor")
 
 
@@ -309,12 +295,9 @@ def _continue(rank: int, world_size: int, kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])
-def test_an_optimizer_that_divides_the_work_by_itself(way: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_divides_the_work_by_itself(rank: int, world_size: int, way: str) -> None:
     """On owners, its all-reduce would add updates of different parameters."""
-    run_ranks(_divides, 2, way)
-
-
-def _divides(rank: int, world_size: int, way: str) -> None:
     runs = pair(rank, world_size, way)
     for run in runs:
         matrices = [param for param in run.model.parameters() if param.dim() == 2]
@@ -338,11 +321,8 @@ class Failing(RowNorms):
             raise FloatingPointError("not finite")
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
-    run_ranks(_fails, 2)
-
-
-def _fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     RowNorms([torch.nn.Parameter(torch.zeros(1))])  # `super().step()` has torch's hooks from now on
     optimizer = Failing(list(run.model.parameters()))
@@ -360,11 +340,8 @@ def _fails(rank: int, world_size: int) -> None:
     optimizer.step()  # and it goes on
 
 
-def test_ranks_with_other_gradients_raise() -> None:
-    run_ranks(_other_gradients, 2)
-
-
-def _other_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_with_other_gradients_raise(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     optimizer = torch.optim.Adafactor(run.model.parameters())
     run.loss(0).backward()
@@ -389,11 +366,8 @@ class Decaying(RowNorms):
                     group["lr"] /= 2
 
 
-def test_groups_that_change_later_raise() -> None:
-    run_ranks(_decays, 2)
-
-
-def _decays(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_change_later_raise(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     optimizer = Decaying(run.model.parameters())
     _train(run, [optimizer], range(4))
@@ -412,11 +386,8 @@ class Keeping(RowNorms):
         self.kept = {"all": list(self.param_groups[0]["params"])}
 
 
-def test_what_cannot_be_shown_full_parameters_raises() -> None:
-    run_ranks(_cannot, 2)
-
-
-def _cannot(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_shown_full_parameters_raises(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     run.loss(0).backward()
     with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in attr"):
@@ -426,11 +397,8 @@ def _cannot(rank: int, world_size: int) -> None:
 # ------------------------------------------------------------ everything around it
 
 
-def test_schedulers_clipping_and_accumulation() -> None:
-    run_ranks(_around, 2)
-
-
-def _around(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_schedulers_clipping_and_accumulation(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "mlp")
     for run in runs:
         lr = torch.tensor(0.05)
@@ -461,11 +429,8 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(type(p), p.shape) for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_owners_stay_while_groups_change() -> None:
-    run_ranks(_groups_change, 3)
-
-
-def _groups_change(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_owners_stay_while_groups_change(rank: int, world_size: int) -> None:
     """State stayed with the owners of before, and those chosen anew began without."""
     run, plain = pair(rank, world_size, "full", "mlp")
     for one in (run, plain):
@@ -491,11 +456,8 @@ class ClearingGrads(RowNorms):
                 param.grad = None
 
 
-def test_a_step_that_clears_gradients_raises() -> None:
-    run_ranks(_clears_gradients, 2)
-
-
-def _clears_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_clears_gradients_raises(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     optimizer = ClearingGrads(list(run.model.parameters()))
     run.loss(0).backward()
@@ -503,23 +465,17 @@ def _clears_gradients(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_parameters_in_files(tmp_path: Path) -> None:
-    run_ranks(_offloaded, 2, tmp_path)
-
-
-def _offloaded(rank: int, world_size: int, folder: Path) -> None:
-    offload = CPUOffload(offload_params=True, path=folder)
+@on_ranks(2)
+def test_parameters_in_files(rank: int, world_size: int, tmp_path: Path) -> None:
+    offload = CPUOffload(offload_params=True, path=tmp_path)
     runs = pair(rank, world_size, "full", "mlp", cpu_offload=offload)
     for run in runs:
         _train(run, _optimizers(run, "adafactor"), range(3))
     assert_same_model(*runs)
 
 
-def test_groups_that_grow_and_parameters_that_thaw() -> None:
-    run_ranks(_grow, 2)
-
-
-def _grow(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_grow_and_parameters_that_thaw(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "mlp")
     for run in runs:
         first, *others = run.model.parameters()
@@ -553,12 +509,9 @@ class Averaging(RowNorms):
                 param.lerp_(self.state[param]["mean"], 0.5)
 
 
-def test_averaged_weights_are_shown_on_all_ranks() -> None:
-    for world_size in (2, 3):
-        run_ranks(_averaged, world_size)
-
-
-def _averaged(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_averaged_weights_are_shown_on_all_ranks(rank: int, world_size: int) -> None:
     runs = pair(rank, world_size, "full", "mlp")
     for run in runs:
         optimizer = Averaging(run.model.parameters())
@@ -602,14 +555,12 @@ class DividedGroup(Divided):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("kind", [Divided, DividedGroup])
-def test_other_state_on_each_rank(tmp_path: Path, kind: type[Divided], strategy: str) -> None:
-    """Refused by name while it is saved; each rank's own state dict restores it."""
-    run_ranks(_other_state_on_each_rank, 2, tmp_path, kind, strategy)
-
-
-def _other_state_on_each_rank(
-    rank: int, world_size: int, folder: Path, kind: type[Divided], strategy: str
+@on_ranks(2)
+def test_other_state_on_each_rank(
+    rank: int, world_size: int, tmp_path: Path, kind: type[Divided], strategy: str
 ) -> None:
+    """Refused by name while it is saved; each rank's own state dict restores it."""
+
     def built() -> tuple[ShardedWrapper, Divided]:
         torch.manual_seed(3)
         layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -635,7 +586,7 @@ def _other_state_on_each_rank(
             r"between ranks 0 and 1: Divided"
         )
         saves = (
-            lambda: checkpoint.save(folder / "a", model, optimizer),
+            lambda: checkpoint.save(tmp_path / "a", model, optimizer),
             lambda: checkpoint.full_optim_state_dict(model, optimizer),
             lambda: get_optimizer_state_dict(model, optimizer),
         )
@@ -664,11 +615,8 @@ class _OfModules(torch.optim.SGD):
         super().step()
 
 
-def test_gradients_that_an_optimizer_finds_by_modules() -> None:
-    run_ranks(_of_modules, 2)
-
-
-def _of_modules(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_that_an_optimizer_finds_by_modules(rank: int, world_size: int) -> None:
     pairs = pair(rank, world_size, "full")
     for run in pairs:  # the trial before the first step reads and writes the same gradients
         run.optimizer = _OfModules(run.model, lambda grad: grad * 0.5)
