@@ -25,11 +25,11 @@ class PipelineStage(TorchStage):
 
         from flatshard.integrations.pipelining import PipelineStage
 
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+        mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("pp", "dp"))
         number, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         model = ShardedWrapper(Block(), device_mesh=mesh["dp"])
         group = mesh["pp"].get_group()
-        stage = PipelineStage(model, number, size, torch.device("cpu"), group=group)
+        stage = PipelineStage(model, number, size, device, group=group)
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
         rows = (torch.randn(4, 8),) if stage.is_first else ()
         schedule.step(*rows, target=torch.randn(4, 8) if stage.is_last else None)

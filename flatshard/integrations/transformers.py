@@ -43,7 +43,7 @@ def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module],
         with torch.device("meta"):
             llama = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama"))
         init = init_weights(llama)
-        model = ShardedWrapper(llama, auto_wrap_policy="auto", param_init_fn=init, device_id="cpu")
+        model = ShardedWrapper(llama, auto_wrap_policy="auto", param_init_fn=init, device_id=device)
         ```
 
     Args:

@@ -78,6 +78,14 @@ def test_every_block_is_of_a_known_kind() -> None:
     assert {fence.document for fence in PROGRAMS} == {"README.md", "gpus-and-nodes.md"}
 
 
+def test_no_example_trains_on_the_cpu_of_a_gpu_machine() -> None:
+    """An example names the CPU only in the branch of a machine without an accelerator."""
+    cpu = r'torch\.device\("cpu"\)'
+    named = re.compile(rf'device_id="cpu"|(?<!else:\n    device = ){cpu}')
+    every = [*PYTHON, *(fence for path in MODULES for fence in examples(path))]
+    assert not [(fence.document, fence.heading) for fence in every if named.search(fence.text)]
+
+
 # ---------------------------------------------------------------- pieces of Python
 
 
