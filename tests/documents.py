@@ -135,6 +135,7 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
         "dist": dist,
         "flatshard": flatshard,
         "rank": rank,
+        "device": torch.device("cpu"),
         "contextlib": contextlib,
         "functools": functools,
         "copy": copy,
