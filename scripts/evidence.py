@@ -291,8 +291,8 @@ def updated(page: str) -> str:
     """The page with the counts of all files, and the runs that they are of."""
     for name, column in COUNTED_BY.items():
         rows = read(FOLDER / f"{name}.csv")
-        runs = dict.fromkeys(f"{r['date']}, {r['commit']}, torch {r['torch']}" for r in rows)
-        about = f"[{len(rows)} rows](evidence/{name}.csv); {'; '.join(runs)}:"
+        runs = dict.fromkeys(f"{r['date']} ({r['commit']}, torch {r['torch']})" for r in rows)
+        about = f"[{len(rows):,} rows](evidence/{name}.csv) of {' and '.join(runs)}:"
         page = replaced(page, name, "\n".join([about, "", *counts(rows, column)]))
     return page
 
