@@ -328,14 +328,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/evidence/NAME.csv")
     options = parser.parse_args()
     if options.registry != "page":
-        rows: list[Row] = []
+        rows, of_run = list[Row](), stamp()
         try:
             rows.extend(REGISTRIES[options.registry](options))
         finally:  # an interrupted run keeps what it has
-            by = COUNTED_BY.get(options.registry) or next(iter(rows[0]))
-            print("\n".join(counts(rows, by)))
+            if rows:
+                by = COUNTED_BY.get(options.registry, next(iter(rows[0])))
+                print("\n".join(counts(rows, by)))
             if options.write:
-                write(FOLDER / f"{options.registry}.csv", ({**one, **stamp()} for one in rows))
+                write(FOLDER / f"{options.registry}.csv", ({**one, **of_run} for one in rows))
         if not options.write:
             return
     PAGE.write_text(updated(PAGE.read_text()))
