@@ -28,6 +28,27 @@ def test_page_counts_the_rows_of_the_files() -> None:
     assert page == evidence.updated(page), "python scripts/evidence.py page"
 
 
+def test_answers_are_those_of_the_files() -> None:
+    """The figures that pages repeat in words: of idioms, programs, models and optimizers."""
+
+    def right_of(name: str, **only: str) -> str:
+        rows = evidence.read(evidence.FOLDER / f"{name}.csv")
+        verdicts = [one["verdict"] for one in rows if only.items() <= one.items()]
+        compared = [one for one in verdicts if one != "not compared"]
+        right = sum(one.startswith(("right", "the same")) for one in compared)
+        return f"{right} of {len(compared)}"
+
+    page = evidence.PAGE.read_text()
+    assert f"[{right_of('idioms', implementation='flatshard FULL_SHARD')} idioms]" in page
+    assert f"[{right_of('public_programs')}]" in page
+    assert f"[{right_of('zoo', implementation='flatshard')}]" in page
+    assert f"[{right_of('optimizers', implementation='flatshard')}]" in page
+    sides = ("flatshard FULL_SHARD", "ddp", "fsdp1", "fsdp2")
+    counts = [right_of("idioms", implementation=one).partition(" ")[0] for one in sides]
+    row = "| {} | {} | {} / {} |".format(*counts)
+    assert row in (evidence.ROOT / "docs" / "comparison.md").read_text()
+
+
 def test_idioms_that_are_not_promised() -> None:
     assert all(names <= set(IDIOMS) for names in evidence.RULED_OUT.values())
 
