@@ -91,8 +91,9 @@ $(cat "$folder"/row-* 2> /dev/null)"
     [ -z "${PAGE:-}" ] || .venv/bin/python -c '
 import pathlib, sys
 sys.path.append("scripts")
-from evidence import write_table
-write_table(pathlib.Path(sys.argv[1]), "versions", sys.argv[2])' "$PAGE" "$table"
+from evidence import replaced
+page = pathlib.Path(sys.argv[1])
+page.write_text(replaced(page.read_text(), "versions", sys.argv[2]))' "$PAGE" "$table"
 fi
 [ -z "$missing" ] || echo "not tested, because this machine has no such Python:$missing"
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

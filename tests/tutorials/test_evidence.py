@@ -1,9 +1,9 @@
-"""The tables that `scripts/evidence.py` writes, and the names on their pages."""
+"""The files that `scripts/evidence.py` writes, and the page that counts their rows."""
 
 import functools
 import os
-import re
 import time
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -14,39 +14,67 @@ from tests import outcomes
 from tests.idioms import IDIOMS
 from tests.outcomes import Cell, try_ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 
-
-def test_page_has_all_idioms() -> None:
-    # A row, or an entry in the list of the idioms that are right in all columns.
-    pattern = r"^\| `(\w+)` \||(?<=: |; )`(\w+)` \("
-    table = PAGE.read_text().partition("<!-- idioms -->")[2].partition("<!-- end of idioms")[0]
-    found = re.finditer(pattern, table, re.MULTILINE)
-    names = [row or entry for row, entry in map(re.Match.groups, found)]
+def test_file_has_all_idioms() -> None:
+    rows = evidence.read(evidence.FOLDER / "idioms.csv")
+    found = Counter(one["idiom"] for one in rows)
     idioms = [name for name, one in IDIOMS.items() if one.section in evidence.SECTIONS]
-    assert sorted(names) == sorted(idioms), (
-        "python scripts/evidence.py idioms --page docs/evidence.md"
-    )
+    expected = dict.fromkeys(idioms, len(evidence.SIDES))
+    assert found == expected, "python scripts/evidence.py idioms --write"
 
 
-def test_stars_are_of_idioms() -> None:
-    """A star marks what the documentation of an implementation does not promise."""
+def test_page_counts_the_rows_of_the_files() -> None:
+    page = evidence.PAGE.read_text()
+    assert page == evidence.updated(page), "python scripts/evidence.py page"
+
+
+def test_answers_are_those_of_the_files() -> None:
+    """The figures that pages repeat in words: of idioms, programs, models and optimizers."""
+
+    def right_of(name: str, **only: str) -> str:
+        rows = evidence.read(evidence.FOLDER / f"{name}.csv")
+        verdicts = [one["verdict"] for one in rows if only.items() <= one.items()]
+        compared = [one for one in verdicts if one != "not compared"]
+        right = sum(one.startswith(("right", "the same")) for one in compared)
+        return f"{right} of {len(compared)}"
+
+    page = evidence.PAGE.read_text()
+    assert f"[{right_of('idioms', implementation='flatshard FULL_SHARD')} idioms]" in page
+    assert f"[{right_of('public_programs')}]" in page
+    assert f"[{right_of('zoo', implementation='flatshard')}]" in page
+    assert f"[{right_of('optimizers', implementation='flatshard')}]" in page
+    sides = ("flatshard FULL_SHARD", "ddp", "fsdp1", "fsdp2")
+    counts = [right_of("idioms", implementation=one).partition(" ")[0] for one in sides]
+    row = "| {} | {} | {} / {} |".format(*counts)
+    assert row in (evidence.ROOT / "docs" / "comparison.md").read_text()
+
+
+def test_idioms_that_are_not_promised() -> None:
     assert all(names <= set(IDIOMS) for names in evidence.RULED_OUT.values())
-    cells = {"ddp": Cell("right"), "fsdp1": Cell("wrong", "why"), "fsdp2": Cell("right")}
-    page = evidence.markdown({"clip_grad_norm": cells, "tied": cells}, 2, "command")
-    assert "right | wrong\\* [1](#notes-on-idioms) | right |" in page
-    assert "right | wrong [1](#notes-on-idioms) | right |" in page
-    assert "| FSDP1 | 0 | 0 | 2 | 0 | 0 | 2 | 1 |" in page
 
 
-def test_what_is_right_in_all_columns_is_a_list() -> None:
-    right = {name: Cell("right") for name in ("ddp", "flatshard FULL_SHARD")}
-    page = evidence.markdown({"lstm": right, "gru": right}, 2, "command")
-    assert "\nRight in all columns: `lstm` (`LSTM`); `gru` (`GRU`).\n" in page
-    raises = {f"flatshard {name}": Cell("raises", "why") for name in ("NO_SHARD", "SHARD_OP")}
-    row = {**right, **raises, "flatshard auto": Cell("right")}
-    page = evidence.markdown({"lstm": row}, 2, "command")
-    assert "| right; NO_SHARD, SHARD_OP: raises [1](#notes-on-idioms) |" in page
+def test_rows_that_ran_again_replace_theirs(tmp_path: Path) -> None:
+    """A table that ran in parts keeps the date and the commit of each part."""
+    path = tmp_path / "some.csv"
+    first = [evidence.row({"idiom": name}, Cell("right")) for name in ("lstm", "gru")]
+    evidence.write(path, [{**one, "commit": "a"} for one in first])
+    again = evidence.row({"idiom": "gru"}, Cell("raises", "ValueError: at 0x7f3 in /tmp/x/y"))
+    evidence.write(path, [{**again, "commit": "b"}])
+    assert [list(one.values()) for one in evidence.read(path)] == [
+        ["lstm", "right", "", "a"],
+        ["gru", "raises", "ValueError: at … in …y", "b"],
+    ]
+
+
+def test_counts_of_verdicts() -> None:
+    verdicts = ("right", "right, to the bit", "hangs", "refused")
+    rows = [{"by": "a", "verdict": one} for one in verdicts] + [{"by": "b", "verdict": "wrong"}]
+    assert evidence.counts(rows, "by") == [
+        "| by | right | wrong, crashes or hangs | refused |",
+        "| --- | --- | --- | --- |",
+        "| a | 2 | 1 | 1 |",
+        "| b | 0 | 1 | 0 |",
+    ]
 
 
 def test_verdicts() -> None:
