@@ -28,6 +28,15 @@ from flatshard.wrapper import ShardedWrapper
 
 # torch's own class: `install` later replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
+_WRAPPERS: tuple[Any, ...] = (DDP, FullyShardedDataParallel, ShardedWrapper)
+_PLACES: list[tuple[Any, str, Any]] = [
+    (module, name, value)
+    for path, module in sys.modules.items()
+    if not path.startswith("flatshard.")
+    for name, value in getattr(module, "__dict__", {}).items()
+    if any(value is one for one in (*_WRAPPERS, fully_shard))
+]
+"""Where loaded modules have these names: found once, before ranks are forked."""
 
 
 class StandIns:
@@ -42,13 +51,9 @@ class StandIns:
 
     def install(self) -> None:
         """Put the classes in the place of torch's and flatshard's, in all loaded modules."""
-        wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
-        new = {id(one): self._class(one) for one in wrappers}
-        new[id(fully_shard)] = self.wrap_in_place
-        for module in [m for name, m in sys.modules.items() if not name.startswith("flatshard.")]:
-            for name, value in [*getattr(module, "__dict__", {}).items()]:
-                if id(value) in new:
-                    setattr(module, name, new[id(value)])
+        new = {one: self._class(one) for one in _WRAPPERS} | {fully_shard: self.wrap_in_place}
+        for module, name, original in _PLACES:
+            setattr(module, name, new[original])
         for method in ("state_dict", "__call__"):
             if self._options.lone_calls if self._is_sharded else method == "state_dict":
                 self._watch(method)
@@ -122,9 +127,15 @@ class StandIns:
             is_inner = "destination" in kwargs  # called by `state_dict` of another module
             if not self._is_sharded:  # `full_state_dict` calls it only on rank 0
                 is_inner |= sys._getframe(1).f_code.co_filename.startswith(OURS)
-            if "_plain" in module.__dict__ and not is_inner:
-                module = self._callee(module, method)
-            return real(module, *args, **kwargs)
+            is_watched = "_plain" in module.__dict__ and not is_inner
+            callee = self._callee(module, method) if is_watched else module
+            before = {**vars(callee)} if callee is not module else {}
+            result = real(callee, *args, **kwargs)
+            if callee is not module:  # the program may read attributes that the forward has set
+                owner = module.module if isinstance(module, ShardedWrapper) else module
+                found = {k: v for k, v in vars(callee).items() if v is not before.get(k, real)}
+                vars(owner).update(found)
+            return result
 
         setattr(nn.Module, method, watched)
 

@@ -60,7 +60,11 @@ SCRIPTS = {
             "write: evaluate on every rank",
         ],
         """
-model, optimizer = start()
+class KeepsLoss(nn.Sequential):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+model, optimizer = start(lambda model: DDP(KeepsLoss(*model)))
 def after(step):
     if step == 1 and dist.get_rank() == 0:
         model.module.state_dict()
@@ -69,6 +73,7 @@ def after(step):
         optimizer.state_dict()
         with torch.no_grad():
             model(torch.ones(2, 16))
+            assert len(model.module.last) == 2
             model.module(torch.ones(3, 16))
     with torch.no_grad():
         for _ in range(2 + dist.get_rank()): model(torch.ones(4, 16))
