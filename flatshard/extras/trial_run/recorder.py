@@ -1,22 +1,28 @@
 """``Recorder``: what one rank computes in each step, small enough to keep for every tensor.
 
-[Note: facts]
-For each tensor, a rank records a sum of squares, a sum with pseudo-random signs (a checksum that
-notices swapped elements), and elements at fixed positions: all elements of small tensors. A rank
-records only its own range of a sharded tensor. Sums over ranges add up, so a sharded tensor can be
-compared with a full one, and recording needs no communication: if only one rank steps an optimizer,
+[Note: sketch]
+A rank records a *sketch* of each tensor: each element is multiplied by a pseudo-random sign, and
+the element with index i is added to number i modulo 256. So a tensor of up to 256 elements is
+recorded whole. The sketch of a difference is the difference of the sketches, and the norm of this
+difference is close to the norm of the tensors' difference. Signs notice swapped elements. The
+sketches of ranges add up: a sharded tensor, of which each rank records its own range, can be
+compared with a full one. So recording needs no communication: if only one rank steps an optimizer,
 it does not wait for the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import random
+import resource
 import sys
 import time
+import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,18 +39,18 @@ from flatshard.extras.trial_run.user_line import current_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
-# torch's own class: `stand_ins` later replaces the class in all modules outside of flatshard.
-DDP: Any = nn.parallel.DistributedDataParallel
 Key = tuple[int, str, str]  # step, kind of tensor, name
-_SAMPLES, _WHOLE, _CHUNK = 512, 2048, 1 << 20
+_Named = Iterable[tuple[str, Any, Any]]
+_SIZE, _CHUNK = 256, 1 << 16
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # surrounds each step
 
 
 class Enough(SystemExit):
     """Raised out of the last optimizer step, to end the script."""
 
 
-class Facts(NamedTuple):
-    """Sums and samples of this rank's range of a tensor, see [Note: facts].
+class Sketch(NamedTuple):
+    """A sketch of this rank's range of a tensor, see [Note: sketch].
 
     The range of an unsharded tensor is the whole tensor. ``shape`` is the full tensor's.
     """
@@ -53,79 +59,74 @@ class Facts(NamedTuple):
     eps: float  # of the dtype; 0 for integers
     offset: int  # of the range, in memory order
     numel: int  # of the range
-    sums: Tensor  # (2,): sum of squares, sum with pseudo-random signs
-    values: Tensor  # the elements at `_positions`
+    sums: Tensor
 
 
 @dataclass
 class Record:
     """What a rank has recorded, and how its run ended."""
 
-    # The value is the state of a generator (int), or None if a parameter has no gradient.
-    events: dict[Key, Any] = field(default_factory=dict)
+    events: dict[Key, Sketch | None] = field(default_factory=dict)  # None: no gradient
     lines: dict[Key, str] = field(default_factory=dict)  # of the program
-    findings: dict[tuple[str, str], str] = field(default_factory=dict)  # (line, problem) -> remedy
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, what is called)
+    warned: dict[tuple[str, str], None] = field(default_factory=dict)  # (line, warning)
     wrapped: dict[str, str] = field(default_factory=dict)  # line: name of the wrapper
     times: list[float] = field(default_factory=list)  # of steps, without the time of recording
     memory: int = 0  # peak
     written: int = 0  # bytes per step
     failure: str = ""
     line: str = ""  # at which the run failed
-    # If several ranks fail, the lowest order is the cause: 0 is an error of flatshard, 1 a process
-    # that ended by itself, 2 another error, 3 a process that had to be killed. Then the time.
-    order: tuple[int, float] = (2, 0.0)
+    # If several ranks fail, the first one is the cause. 0: a process that ended by itself; inf: a
+    # process that had to be killed.
+    failed_at: float = 0.0
 
 
-def facts_of(tensor: Tensor, like: Tensor) -> Facts:
-    """Return the facts of a tensor. ``like``: the tensor, or for a gradient the parameter."""
-    if isinstance(like, FlatShardTensor):
-        shape, offset = like.spec.shape, like.spec.offset
-        flat = like.local.detach() if like is tensor else local_grad(tensor, like.spec)
+@torch.no_grad()
+def sketch(tensor: Tensor, param: Tensor | None = None) -> Sketch:
+    """Return the sketch of a tensor. ``param``: the parameter, if the tensor is a gradient."""
+    owner = tensor if param is None else param
+    if isinstance(owner, FlatShardTensor):
+        shape, offset = owner.spec.shape, owner.spec.offset
+        flat = owner.local.detach() if param is None else local_grad(tensor, owner.spec)
     else:
-        tensor, is_input = tensor.detach(), like is tensor
         if tensor.is_sparse:  # an input may be too large as a dense tensor
-            tensor = tensor.coalesce().values() if is_input else tensor.to_dense()
+            tensor = tensor.coalesce().values() if param is None else tensor.to_dense()
         shape, offset = tuple(tensor.shape), 0
-        flat = tensor.permute(memory_order(tensor if is_input else like)).reshape(-1)
+        order = memory_order(tensor if param is None else param)
+        flat = tensor.detach().permute(order).reshape(-1)
     if flat.is_complex():
         shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
-    chosen = _positions(torch.Size(shape).numel())
-    chosen = chosen[(chosen >= offset) & (chosen < offset + flat.numel())] - offset
-    sums = torch.zeros(2, dtype=torch.float64)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].double()
-        index = torch.arange(offset + start, offset + start + part.numel(), device=part.device)
+    sums, at = torch.zeros(_SIZE, dtype=torch.float64, device=flat.device), offset
+    for part in flat.split(_CHUNK):
+        index = torch.arange(at, at := at + part.numel(), device=part.device)
         signs = 1 - 2 * ((index * 0x9E3779B97F4A7C1 >> 40) & 1)
-        sums += torch.stack([part.square().sum(), (part * signs).sum()]).cpu()
+        sums.index_add_(0, index % _SIZE, part.double().nan_to_num(1e4, 3e4, -3e4) * signs)
     eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
-    values = flat[chosen.to(flat.device)].to("cpu", torch.float64)
-    return Facts(shape, eps, offset, flat.numel(), sums, values)
-
-
-@functools.cache
-def _positions(numel: int) -> Tensor:
-    if numel <= _WHOLE:
-        return torch.arange(numel)
-    return (torch.arange(_SAMPLES) * 2_654_435_761 % numel).sort().values
+    return Sketch(shape, eps, offset, flat.numel(), sums.cpu())
 
 
 class Recorder:
     """Records the steps of one rank."""
 
-    end: Callable[[], object]  # writes the record, and ends the process; set by `rank`
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        record: Record,
+        end: Callable[[], object],
+        *,
+        perturbs: bool,
+    ) -> None:
+        """Record ``options.steps`` steps of each optimizer in ``record``, then end the script.
 
-    def __init__(self, num_steps: int, *, perturbs: bool, exact: bool) -> None:
-        """Record ``num_steps`` steps of each optimizer, then end the script.
-
-        ``perturbs``: change the weights by one unit in the last place before the first forward.
-        ``exact``: cast floating point inputs to float64.
+        ``end``: writes the record, and ends the process. ``perturbs``: change the weights by one
+        unit in the last place before the first forward.
         """
-        self.num_steps, self.perturbs, self.exact = num_steps, perturbs, exact
-        self.record, self.models = Record(), list[Any]()
+        self.options, self.record, self._end, self._perturbs = options, record, end, perturbs
+        self.names: dict[Tensor, str] = {}  # of parameters of wrapped models
+        self._models: list[Any] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}
-        self._names: dict[int, str] = {}
         self._aside, self._began, self._written = 0.0, 0.0, 0
-        self._baseline, self._in_backward = _status("VmRSS"), False
+        self._baseline = _peak()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._recording_loss(torch.autograd.backward)
@@ -133,46 +134,34 @@ class Recorder:
     def _recording_loss(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # nested: checkpointing recomputes in backward
-                backward(tensors, *args, **kwargs)
-                return
+            is_inner = torch._C._current_graph_task_id() >= 0  # checkpointing, in a backward
             losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
-            if len(losses) == 1 and losses[0].numel() == 1:
-                with self.paused():
-                    self._add("loss", "loss", losses[0])
-            self._in_backward = True
-            try:
-                backward(tensors, *args, **kwargs)
-            finally:
-                self._in_backward = False
-            with self.paused():  # before the program clips or scales the gradients
-                self._add_gradients()
+            if len(losses) == 1 and losses[0].numel() == 1 and not is_inner:
+                self._add("loss", [("loss", losses[0], None)])
+            backward(tensors, *args, **kwargs)
+            # Record averaged gradients before the program clips or scales them, the last first.
+            if not is_inner and all(one.require_backward_grad_sync for one in self._models):
+                named = reversed(self.names.items())
+                self._add("gradient", [(name, one.grad, one) for one, name in named])
 
         return recorded
 
-    def _add_gradients(self) -> None:
-        """Record the gradients that a backward has averaged, the last parameter first."""
-        seen = set[int]()
-        for model in reversed(self.models):  # outer models come later
-            params = list(named(model, "parameters")) if model.require_backward_grad_sync else []
-            for name, param in reversed([one for one in params if id(one[1]) not in seen]):
-                seen.add(id(param))
-                self._add("gradient", self._prefix(model) + name, param.grad, like=param)
-
     def add_model(self, model: Any, replaced: str) -> None:
         """Record the initial values of a wrapped model, whose wrapper was called ``replaced``."""
-        with self.paused():
-            self.models.append(model)
-            self.record.wrapped[current_line()] = replaced
-            for name, param in named(model, "parameters"):
-                self._add("initial value", self._prefix(model) + name, param, step=0)
+        prefix = f"model {len(self._models) + 1}: " if self._models else ""
+        model.__dict__["_prefix_in_trial"] = prefix
+        self._models.append(model)
+        self.record.wrapped[current_line()] = replaced
+        params = _named(model, model.named_parameters())
+        self.names |= {one: name for name, one, _ in params}
+        self._add("initial value", params, step=0)
 
     def forward(self, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a wrapped model's forward; record inputs and outputs."""
-        if self.perturbs and not model.__dict__.setdefault("_was_perturbed", False):
+        if self._perturbs and not model.__dict__.setdefault("_was_perturbed", False):
             model.__dict__["_was_perturbed"] = True
             _perturb(model)
-        if self.exact:
+        if self.options.exact:
             args, kwargs = tree_map(_as_double, (args, kwargs))
         self._add_all("input", model, (args, kwargs))
         out = forward(*args, **kwargs)
@@ -180,113 +169,80 @@ class Recorder:
         return out
 
     def _add_all(self, kind: str, model: Any, values: Any) -> None:
-        with self.paused():
-            tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
-            for index, one in enumerate(tensors):
-                self._add(kind, f"{self._prefix(model)}{kind} {index}", one)
+        prefix = model.__dict__.get("_prefix_in_trial", "a copy: ")
+        where = "" if torch.is_grad_enabled() else f", {current_line()}"  # for lone calls
+        tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+        named = ((f"{prefix}{kind} {n}{where}", one, None) for n, one in enumerate(tensors))
+        self._add(kind, named)
 
-    def _prefix(self, model: Any) -> str:
-        for index, one in enumerate(self.models):
-            if one is model:
-                return f"model {index + 1}: " if index else ""
-        return "a copy: "
-
-    def _add(self, kind: str, name: str, value: Any, *, like: Any = None, step: int = -1) -> None:
-        key = (max(self._counts.values(), default=0) + 1 if step < 0 else step, kind, name)
-        count = 1
-        while key in self.record.events:
-            count += 1
-            key = (*key[:2], f"{name} ({count})")
-        if isinstance(value, Tensor):
-            value = facts_of(value, value if like is None else like)
-        self.record.events[key] = value
-        if kind not in ("buffer", "random generator"):
-            self.record.lines[key] = current_line()
+    def _add(self, kind: str, tensors: _Named, *, step: int = -1) -> None:
+        """Record tensors of one kind: their names, the tensors, and parameters of gradients."""
+        began, line = time.perf_counter(), current_line()
+        step = max(self._counts.values(), default=0) + 1 if step < 0 else step
+        for name, tensor, param in tensors:
+            key, count = (step, kind, name), 1
+            while key in self.record.events:
+                count += 1
+                key = (step, kind, f"{name} ({count})")
+            self.record.events[key] = None if tensor is None else sketch(tensor, param)
+            self.record.lines[key] = line
+        self._aside += time.perf_counter() - began
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over:
-            self.end()  # the program has caught `Enough`, and goes on
-        if not (_is_nested() or len(args) > 1 or kwargs):
-            with self.paused(is_step=True):
-                self._add_params(optimizer, "gradient at the step")
+            self._end()  # the program has caught `Enough`, and goes on
+        if not (_is_nested() or len(args) > 1 or kwargs):  # a closure will compute the gradients
+            step = self._counts.get(optimizer, 0) + 1
+            grads = [(name, one.grad, one) for name, one, _ in self._params(optimizer)]
+            self._add("gradient at the step", grads, step=step)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _is_nested():
             return
-        with self.paused(is_step=True):
-            if len(args) > 1 or kwargs:  # a closure has computed the gradients
-                self._add_params(optimizer, "gradient at the step")
-            self._add_params(optimizer, "value")
-            step = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-            for model in self.models:
-                for name, buffer in named(model, "buffers"):
-                    self._add("buffer", self._prefix(model) + name, buffer, step=step)
-            for name, state in _generators():
-                self._add("random generator", name, zlib.crc32(state), step=step)
-        if step == max(self._counts.values()):
+        params, last = self._params(optimizer), max(self._counts.values(), default=0)
+        step = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self._add("value", params, step=step)
+        for model in self._models:
+            self._add("buffer", _named(model, model.named_buffers()), step=step)
+        self._add("random generator", _generators(), step=step)
+        if step > last:  # the first optimizer that makes this step
             now, written = time.perf_counter(), _written()
             if self._began:
                 self.record.times.append(now - self._began - self._aside)
             self.record.written, self._written = written - self._written, written
+            self.record.memory = _peak() - self._baseline
             self._began, self._aside = now, 0.0
         if self._is_over:
             raise Enough(0)
 
     @property
     def _is_over(self) -> bool:
-        counts = self._counts.values()
-        return min(counts, default=0) >= self.num_steps or max(counts, default=0) >= (
-            3 * self.num_steps
-        )
+        counts, most = self._counts.values(), self.options.steps
+        return min(counts, default=0) >= most or max(counts, default=0) >= 3 * most
 
-    def _add_params(self, optimizer: Any, kind: str) -> None:
-        step = self._counts.get(optimizer, 0) + 1
-        index = [*self._counts, optimizer].index(optimizer)
+    def _params(self, optimizer: Any) -> _Named:
+        index = [*self._counts, optimizer].index(optimizer) + 1
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(id(param) not in self._names for param in params):
-            for model in self.models:  # outer models come later
-                for name, param in named(model, "parameters"):
-                    self._names[id(param)] = self._prefix(model) + name
-        for number, param in enumerate(params):
-            unnamed = f"optimizer {index + 1}, parameter {number}"
-            tensor = param if kind == "value" else param.grad
-            self._add(kind, self._names.get(id(param), unnamed), tensor, like=param, step=step)
-
-    @contextlib.contextmanager
-    def paused(self, *, is_step: bool = False) -> Iterator[None]:
-        """Leave the time and memory of recording out of the figures."""
-        began = time.perf_counter()
-        on_gpu = torch.cuda.is_initialized()
-        if is_step:
-            now = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM") - self._baseline
-            self.record.memory = max(self.record.memory, now)
-        with torch.no_grad():
-            yield
-        if is_step and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        elif is_step:
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._aside += time.perf_counter() - began
+        unnamed = f"optimizer {index}, parameter"
+        return [(self.names.get(one, f"{unnamed} {n}"), one, None) for n, one in enumerate(params)]
 
 
-def named(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``parameters`` or ``buffers`` with their names in the unwrapped model."""
-    parallel = [f"{name}." * bool(name) for name, m in model.named_modules() if isinstance(m, DDP)]
-    for name, tensor in getattr(model, f"named_{kind}")():
-        for prefix in reversed(parallel):
-            if name.startswith(f"{prefix}module."):
-                name = prefix + name[len(f"{prefix}module.") :]
-        yield name, tensor
+def _named(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
+    """Return tensors with their names in the unwrapped model."""
+    prefix = model.__dict__["_prefix_in_trial"]
+    return [
+        (prefix + ".".join(part for part in name.split(".") if part != "module"), tensor, None)
+        for name, tensor in tensors
+    ]
 
 
 @torch.no_grad()
-def _perturb(model: Any) -> None:
+def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         if param.is_floating_point():
-            signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8)
-            step = torch.finfo(param.dtype).eps * (2.0 * signs - 1)
+            signs = torch.randint(0, 2, param.shape, generator=generator) * 2.0 - 1
+            step = signs * torch.finfo(param.dtype).eps
             param.mul_(1 + step.to(param.device, param.dtype))
 
 
@@ -295,27 +251,26 @@ def _as_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _generators() -> Iterator[tuple[str, bytes]]:
-    yield "torch", torch.get_rng_state().numpy().tobytes()
+def _generators() -> Iterator[tuple[str, Tensor, None]]:
+    states = {"torch": torch.get_rng_state().tolist(), "random": random.getstate()}
     if torch.cuda.is_initialized():
-        yield "torch.cuda", torch.cuda.get_rng_state().numpy().tobytes()
-    yield "random", repr(random.getstate()).encode()
+        states["torch.cuda"] = torch.cuda.get_rng_state().tolist()
     if "numpy" in sys.modules:
-        yield "numpy", repr(sys.modules["numpy"].random.get_state()).encode()
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    for name, state in states.items():
+        yield name, torch.tensor(zlib.crc32(repr(state).encode()), device="cpu"), None
 
 
 def _is_nested() -> bool:
     """Whether the running hook belongs to a step that another optimizer's step called."""
-    frame, count = sys._getframe(2), 0
-    while frame is not None:
-        is_step = frame.f_code.co_name == "wrapper"
-        count += is_step and frame.f_globals.get("__name__") == torch.optim.Optimizer.__module__
-        frame = frame.f_back  # type: ignore[assignment]
-    return count > 1
+    return sum(frame.f_code is _STEP for frame, _ in traceback.walk_stack(None)) > 1
 
 
-def _status(name: str) -> int:
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
+def _peak() -> int:
+    """Return the peak memory of this process, in bytes: torch's on a GPU, otherwise all."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _written() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sysconfig
@@ -12,9 +13,8 @@ from pathlib import Path
 import torch
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_PACKAGES = f"{os.sep}site-packages{os.sep}"
-_LIBRARIES = (OURS, _STDLIB, f"{Path(torch.__file__).parent}{os.sep}", "<")
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def line_in(frames: Iterable[tuple[str, int]]) -> str:
@@ -23,16 +23,22 @@ def line_in(frames: Iterable[tuple[str, int]]) -> str:
     ``frames`` are paths and line numbers, innermost first. If no frame is the program's own, the
     line is the first one in an installed package other than torch.
     """
-    ours = [
-        (path, number)
-        for path, number in frames
-        if not path.startswith(_LIBRARIES) or (_PACKAGES in path and path.startswith(_STDLIB))
-    ]
-    known = [one for one in ours if not one[0].startswith(_LIBRARIES[2:])]
-    path, number = next((one for one in known if _PACKAGES not in one[0]), (*known, ("", 0))[0])
-    text = linecache.getline(path, number).strip()
-    shown = os.path.relpath(path) if path else ""
-    return f"{path if shown.startswith('..') else shown}:{number}: {text[:100]}" if path else ""
+    path, number = min(frames, key=lambda one: _distance(one[0]), default=("", 0))
+    if _distance(path) > 1:
+        return ""
+    shown = os.path.relpath(path)
+    text = linecache.getline(path, number).strip()[:100]
+    return f"{path if shown.startswith('..') else shown}:{number}: {text}"
+
+
+@functools.cache
+def _distance(path: str) -> int:
+    """Return 0 for a file of the program, 1 for other packages, 2 for libraries below."""
+    if not path or path.startswith((OURS, _TORCH, "<")):
+        return 2
+    if f"{os.sep}site-packages{os.sep}" in path:
+        return 1
+    return 2 if path.startswith(_STDLIB) else 0
 
 
 def current_line() -> str:

@@ -11,17 +11,20 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from flatshard.extras import show_bytes, tabulate
 from flatshard.extras.trial_run.compare import MULTIPLE, Difference, Noise, Records, compare
-from flatshard.extras.trial_run.launch import failure_of, run
 from flatshard.extras.trial_run.recorder import Record
 
 SAME, DIFFERS, RAISES, NOT_COMPARED = range(4)
 _WARM_UP, _TIMED = 2, 5  # steps
+_REMEDIES = {
+    "state_dict": "state = flatshard.checkpoint.full_state_dict(model) on every rank; rank 0 saves",
+    "__call__": "evaluate on every rank, with the same number of batches",
+}
 _REMEDY = 'from flatshard import ShardedWrapper; ShardedWrapper(model, auto_wrap_policy="auto")'
 
 
@@ -48,23 +51,19 @@ def start(given: dict[str, Any]) -> int:
     if refused := _refused(options):
         print(f"flatshard try: {refused}", file=sys.stderr)
         return NOT_COMPARED
-    rank = os.environ.get("RANK", "0")
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
-    signal.signal(signal.SIGTERM, _interrupt)  # ends the ranks, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
     torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
         options.folder.mkdir(parents=True, exist_ok=True)
-        for old in [*options.folder.iterdir()] if "RANK" not in os.environ else []:
-            if old.suffix in (".pt", ".log", ".stack") or old.name.startswith("call-"):
-                old.unlink()
         verdict, text, figures = judge(options)
-    if rank == "0":
+    if os.environ.get("RANK", "0") == "0":
         print(text)
-    if options.json and rank == "0":
-        name = ("same", "differs", "raises", "not compared")[verdict]
-        report = {"verdict": name, "text": text, **figures}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        if options.json:
+            name = ("same", "differs", "raises", "not compared")[verdict]
+            report = {"verdict": name, "text": text, **figures}
+            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     return verdict
 
 
@@ -81,39 +80,48 @@ def _refused(options: argparse.Namespace) -> str:
     return "--nproc-per-node and --steps must be at least 1." if too_few else ""
 
 
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     """Run the script up to three times. Returns the verdict, a text and the figures.
 
     ``options.folder``: an empty folder for the records of all ranks.
     """
+    # Imports torch's compiler and FSDP, for which other commands should not wait.
+    from flatshard.extras.trial_run.ranks import failure_of, run
+
+    options.lone_calls = {}
     reference = run(options, "ddp")
+    num_steps = max([0, *(key[0] for key in reference[0].events if key[1] == "value")])
     if (failed := failure_of(reference)) is not None:
         text = f"Your script fails under DistributedDataParallel, too: {_failure(failed)}"
+    elif not reference[0].wrapped:
+        text = "The script used no DistributedDataParallel, FSDP or ShardedWrapper. "
+        text += "To wrap the models that its optimizers step: --wrap."
+    else:
+        text = "" if num_steps else "The script ended without an optimizer step."
+    if text:
         return NOT_COMPARED, text, {}
-    num_steps = max([0, *(key[0] for key in reference[0].events if key[1] == "value")])
-    if not reference[0].wrapped:
-        text = "The script used no DistributedDataParallel, FSDP or ShardedWrapper."
-        return NOT_COMPARED, f"{text} To wrap the models that its optimizers step: --wrap.", {}
-    if not num_steps:
-        return NOT_COMPARED, "The script ended without an optimizer step.", {}
+    lone = options.lone_calls = _lone_calls(reference)
     sharded = run(options, "sharded")
-    figures: dict[str, Any] = {"steps": num_steps, "lines": _lines(sharded)}
-    lines = _change_text(figures["lines"])
+    wrapped = [one for one in reference[0].wrapped.items() if one[1] != "ShardedWrapper"]
+    found = {(line, f"wraps the model ({name})"): _REMEDY for line, name in wrapped}
+    found |= {(line, what): _REMEDIES[method] for (line, method), what in lone.items()}
+    found |= {warned: "" for record in sharded.values() for warned in record.warned}
+    lines = [{"line": at, "what": what, "write": found[at, what]} for at, what in found]
+    figures: dict[str, Any] = {"steps": num_steps, "lines": lines}
+    changes = "\n\nTo keep it, change:" * bool(lines) + "".join(map(_change, lines))
     if (failed := failure_of(sharded)) is not None:
         text = f"Raises under flatshard, not under DistributedDataParallel: {_failure(failed)}"
-        return RAISES, text + lines, figures
+        return RAISES, text + changes, figures
     noise = None
+    _drop(reference, lone)
     if differences := compare(reference, sharded, None):
         again = run(options, "noise")
         if (failed := failure_of(again)) is not None:
             return NOT_COMPARED, f"The second run with DDP failed: {_failure(failed)}", figures
+        _drop(again, lone)
         noise = Noise(reference, again)
         if noise.last_step < 1:
-            return NOT_COMPARED, _unstable(noise.unstable), figures
+            return NOT_COMPARED, _unstable(noise.unstable, reference), figures
         differences = compare(reference, sharded, noise)
     last = min(num_steps, noise.last_step) if noise else num_steps
     figures |= {"compared": last, "ddp": _costs(reference), "flatshard": _costs(sharded)}
@@ -122,60 +130,73 @@ def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     figures["first"] = worst and worst._asdict()
     verdict, text = SAME, "The same numbers, within rounding."
     if worst is not None:
-        verdict, text = DIFFERS, f"Differs: {_described(worst)}."
+        verdict, text = DIFFERS, f"Differs: {_described(worst, sharded)}."
     elif num_steps < options.steps:
         verdict = NOT_COMPARED
         text += f" But the script ended after {num_steps} steps: give --steps {num_steps}."
+    elif lone:
+        verdict = RAISES
+        text += " But as it is, the script raises where not all ranks call the model (see below)."
     if last < num_steps:
         text += f" From step {last + 1} on, rounding alone changes too much to compare."
         text += "" if options.exact else " More steps can be compared with --exact."
-    size = f"{options.script}, {options.nproc_per_node} ranks, {num_steps} steps each:"
-    title = f"{size} DistributedDataParallel, then ShardedWrapper in its place\n\n"
+    title = f"{options.script}, {options.nproc_per_node} ranks, {num_steps} steps each: "
+    title += "DistributedDataParallel, then ShardedWrapper in its place"
     table = _table(reference[0], sharded[0], differences, last)
-    return verdict, f"{title}{table}\n\n{text}\n\n{_cost_table(figures)}{lines}", figures
+    return verdict, f"{title}\n\n{table}\n\n{text}\n\n{_cost_table(figures)}{changes}", figures
 
 
 def _failure(record: Record) -> str:
     return record.failure + (f"\n  at {record.line}" if record.line else "")
 
 
-def _lines(records: Records) -> list[dict[str, str]]:
-    """Return the lines that a program that stays with flatshard changes."""
-    found = {
-        (line, f"wraps the model ({name})"): _REMEDY
-        for record in records.values()
-        for line, name in record.wrapped.items()
-        if name != "ShardedWrapper"
-    }
+def _change(one: dict[str, str]) -> str:
+    write = f"\n      write: {one['write']}" if one["write"] else ""
+    return f"\n  {one['line']}\n      {one['what']}{write}"
+
+
+def _lone_calls(reference: Records) -> dict[tuple[str, str], str]:
+    """Return the line and method of calls that not all ranks make, and texts that say so."""
+    found = {}
+    for call in dict.fromkeys(one for record in reference.values() for one in record.calls):
+        counts = {rank: record.calls[call] for rank, record in reference.items()}
+        most, least = max(counts.values()), min(counts.values())
+        ranks = ", ".join(f"{rank}" for rank, count in counts.items() if count == most)
+        who = f"ranks make {least} to {most} calls of" if least else f"only rank {ranks} calls"
+        name = "state_dict()" if call[1] == "state_dict" else "the model's forward"
+        if least < most:
+            found[call] = f"{who} {name}, which needs every rank"
+    return found
+
+
+def _drop(records: Records, lone: dict[tuple[str, str], str]) -> None:
+    """Drop inputs and outputs of lone calls, which the run under flatshard has not recorded."""
     for record in records.values():
-        found |= record.findings
-    return [{"line": line, "what": what, "write": found[line, what]} for line, what in found]
+        for key in [key for key in record.events if any(line in key[2] for line, _ in lone)]:
+            del record.events[key]
 
 
-def _change_text(lines: list[dict[str, str]]) -> str:
-    rows = ["\n\nTo keep it, change:"] if lines else []
-    for one in lines:
-        write = f"\n      write: {one['write']}" if one["write"] else ""
-        rows.append(f"  {one['line']}\n      {one['what']}{write}")
-    return "\n".join(rows)
-
-
-def _unstable(one: Difference | None) -> str:
+def _unstable(one: Difference | None, records: Records) -> str:
     if one is None:
         return "Cannot be compared: rounding alone changes the first gradients by 5 %. Try --exact."
     return (
         f"Cannot be compared: {one.kind} {one.name!r} of rank {one.rank} at step {one.step} "
-        f"differs between two runs of the same program. {one.line}\nSeed the random numbers that "
-        "the program draws (torch.manual_seed, random.seed, numpy.random.seed, generator=... of a "
-        "DataLoader). Let data not depend on time, on files of an earlier run, or on threads."
+        f"differs between two runs of the same program{_line(one, records)}.\nSeed the "
+        "random numbers that the program draws (torch.manual_seed, random.seed, numpy.random.seed, "
+        "generator=... of a DataLoader). Let data not depend on time, on files of an earlier run, "
+        "or on threads."
     )
 
 
-def _described(one: Difference) -> str:
-    place = f", at {one.line}" if one.line else ""
+def _line(one: Difference, records: Records) -> str:
+    line = records[one.rank].lines.get(one.key, "")
+    return "" if one.kind in ("buffer", "random generator") or not line else f", at {line}"
+
+
+def _described(one: Difference, records: Records) -> str:
     return (
-        f"step {one.step}, {one.kind} {one.name!r}, rank {one.rank}: {one.size:.1e} of its largest "
-        f"element, {one.units:.3g} times the rounding noise (limit: {MULTIPLE:.0f}){place}"
+        f"step {one.step}, {one.kind} {one.name!r}, rank {one.rank}: {one.size:.1e} of its norm, "
+        f"{one.units:.3g} times the rounding noise (limit: {MULTIPLE:.0f}){_line(one, records)}"
     )
 
 
@@ -186,7 +207,7 @@ def _table(one: Record, other: Record, differences: list[Difference], last: int)
         here = [each for each in differences if each.step == step]
         most = max(here, key=lambda each: each.units, default=None)
         text = f"{most.units:.2g}  {most.kind} {most.name}" if most else "0"
-        shown = [f"{float(loss.values[0]):.6f}" if loss else "-" for loss in losses]
+        shown = [f"{float(loss.sums[0]):.6f}" if loss else "-" for loss in losses]
         rows.append([f"{step}", *shown, text])
     return tabulate(rows, numbers=(0, 1, 2))
 
@@ -202,14 +223,12 @@ def _costs(records: Records) -> dict[str, Any]:
 
 def _cost_table(figures: dict[str, Any]) -> str:
     rows = [["", "DDP", "flatshard", ""]]
-    for name, text in (
-        ("memory", "peak memory per rank, without imports"),
-        ("seconds", f"time per step, median of {_TIMED} or more"),
-        ("written", "bytes written to sockets and files, last step"),
+    for name, text, show in (
+        ("memory", "peak memory per rank, without imports", show_bytes),
+        ("seconds", f"time per step, median of {_TIMED} or more", lambda s: f"{1e3 * s:.1f} ms"),
+        ("written", "bytes written to sockets and files, last step", show_bytes),
     ):
         both = figures["ddp"][name], figures["flatshard"][name]
-        shown = ["-" if one is None else show_bytes(one) for one in both]
-        if name == "seconds" and None not in both:
-            shown = [f"{1000 * one:.1f} ms" for one in both]
-        rows.append([text, *shown, f"{both[1] / both[0]:.2f}" if both[0] and both[1] else ""])
+        ratio = f"{both[1] / both[0]:.2f}" if both[0] and both[1] else ""
+        rows.append([text, *("-" if one is None else show(one) for one in both), ratio])
     return tabulate(rows, numbers=(1, 2, 3))

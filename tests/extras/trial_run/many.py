@@ -1,7 +1,8 @@
-"""Judges many runs in one process: `python -m tests.extras.trial_run.many FOLDER [faults|SEEDS]`.
+"""Judges many runs in one process: `python -m tests.extras.trial_run.many FOLDER WHAT`.
 
-`faults`: the script ``trained`` with each of its faults. A number: this many random models. Prints
-a line of JSON for each run: its name, the verdict, the figures and the text.
+`faults`: the script ``trained`` with each of its faults. `scripts OPTIONS`: scripts of this folder,
+whose names and options are in OPTIONS, a text in JSON. A number: this many random models. Prints a
+line of JSON for each run: its name, the verdict, the figures and the text.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatshard.extras.trial_run import verdict
+from flatshard.extras.trial_run import ranks, verdict
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
@@ -35,7 +36,12 @@ def say(name: str, judged: tuple[int, str, dict[str, Any]]) -> None:
     print(json.dumps({"name": name, "verdict": code, "text": text, **figures}), flush=True)
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, what: str, scripts: str = "{}") -> None:
+    if what == "scripts":
+        for name, words in json.loads(scripts).items():
+            given = options(folder, "--steps", "4", *words, f"{name}.py")
+            say(name, verdict.judge(given))
+        return
     if what != "faults":
         first, _, last = what.rpartition("-")
         for seed in range(int(first or 0), int(last)):
@@ -45,7 +51,7 @@ def main(folder: Path, what: str) -> None:
             say(f"{seed}", verdict.judge(given))
         return
     runs: dict[str, Any] = {}
-    run = verdict.run
+    run = ranks.run
 
     def remembered(given: argparse.Namespace, name: str) -> Any:
         if name == "sharded":
@@ -54,7 +60,7 @@ def main(folder: Path, what: str) -> None:
             runs[name] = run(given, name)
         return runs[name]
 
-    verdict.run = remembered  # the runs under DistributedDataParallel are the same for all faults
+    ranks.run = remembered  # the runs under DistributedDataParallel are the same for all faults
     for fault in ("", *trained.FAULTS):
         os.environ["FAULT"] = fault
         given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))
@@ -62,4 +68,4 @@ def main(folder: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
