@@ -311,7 +311,7 @@ class BucketAdapter(OptimizerAdapter):
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
             # By id, because looking up a tensor calls a function of Python, `Tensor.__hash__`.
-            present = dict(zip(map(id, states), states.values(), strict=True))
+            present = {id(param): state for param, state in states.items()}
             for group in groups:
                 before, new = group["params"], list[Any]()
                 left = [one for one in before if id(one) not in stepped] if stepped else before
@@ -544,7 +544,8 @@ class ParamBucket:
         if not BucketState.are_unchanged([self._shared], [shared]):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
-            states.update(zip(self._params, self._states, strict=True))
+            for number, param in enumerate(self._params):
+                states[param] = self._states[number]
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
