@@ -192,7 +192,7 @@ class Backward:
             # all-gather. But a recomputed forward uses the modules, so let the modules hold the
             # unsharded parameters.
             unit.wait_unshard()
-        unit.enter(Phase.BACKWARD)
+        unit.phase = Phase.BACKWARD
 
     def unshard_again(self, unit: Unit) -> None:
         """Unshard all parameters of a unit, and wait for them.
@@ -205,7 +205,7 @@ class Backward:
             return
         self._state.unshard(unit, "backward", everything=True)
         if self.begin():
-            unit.enter(Phase.BACKWARD)
+            unit.phase = Phase.BACKWARD
 
     def bring_back(self, unit: Unit) -> bool:
         """Unshard parameters that were expected not to be read in backward, and return True.

@@ -237,7 +237,7 @@ class Forward:
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for the forward under way, and wait for the all-gather. Collective."""
         self._state.unshard(unit, "forward")
-        unit.enter(Phase.FORWARD)
+        unit.phase = Phase.FORWARD
 
     def unshard_outside(self, unit: Unit) -> None:
         """Unshard a unit for an operation outside of the unit's own forward.

@@ -40,7 +40,12 @@ from flatshard.units.module_tree import name_of, renamed, unit_text
 
 
 class Phase(enum.Enum):
-    """The part of a step that a unit is in. Only ``Unit.enter`` changes the phase."""
+    """The part of a step that a unit is in (``Unit.phase``).
+
+    A backward may run inside a forward (to compute forces, for example): the unit moves from
+    FORWARD to BACKWARD, and back to FORWARD if that backward fails. A recomputation, a forward
+    inside a backward, leaves the unit in BACKWARD.
+    """
 
     IDLE = "IDLE"
     FORWARD = "FORWARD"
@@ -238,15 +243,6 @@ class Unit:
     def buffer_bytes(self) -> int:
         return sum(handle.buffer_bytes for handle in self.handles)
 
-    def enter(self, phase: Phase) -> None:
-        """Move to ``phase``.
-
-        A backward may run inside a forward (to compute forces, for example): the unit moves from
-        FORWARD to BACKWARD, and back to FORWARD if that backward fails. A recomputation, a forward
-        inside a backward, does not call this method: the unit stays in phase BACKWARD.
-        """
-        self.phase = phase
-
     @property
     def is_current(self) -> bool:
         """Whether all parameters are unsharded, with the present values of the shards."""
@@ -362,7 +358,7 @@ class Unit:
         for handle in self.handles:
             if handle.shows_full:
                 handle.put_back()
-        self.enter(Phase.IDLE)
+        self.phase = Phase.IDLE
         if point is not ReshardPoint.AFTER_FORWARD:
             self._outstanding_inputs.clear()
             for handle in self.handles:
@@ -513,7 +509,7 @@ class Unit:
         for handle in self.handles:
             if handle.shows_full and not self.is_summoned:
                 handle.put_back()
-        self.enter(Phase.IDLE)
+        self.phase = Phase.IDLE
 
     def forget_calls(self) -> None:
         """Forget this rank's calls of the unit's modules.

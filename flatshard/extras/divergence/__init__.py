@@ -73,7 +73,7 @@ class DivergentUnits(StepExtension):
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
             # in phase FORWARD that is already unsharded.
             if not unit.is_current:
-                unit.enter(Phase.FORWARD)
+                unit.phase = Phase.FORWARD
 
     def end_forward(self, output: object, failed: bool) -> None:
         stays = self._state.expects_backward and not failed
@@ -89,7 +89,7 @@ class DivergentUnits(StepExtension):
                 if stays:
                     handle.snapshot()
             if stays:
-                unit.enter(Phase.IDLE)
+                unit.phase = Phase.IDLE
             else:
                 unit.reshard()
 
