@@ -366,9 +366,8 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
         if start.sends_buffers and id(buffer) not in start.missing:
             received[id(buffer)] = start.take_buffer(buffer, name)
     for inner in plan.module.modules() if received else ():
-        inner._buffers.update(
-            {name: received.get(id(buffer), buffer) for name, buffer in inner._buffers.items()}
-        )
+        for attribute, held in inner._buffers.items():
+            inner._buffers[attribute] = received.get(id(held), held)
 
 
 # ------------------------------------------------------------ warnings

@@ -116,11 +116,8 @@ class ModelPlan:
         infos = find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
         self.params = {info.name: info.param for info in infos}
-        self.buffers = {
-            name: buffer
-            for name, buffer in module.named_buffers()
-            if id(buffer) not in self.left_alone
-        }
+        named = module.named_buffers()
+        self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
         if not predicts:
             is_sharded = world_size > 1 and settings.placement.sharded
             check_tensors(self.params, self.buffers, drops_gradients=is_sharded)
@@ -175,9 +172,8 @@ class ModelPlan:
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
             # A unit needs one collective per kind of parameter.
-            return self.settings_of[module], {
-                (info.param.dtype, info.param.requires_grad) for info in member.infos
-            }
+            kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
+            return self.settings_of[module], kinds
 
         groups: list[list[ChosenModule]] = []
         for key, neighbours in groupby(members.values(), key_of):
@@ -239,10 +235,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
             "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
             "ignored_states takes modules and parameters."
         )
-    chosen = [
-        *_read(given, "ignored_modules", nn.Module),
-        *_read(given, "ignored_states", nn.Parameter, nn.Module),
-    ]
+    chosen = _read(given, "ignored_modules", nn.Module)
+    chosen += _read(given, "ignored_states", nn.Parameter, nn.Module)
     tops = {top for top in chosen if isinstance(top, nn.Module)}
     # The first names of the ignored modules and tensors, keyed by id.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}

@@ -179,12 +179,9 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
         for fqn in names:
             state = named_values(state_dict["state"].get(fqn, {}))
             found |= {f"state {name!r} of parameter {fqn!r}": one for name, one in state.items()}
-        tensors = named_values(_options(options) if names else {}).items()
-        found |= {
-            f"option {name!r} of group {number}": one
-            for name, one in tensors
-            if isinstance(one, Tensor)
-        }
+        named = named_values(_options(options) if names else {})
+        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor)}
+        found |= {f"option {name!r} of group {number}": one for name, one in tensors.items()}
     return found
 
 
