@@ -43,6 +43,8 @@ def convert(
     # `.cpu()` on parts of models that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
+        for handle in handles:
+            handle.check_places()  # the conversion would drop a parameter that was replaced
     # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
     # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
     places = [(m._parameters, name) for handle in handles for m, name, _ in handle.places]
