@@ -170,9 +170,7 @@ def _cast_again(module: nn.Module) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def _give_own_dtypes(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: dict[str, Any]
-) -> None:
+def _give_own_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     _, own = module.__dict__[_CAST_BUFFERS]
     for name, dtype in own.items():
         value = state_dict.get(prefix + name)

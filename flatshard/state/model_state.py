@@ -65,17 +65,17 @@ class UnitStateDict:
         if options.is_sharded:
             self.check_names()
             for handle in self.unit.handles:
-                _keep_sharded(handle, state_dict, options)
+                _keep_sharded(handle, state_dict, options.offload_to_cpu)
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
-            given = _replace_by_full(handle, state_dict, options, is_saving)
+            given = _replace_by_full(handle, state_dict, options.offload_to_cpu, is_saving)
             # A write into a tensor of the state dict must change the model, unless the user asked
             # for copies, on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(self.unit, handle, param, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            _treat_rest(state_dict, key, options, is_saving)
+            _treat_rest(state_dict, key, options.offload_to_cpu, is_saving)
 
     def check_names(self) -> None:
         """Raise NotImplementedError if only some of the model's ranks train the unit."""
@@ -131,7 +131,7 @@ class UnitStateDict:
 
 
 def _replace_by_full(
-    handle: FlatParamHandle, state_dict: StateDict, options: StateDictOptions, is_saving: bool
+    handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
     """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies; return the copies.
 
@@ -142,7 +142,7 @@ def _replace_by_full(
     param_of_key = {key: param for key, param in found.items() if param is not None}
     if not param_of_key:
         return {}
-    device = torch.device("cpu") if options.offload_to_cpu else handle.device
+    device = torch.device("cpu") if to_cpu else handle.device
     full = gather_full(handle, device, is_kept=is_saving)
     # All ranks must call `unsplit` in the same order: it is a collective over a DTensor's mesh.
     wanted = sorted({*param_of_key.values()}, key=lambda param: param.index) if is_saving else ()
@@ -155,9 +155,7 @@ def _replace_by_full(
     return full_of
 
 
-def _keep_sharded(
-    handle: FlatParamHandle, state_dict: StateDict, options: StateDictOptions
-) -> None:
+def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) -> None:
     """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
 
     The shards share memory with the model, so that a load in place changes the model.
@@ -167,7 +165,7 @@ def _keep_sharded(
             continue
         # Under NO_SHARD, the value may be a plain tensor in the shard's memory: a valid entry.
         if isinstance(value, FlatShardTensor):
-            local = value.local.cpu() if options.offload_to_cpu else value.local
+            local = value.local.cpu() if to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.role)
         elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
@@ -176,10 +174,8 @@ def _keep_sharded(
             )
 
 
-def _treat_rest(
-    state_dict: StateDict, key: str, options: StateDictOptions, is_saving: bool
-) -> None:
-    """Apply the options to entry ``key``, if it is a buffer, extra state or ignored parameter."""
+def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) -> None:
+    """Move or remove entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
     # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
@@ -188,7 +184,7 @@ def _treat_rest(
         return
     if not is_saving:
         del state_dict[key]
-    elif options.offload_to_cpu and isinstance(value, Tensor) and not is_parameter:
+    elif to_cpu and isinstance(value, Tensor) and not is_parameter:
         state_dict[key] = value.cpu()
 
 

@@ -20,7 +20,7 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed, check_same_state
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import adapter, state_dicts
-from flatshard.optimizer.adapter import map_state, named_values
+from flatshard.optimizer.adapter import Optimizer, map_state, named_values
 from flatshard.optimizer.state_dicts import StateDict, copied
 from flatshard.state.full_params import worlds_of
 from flatshard.state.model_state import without_ddp_prefix
@@ -36,7 +36,7 @@ class OptimState:
     """The state of an optimizer over parameters of ``model``, to save and to load."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     units: Sequence[Unit]  # the units in `model`
 
     def full(
@@ -128,7 +128,7 @@ class OptimState:
         return agreed(prepare, worlds_of(self.units), "optim_state_dict_to_load", _REMEDY)
 
     def _shared(self) -> dict[FlatShardTensor, StateDict]:
-        is_optimizer = isinstance(self.optimizer, torch.optim.Optimizer)
+        is_optimizer = isinstance(self.optimizer, Optimizer)
         return adapter.shared_state(self.optimizer) if is_optimizer else {}
 
     def _by_name(
@@ -190,7 +190,7 @@ def _rest(state_dict: StateDict) -> StateDict:
     return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, whole: StateDict, taken: set[Any]) -> None:
+def _check_whole(optimizer: Optimizer, whole: StateDict, taken: set[Any]) -> None:
     """Raise ValueError if state of the whole optimizer would be lost, or differs between ranks."""
     name = f"{type(optimizer).__name__}.state_dict()"
     if taken:
@@ -207,7 +207,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, whole: StateDict, taken: set[
 
 
 def _check_optimizer(value: object) -> None:
-    if not isinstance(value, torch.optim.Optimizer):
+    if not isinstance(value, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {value!r:.100}.")
 
 
@@ -368,9 +368,7 @@ class OptimParam:
 class OptimParams:
     """The parameters of an optimizer, by group, with their names in a model."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[Unit]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         named = model.named_modules()
         prefixes = {module: unwrapped(f"{name}.") if name else "" for name, module in named}
         found: dict[int, OptimParam] = {}
