@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
+from operator import add
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -552,10 +553,7 @@ class FlatShardTensor(torch.Tensor):
         if spec.tensor_parallel is None:
             return boxes
         first = spec.tensor_parallel.offsets()
-        return (
-            replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True))))
-            for box in boxes
-        )
+        return (replace(box, offsets=tuple(map(add, box.offsets, first))) for box in boxes)
 
     # -------------------------------------------------- operations
 
