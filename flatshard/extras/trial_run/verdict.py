@@ -109,6 +109,10 @@ def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     lines = [{"line": at, "what": what, "write": found[at, what]} for at, what in found]
     figures: dict[str, Any] = {"steps": num_steps, "lines": lines}
     changes = "\n\nTo keep it, change:" * bool(lines) + "".join(map(_change, lines))
+    if num_steps >= options.steps:
+        changes += (
+            f"\n\nLines that the script runs after step {num_steps} are not listed (--steps)."
+        )
     if (failed := failure_of(sharded)) is not None:
         text = f"Raises under flatshard, not under DistributedDataParallel: {_failure(failed)}"
         return RAISES, text + changes, figures

@@ -46,7 +46,12 @@ def start(wrap=DDP):
 
 SCRIPTS = {
     # name: options, verdict, texts of the report, script
-    "same": (["--exact"], SAME, ["The same numbers", "model = wrap(make())"], "train(*start())"),
+    "same": (
+        ["--exact"],
+        SAME,
+        ["The same numbers", "model = wrap(make())", "runs after step 4 are not listed"],
+        "train(*start())",
+    ),
     "only_rank_0": (
         [],
         RAISES,
@@ -190,6 +195,23 @@ def work(rank, text):
             return loss
         optimizer.step(closure)
 torch.multiprocessing.spawn(work, ("text",), 2)
+""",
+    ),
+    "clips_a_large_gradient": (  # torch's norm of it has a rounding error of 2e-4
+        ["--steps", "2"],
+        SAME,
+        ["The same numbers"],
+        """
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(2048, 2048))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(2):
+    model(torch.rand(8, 2048)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
 """,
     ),
     "fsdp1": (
