@@ -86,7 +86,7 @@ def judge(options: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     ``options.folder``: an empty folder for the records of all ranks.
     """
     # Imports torch's compiler and FSDP, for which other commands should not wait.
-    from flatshard.extras.trial_run.ranks import failure_of, run
+    from flatshard.extras.trial_run.forked_ranks import failure_of, run
 
     options.lone_calls = {}
     reference = run(options, "ddp")
