@@ -250,9 +250,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 element, at least 0.
 
         Raises:
-            RuntimeError: an optimizer steps in backward, or a communication hook is registered.
-                Raised by the next reducing backward, on all ranks, before ``.grad`` is set: a
-                count is negative or not finite, all counts are 0, or only some ranks passed one.
+            RuntimeError: raised by the next backward: an optimizer steps in backward, or a
+                communication hook is registered. Raised by the next reducing backward, on all
+                ranks, before ``.grad`` is set: a count is negative or not finite, all counts are
+                0, or only some ranks passed one.
             TypeError: ``count`` is no number.
         """
         average_over = extra("average_over", "ShardedWrapper.average_over()")

@@ -35,21 +35,9 @@ def count(state: RunState, number: float | Tensor) -> None:
         raise TypeError(
             f"{_NAME}: expected an int, a float or a tensor with one element, got {number!r}."
         )
-    for extension in state.extensions:
-        extension.needs_gradients(_NAME)
-    _refuse_hooks(state)
     if state.extension("average_over") is None:
         state.extend(AverageOver(state))
     state.extension("average_over").give(torch.as_tensor(number))
-
-
-def _refuse_hooks(state: RunState) -> None:
-    if any(handle.comm_hook is not None for handle in state.handles):
-        raise RuntimeError(
-            f"{_NAME}: a communication hook is registered, whose result may not be the average "
-            "over ranks that average_over() expects. Divide by the counts in the hook, or train "
-            "without the hook."
-        )
 
 
 class AverageOver(StepExtension):
@@ -73,6 +61,18 @@ class AverageOver(StepExtension):
         host = number.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
         self._given = host, event
+
+    def begin_backward(self) -> None:
+        if self._given is None:
+            return
+        for extension in self._state.extensions:
+            extension.needs_gradients(_NAME)
+        if any(handle.comm_hook is not None for handle in self._state.handles):
+            raise RuntimeError(
+                f"{_NAME}: a communication hook is registered, whose result may not be the average "
+                "over ranks that average_over() expects. Divide by the counts in the hook, or "
+                "train without the hook."
+            )
 
     def _take(self) -> list[Any]:
         """Return the counts of this backward, and of earlier ones whose gradients still exist."""
@@ -101,7 +101,6 @@ class AverageOver(StepExtension):
         pieces = [maxima[place : place + _BYTES] for place in range(0, len(maxima), _BYTES)]
         counts: dict[int, float] = {}
         if any(piece not in (_MISSING, _ABSENT) for piece in pieces):  # else: average over ranks
-            _refuse_hooks(state)
             counts = {r: _checked(r, p) for r, p in zip(state.world.ranks, pieces, strict=True)}
             if not any(counts.values()):
                 raise RuntimeError(

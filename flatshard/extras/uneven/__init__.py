@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flatshard.comm.consistency import differing_fact
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
@@ -97,13 +98,25 @@ def _refuse_step(state: RunState, optimizer: Optimizer, *_: Any) -> None:
 def _leave_together(state: RunState, error: Exception | None) -> None:
     """Wait until all ranks leave the context. Collective.
 
-    Raises RuntimeError if another rank leaves with an exception, which the message contains.
+    Raises RuntimeError if another rank leaves with an exception, which the message contains, or if
+    ranks have converted or frozen different parameters.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = state.world.host.gather_unless_equal(text, "leaving no_sync with uneven=True")
-    for rank, theirs in zip(state.world.ranks, everyone, strict=False):
+    facts = {
+        param.where: f"{(own := param.sharded).dtype}, requires_grad={own.requires_grad}"
+        for handle in state.handles
+        if handle.topology.world.size == state.world.size  # else other ranks train other units
+        for param in handle.params
+    }
+    everyone = state.world.host.gather_unless_equal(
+        (text, facts), "leaving no_sync with uneven=True"
+    )
+    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
         if theirs is not None and error is None:
             raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
+    if error is None and len(everyone) > 1:
+        _, first = differing_fact([theirs for _, theirs in everyone], state.world.ranks)
+        raise RuntimeError(f"{_NAME}: ranks differ: {first}. Convert and freeze on every rank.")
 
 
 def _reduce(state: RunState) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.wrappers import handles_in, model_shards
+from flatshard.module.wrappers import handles_in, model_shards, state_dicts_in
+from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import as_bytes, view_of
 
@@ -186,6 +187,11 @@ class WeightChanges:
         said: dict[int, Any],
         receivers: set[int],
     ) -> Iterator[WeightChange]:
+        names: dict[Tensor, str] = {}  # a wrapper inside of the model has shorter names
+        with options_set(state_dicts_in(self._model), StateDictOptions()):
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor):
+                    names.setdefault(tensor, name)
         for number, (handle, where) in enumerate(changed.items()):
             ranks = handle.topology.shard.ranks
             counts, digests = zip(*(said[rank][number] for rank in ranks), strict=True)
@@ -197,10 +203,10 @@ class WeightChanges:
                 found = self._sparse(handle, where, counts, receivers)
             for param, indices, values in found:
                 digest = sums[param.index] if sums else None
-                yield WeightChange(param.name, indices, values, digest)
+                yield WeightChange(names[param.sharded], indices, values, digest)
         inside = {param.sharded for handle in changed for param in handle.params}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and tensor not in inside:
+        for tensor, name in names.items():
+            if tensor not in inside:
                 old, new = self._kept.get(name), self._rounded(tensor).contiguous()
                 if old is None or not torch.equal(as_bytes(old), as_bytes(new)):
                     self._kept[name] = new.clone()

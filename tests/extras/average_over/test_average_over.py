@@ -179,5 +179,7 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
     model.register_comm_hook("state", Averaging())  # after the count
     raises("a communication hook is registered", _loss(model, case, rank, 0, 1).backward)
     model = case.wrap(case.model())
-    model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.average_over(1)
+    model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))  # after the count
+    raises(r"average_over\(\) needs all gradients", _loss(model, case, rank, 0, 1).backward)
     raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))

@@ -173,6 +173,7 @@ def test_bad_use_is_named_on_all_ranks(rank: int, world_size: int) -> None:
 
     leave(optimizer.step, re.escape("SGD.step() was called inside of the context"))
     leave(lambda: model(inputs[:, 1:]), "shapes")
+    _changed_on_one_rank(case, rank)
     leave(lambda: ShardedWrapper.summon_full_params(model).__enter__(), "summon_full_params")
     leave(lambda: model.no_sync(max_bytes=1).__enter__(), re.escape("no_sync() was called inside"))
     with pytest.raises(ValueError, match="uneven=True without max_bytes"):
@@ -185,6 +186,22 @@ def test_bad_use_is_named_on_all_ranks(rank: int, world_size: int) -> None:
         stepped.no_sync(uneven=True).__enter__()
     with allow_warnings(message="a backward failed"):
         _failed_backward(model, rank)
+
+
+def _changed_on_one_rank(case: Case, rank: int) -> None:
+    inputs, target = case.batch(0, ROWS)
+    changes: dict[str, Callable[[Any], object]] = {
+        "requires_grad=True on rank 0, .* requires_grad=False": lambda model: model.fc1.weight,
+        "is torch.float64, .* torch.float32": lambda model: model.to(torch.float32),
+    }
+    for message, change in changes.items():
+        model: Any = case.wrap(case.model())
+        with naming(message), pytest.raises(RuntimeError, match=f"ranks differ: .*{message}"):  # noqa: PT012
+            with model.no_sync(uneven=True):
+                loss_of(model(inputs), target).backward()
+                changed = change(model) if rank == 1 else None
+                if isinstance(changed, nn.Parameter):
+                    changed.requires_grad_(False)
 
 
 def _failed_backward(model: Any, rank: int) -> None:

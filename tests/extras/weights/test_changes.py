@@ -1,5 +1,6 @@
 """``WeightChanges`` and ``apply_changes``, bit by bit against ``full_tensors``."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -101,6 +102,10 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
         changes.changes(ranks=2)
     with pytest.raises(ValueError, match=r"floating-point dtype, got torch.int8"):
         flatshard.WeightChanges(model, torch.int8)
+    both = nn.ModuleDict({"one": model, "two": copy.deepcopy(model)})  # names in the whole model
+    received = _empty(both, torch.bfloat16)
+    flatshard.apply_changes(received, flatshard.WeightChanges(both).changes(digests=True))
+    assert _same(received, _full(both, torch.bfloat16))
     unwrapped = nn.Linear(3, 2)
     (weight, bias) = flatshard.WeightChanges(unwrapped).changes()
     assert torch.equal(weight.values, unwrapped.weight.bfloat16())
