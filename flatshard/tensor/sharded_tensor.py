@@ -242,6 +242,14 @@ class LocalView(Tensor):
         return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
 
 
+_set_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_NO_MEMORY = (
+    "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
+    "code asked for its address. It has no memory of the full shape. Copy values by tensor.copy_(), "
+    "or call full_tensor() on all ranks."
+)
+
+
 class FlatShardTensor(torch.Tensor):
     """A parameter, gradient or state tensor; each rank holds only a 1-D range of the elements.
 
@@ -309,8 +317,12 @@ class FlatShardTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         # C++ code that bypasses dispatch (a collective whose tensors lie in nested lists, for
-        # example) would read from address 0.
+        # example) would read from address 0, and so would operations on a plain tensor to whose
+        # `.data` the program assigns the sharded tensor.
         torch._C._set_throw_on_mutable_data_ptr(self)
+        if _set_message is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                _set_message(self.untyped_storage()._cdata, _NO_MEMORY)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = origin or Origin()
         return self  # type: ignore[no-any-return]
