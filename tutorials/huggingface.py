@@ -318,9 +318,7 @@ def capitals(model):
 
 before = capitals(plain)
 after = capitals(PeftModel.from_pretrained(plain, folder / "lora"))
-print(
-    f"Capitals among the letters: {100 * before:.0f} %, and {100 * after:.0f} % with the adapter."
-)
+print(f"Capitals: {100 * before:.0f} % of the letters, and {100 * after:.0f} % with the adapter.")
 
 # %% [markdown]
 # ## Trainer, TRL, Accelerate
