@@ -192,8 +192,8 @@ plt.show()
 # ## from_pretrained
 #
 # The notebook's own process is not a rank. It loads the folder as any program of `transformers`
-# would. The loss of the loaded model is that of the trained one, and not of a random one, which
-# gives each of the 256 bytes the same chance: log(256) = 5.55.
+# would. The loss of the loaded model at the beginning of the text is near the loss of the last
+# step. A random model gives each of the 256 bytes the same chance, a loss of log(256) = 5.55.
 
 # %%
 plain = LlamaForCausalLM.from_pretrained(folder / "llama")
@@ -316,9 +316,9 @@ def capitals(model):
     return sum(map(str.isupper, written)) / max(sum(map(str.isalpha, written)), 1)
 
 
-print(f"capitals among the letters, without the adapter: {100 * capitals(plain):.0f} %")
-adapted = PeftModel.from_pretrained(plain, folder / "lora")
-print(f"capitals among the letters, with the adapter: {100 * capitals(adapted):.0f} %")
+before = capitals(plain)
+after = capitals(PeftModel.from_pretrained(plain, folder / "lora"))
+print(f"Capitals: {100 * before:.0f} % of the letters, and {100 * after:.0f} % with the adapter.")
 
 # %% [markdown]
 # ## Trainer, TRL, Accelerate

@@ -35,7 +35,7 @@ def find(name: str) -> Definition:
     module, _, last = name.rpartition(".")
     path = ROOT.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(file.read_text()).body:
+    for node in reversed(ast.parse(file.read_text()).body):  # overloads come first
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == last:
             return node
         if isinstance(node, ast.ImportFrom) and {last, "*"} & {
