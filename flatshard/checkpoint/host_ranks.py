@@ -99,7 +99,7 @@ class HostRanks:
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
 
 
-def class_and_text(error: Exception) -> tuple[type[Exception], str]:
+def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
     """Return a class and a text of which ranks make the error: RuntimeError for unusual errors."""
     if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
         return sendable(error)

@@ -398,7 +398,6 @@ class Save:
                     no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
-            error: Any
             rank, (error, _) = next(iter(raised.failures.items()))
             kind, text = class_and_text(error)
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
