@@ -73,7 +73,7 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        told = self.gather_unless_equal(error and sendable(error), op_name)
+        told = self.gather_unless_equal(error and class_and_text(error), op_name)
         for rank, one in enumerate(told):
             if one is not None:
                 kind, text = one
@@ -97,6 +97,13 @@ class HostRanks:
         if len(everyone) > 1:
             key, difference = differing_fact(everyone, self.ranks)
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
+
+
+def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
+    """Return a class and a text of which ranks make the error: RuntimeError for unusual errors."""
+    if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
+        return sendable(error)
+    return RuntimeError, f"{type(error).__name__}: {error}"
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]

@@ -133,9 +133,8 @@ def load(
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     kinds = training.kinds(wanted["optimizer"])
-    state = (
-        unpack_optimizer(nested.get("optimizer", {}), first.get("optimizer") or {}) if kinds else {}
-    )
+    packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
+    state = unpack_optimizer(packed, rest) if kinds else {}
     for name, (_, fqns) in kinds.items():
         part = state
         if len(kinds) > 1:

@@ -27,10 +27,10 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
-from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training
+from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training, class_and_text
 from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
-from flatshard.comm.consistency import check_same_state, sendable
+from flatshard.comm.consistency import check_same_state
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -398,9 +398,8 @@ class Save:
                     no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
-            error: Any
             rank, (error, _) = next(iter(raised.failures.items()))
-            kind, text = sendable(error)
+            kind, text = class_and_text(error)
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
         def sum_up() -> dict[str, FileRecord]:

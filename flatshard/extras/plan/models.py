@@ -32,8 +32,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self._attend(self.norm1(x), rotation)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+        return x + self._feed_forward(self.norm2(x))
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
         layers = (self.query, self.key, self.value)
@@ -44,6 +43,9 @@ class LlamaBlock(nn.Module):
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).contiguous().flatten(2))  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:

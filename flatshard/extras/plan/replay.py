@@ -194,8 +194,7 @@ class Replay:
             self.outcome.seconds = self.clock
         kinds = ("parameters", "gradients", "optimizer")
         self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
-        pools = self._small, self._large
-        self.outcome.reserved_bytes = sum(pool.reserved_bytes for pool in pools)
+        self.outcome.reserved_bytes = self._small.reserved_bytes + self._large.reserved_bytes
         return self.outcome
 
     def play(self) -> None:

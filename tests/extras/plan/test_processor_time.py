@@ -109,7 +109,7 @@ def test_convolutions_have_their_own_speed() -> None:
 
 
 def test_a_running_collective_takes_multiprocessors_of_a_gpu() -> None:
-    op = Op("aten.mm", 100, ((-1, 8), (-1, 8)), ((0, 8),), "matmul")
+    op = Op("aten.mm", 100, 24, False)
     gpu, cpu = (Device(1.0, 1.0, FAST, 0.0, is_gpu=is_gpu) for is_gpu in (True, False))
     assert (gpu.seconds(op), cpu.seconds(op, busy=50.0)) == (100, 100)
     assert gpu.seconds(op, busy=50.0) == pytest.approx(100 + COLLECTIVE_SHARE * 50)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from flatshard.extras.plan import hardware, measured
+from flatshard.extras.plan import hardware, planning
 from flatshard.extras.plan.hardware import DEVICES, Device, device_of
 from flatshard.memory_plan import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
@@ -33,7 +33,7 @@ def _plan(_rank: int, _world_size: int, collectives: str) -> None:
     asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         slow = Device(1e6, 1e6, 1e12, 0.0, is_gpu=False)
-        patch.setattr(measured, "device_of", lambda kind: asked.append(kind) or slow)
+        patch.setattr(planning, "device_of", lambda kind: asked.append(kind) or slow)
         found = model.plan(step, optimizer)
     # Backward has twice the operations of forward; the input needs no gradient.
     flops = 3 * 4 * 2 * (2 * 32 * 64 * 256) - 2 * 32 * 64 * 256
