@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision, ShardedWrapper, sharded_modules
 from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, run_ranks
+from tests.harness import naming, on_ranks
 
 WIDTH = 96
 
@@ -48,7 +48,9 @@ def _bytes(tensors: Any) -> int:
     return sum(memory.values())
 
 
-def _measure(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced  # what is held, unit by unit
+@on_ranks(4)
+def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
     mp = pytest.MonkeyPatch()
     mp.setenv("LOCAL_WORLD_SIZE", "2")
     for way in SETTINGS:
@@ -85,8 +87,3 @@ def _measure(rank: int, world_size: int) -> None:
             ratio = report.peak_gradient_bytes / plan.peak_gradient_bytes
             assert 0.5 <= ratio <= (1.2 if two_stages else 1), ratio
     mp.undo()
-
-
-@pytest.mark.uncoalesced  # what is held, unit by unit
-def test_predicted_bytes_are_held() -> None:
-    run_ranks(_measure, 4)

@@ -15,7 +15,7 @@ from flatshard import ShardedWrapper
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op
 from flatshard.memory_plan import CannotTraceError, checkpoint_blocks, plan
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
@@ -137,16 +137,13 @@ def recurrent_step(model: nn.Module) -> Tensor:
     return model(torch.ones(6, 4, 32)).sum()
 
 
-def _plan_recurrent(_rank: int, _world_size: int) -> None:
+@on_ranks(2)
+def test_recurrent_model_stays_the_same(rank: int, world_size: int) -> None:
     model = ShardedWrapper(Recurrent())
     model.plan(recurrent_step)
     assert not hasattr(model, "has_run")
     recurrent_step(model).backward()
     assert model.plan(recurrent_step).differing == []
-
-
-def test_recurrent_model_stays_the_same() -> None:
-    run_ranks(_plan_recurrent, 2)
 
 
 class Workspaces(TorchDispatchMode):

@@ -9,7 +9,7 @@ from flatshard.extras.plan import hardware, planning
 from flatshard.extras.plan.hardware import DEVICES, Device, device_of
 from flatshard.memory_plan import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 
 class Block(nn.Module):
@@ -25,7 +25,10 @@ def step(model: nn.Module) -> Tensor:
     return model(torch.ones(32, 64)).sum()
 
 
-def _plan(_rank: int, _world_size: int, collectives: str) -> None:
+@pytest.mark.uncoalesced  # units as small as a block
+@pytest.mark.parametrize("collectives", ["native", "sockets"])
+@on_ranks(2)
+def test_predicted_beside_measured(rank: int, world_size: int, collectives: str) -> None:
     plain = nn.Sequential(*(Block() for _ in range(4)))
     policy = ModuleWrapPolicy({Block})
     model = ShardedWrapper(plain, auto_wrap_policy=policy, collectives=collectives)
@@ -52,12 +55,8 @@ def _plan(_rank: int, _world_size: int, collectives: str) -> None:
 
 
 @pytest.mark.uncoalesced  # units as small as a block
-@pytest.mark.parametrize("collectives", ["native", "sockets"])
-def test_predicted_beside_measured(collectives: str) -> None:
-    run_ranks(_plan, 2, collectives)
-
-
-def _plan_checkpointed(_rank: int, _world_size: int) -> None:
+@on_ranks(2)
+def test_checkpointed_model_is_planned_and_stays_the_same(rank: int, world_size: int) -> None:
     activations = {}
     for kind in ("none", "block"):
         plain = nn.Sequential(*(Block() for _ in range(4)))
@@ -71,11 +70,6 @@ def _plan_checkpointed(_rank: int, _world_size: int) -> None:
         step(model).backward()
         assert all(param.grad is not None for param in model.parameters())
     assert activations["block"] < activations["none"]
-
-
-@pytest.mark.uncoalesced  # units as small as a block
-def test_checkpointed_model_is_planned_and_stays_the_same() -> None:
-    run_ranks(_plan_checkpointed, 2)
 
 
 @pytest.mark.parametrize(
