@@ -47,7 +47,7 @@ def _params(way: str, **keywords: Any) -> tuple[dict[str, Tensor], dict[str, Fla
     torch.manual_seed(0)
     plain = _Everything()
     full = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    model = ShardedWrapper(plain, **WAYS[way].keywords, **keywords)
+    model = ShardedWrapper(plain, **{**keywords, **WAYS[way].keywords})
     return full, {n: p for n, p in model.named_parameters() if isinstance(p, FlatShardTensor)}
 
 
