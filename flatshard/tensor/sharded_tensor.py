@@ -245,8 +245,8 @@ class LocalView(Tensor):
 _set_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
-    "code asked for its address. It has no memory of the full shape. Copy values by tensor.copy_(), "
-    "or call full_tensor() on all ranks."
+    "code asked for its address. It has no memory of the full shape. Copy values by "
+    "tensor.copy_(), or call full_tensor() on all ranks."
 )
 
 
