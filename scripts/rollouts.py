@@ -5,7 +5,7 @@
 This is the loop of reinforcement learning with an inference engine. The engine is another process
 that runs the same model unwrapped. After each optimizer step the trainer hands all weights to the
 engine, one bucket at a time, through shared memory, and checks that the engine has the trainer's
-weights bit by bit. By default rank 0 has an engine; with --engines all, every rank has its own.
+weights bit for bit. By default rank 0 has an engine; with --engines all, every rank has its own.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def train(args: argparse.Namespace) -> list[float]:
     if engine is not None:
         engine.close()
     if rank == 0:
-        print(f"before each of {args.steps} steps the engine had the trainer's weights, bit by bit")
+        print(f"before each of {args.steps} steps the engine had the trainer's weights, bit for bit")
     return rewards
 
 

@@ -319,7 +319,7 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     tensors = plan.params | plan.buffers
     kept = {} if sync is not None or plan.settings.broadcast_buffers else plan.buffers
-    # With ``sync_module_states=True``, save the time for checksums.
+    # No checksums of values that rank 0 broadcasts anyway, or that each rank keeps as its own.
     mine = [
         None if tensor.is_meta else (0, 0) if sync or name in kept else checksum(tensor.detach())
         for name, tensor in tensors.items()

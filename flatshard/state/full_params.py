@@ -53,7 +53,8 @@ def gather_full(
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     """Return the original parameter to which an entry of a state dict belongs, or None.
 
-    None for an ``nn.Parameter``: with ``keep_vars=True``, the user asks for the parameters.
+    None for an ``nn.Parameter``, so that the entry stays as it is: with ``keep_vars=True``, the
+    user wants the parameters themselves instead of full tensors.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
         return None

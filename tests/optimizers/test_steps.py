@@ -1,7 +1,7 @@
 """Optimizers of several packages step a sharded model as they step the unwrapped model.
 
 Each takes five steps. All ranks have the same rows, so the averaged gradients equal the unwrapped
-model's bit by bit, and every difference comes from the optimizer. By default a sample runs, with
+model's bit for bit, and every difference comes from the optimizer. By default a sample runs, with
 one optimizer for each way to step. `scripts/evidence.py optimizers` runs all, also with other
 wrappers, and `optimizers_by_strategy` with all strategies on 1 to 4 ranks.
 """

@@ -71,7 +71,8 @@ ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# Value of ``BlockedWait.need`` if flatshard does not know for which collectives the wait lasts.
+# Value of ``BlockedWait.need`` if flatshard does not know which collectives the wait
+# is waiting for.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 

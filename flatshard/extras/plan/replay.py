@@ -37,8 +37,8 @@ class Outcome:
         persistent: bytes of parameters, gradients and optimizer state between steps.
         reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
-        compute_seconds: duration of the step's operators and of the optimizer, and on CPUs of the
-            collectives' work that does not overlap with a wait.
+        compute_seconds: duration of the step's operators and of the optimizer. On CPUs, also the
+            part of the collectives' work that does not overlap with a wait.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
             bytes that this rank sends to other nodes.
     """

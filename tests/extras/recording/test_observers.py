@@ -1,4 +1,4 @@
-"""Watchers change nothing: with all of them attached, losses and weights are equal bit by bit."""
+"""Watchers change nothing: with all of them attached, losses and weights are equal bit for bit."""
 
 import contextlib
 from collections import Counter

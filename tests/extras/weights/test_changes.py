@@ -1,4 +1,4 @@
-"""``WeightChanges`` and ``apply_changes``, bit by bit against ``full_tensors``."""
+"""``WeightChanges`` and ``apply_changes``, bit for bit against ``full_tensors``."""
 
 import copy
 import pickle
