@@ -159,7 +159,9 @@ def train(args: argparse.Namespace) -> list[float]:
     if engine is not None:
         engine.close()
     if rank == 0:
-        print(f"before each of {args.steps} steps the engine had the trainer's weights, bit for bit")
+        print(
+            f"before each of {args.steps} steps the engine had the trainer's weights, bit for bit"
+        )
     return rewards
 
 
