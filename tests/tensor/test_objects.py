@@ -274,6 +274,15 @@ def test_copies_of_copies(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_a_sharded_value_of_a_plain_tensors_data(rank: int, world_size: int) -> None:
+    """As a teacher's average assigns it: reading the teacher names the reason."""
+    model, teacher = ShardedWrapper(nn.Linear(8, 8)), nn.Linear(8, 8)
+    teacher.weight.data = 0.5 * teacher.weight.data + 0.5 * model.module.weight.data
+    with pytest.raises(RuntimeError, match=r"was assigned to \.data of a plain tensor.*copy_"):
+        teacher(torch.ones(2, 8))
+
+
+@on_ranks(2)
 def test_gradient_of_one_layer(rank: int, world_size: int) -> None:
     """The adaptive weight of VQGAN, by the way that the error names."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
