@@ -110,14 +110,6 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
-        # The flat gradient as a list: zeros for each range of padding, None for each parameter.
-        numels = self._layout.piece_numels
-        zeros = torch.zeros(max(numels[::2]), dtype=plan.dtypes.reduce_dtype, device=plan.device)
-        self._pieces = [
-            None if position % 2 else zeros[:numel]
-            for position, numel in enumerate(numels)
-            if position % 2 or numel
-        ]
         for param in self._params:
             param.kept_grad = None  # it may have another dtype or device
 
@@ -344,10 +336,13 @@ class Gradients:
         slots = [self.slots[index] for index in indices]
         flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
         if len(flat) == len(spans) and all(one.dtype is dtype for one in flat):  # the usual case
-            gradients = iter(flat)
-            full = torch.cat([next(gradients) if one is None else one for one in self._pieces])
+            pieces: list[Tensor] = []
+            # Make the padding here: kept zeros would take memory that grows with the world size.
+            paddings = self._layout.piece_numels[::2]
+            for padding, one in zip(paddings, [*flat, flat[0][:0]], strict=True):
+                pieces += [one.new_zeros(padding), one] if padding else [one]
             self._empty()
-            return full
+            return torch.cat(pieces)
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)

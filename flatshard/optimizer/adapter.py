@@ -306,8 +306,8 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
 
-        Also chooses the fused kernel. Leaves out the parameters whose
-        ids are in ``stepped``: an extension has updated them in this step already.
+        Also chooses the fused kernel. Leaves out the parameters whose ids are in ``stepped``: an
+        extension has updated them in this step already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
