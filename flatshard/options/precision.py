@@ -70,14 +70,15 @@ class MixedPrecision:
             without mixed precision: parameters and buffers keep their own dtype, inputs of the
             module are cast to the parameters' dtype, and outputs back to the dtype of the inputs.
             By default BatchNorm's classes.
-        overrides: dtypes to use instead of ``param_dtype``. Either a dict from names in the
-            unwrapped model to dtypes, where ``*`` matches any text. A module's name also applies to
-            all modules below, and the module's inputs and outputs are cast as with
+        overrides: dtypes to use instead of ``param_dtype``: a dict or a function. A dict maps names
+            in the unwrapped model to dtypes; ``*`` matches any text. A module's name also applies
+            to all modules below, and the module's inputs and outputs are cast as with
             ``module_classes_to_ignore``. A parameter's name applies to this parameter only, and
-            code that uses the parameter must expect its dtype. The innermost name decides; among
-            patterns, the first. Or a function that takes a parameter and returns a dtype, or None
-            for ``param_dtype``; the results must be the same on all ranks. Gradients are reduced in
-            the chosen dtype, or in ``reduce_dtype`` if ``reduce_dtype`` is wider.
+            code that uses the parameter must expect its dtype. If several names match, the
+            innermost decides; if several patterns match, the first in the dict. A function takes a
+            parameter and returns a dtype, or None for ``param_dtype``; the results must be the same
+            on all ranks. Gradients are reduced in the chosen dtype, or in ``reduce_dtype`` if
+            ``reduce_dtype`` is wider.
         reduce_mode: how gradients are added up: a ``ReduceMode`` or its value, ``"auto"`` or
             ``"fixed_order"``. ``"fixed_order"`` makes gradients bitwise equal in every run with the
             same number of ranks, on every transport and backend.
@@ -91,7 +92,7 @@ class MixedPrecision:
         ValueError: ``reduce_mode`` is unknown.
         NotImplementedError: ``keep_low_precision_grads`` is set, and the installed torch has no
             ``Tensor.grad_dtype``.
-        MissingExtraError: ``overrides`` is given, and the folder of that extra is not installed.
+        MissingExtraError: ``overrides`` is given, and ``flatshard/extras/overrides`` is missing.
     """
 
     param_dtype: torch.dtype | None = None

@@ -321,7 +321,7 @@ class Summoned:
 
     def _write_grads(self) -> None:
         handle = self._handle
-        # Before the first `.grad` is set, which may change a gradient that is read later.
+        # Read all gradients first: setting one `.grad` may change a gradient that is read later.
         grads = [param.grad for param in self.copies]
         for original in handle.params:
             original.sharded.grad = None

@@ -5,8 +5,9 @@ one range as a 1-D tensor. A parameter, gradient or state tensor in this form is
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
 operations run on this rank's range. A reduction over all elements, such as a norm, combines the
-ranks' results by one collective. Of a full tensor that is written, each rank stores its range.
-Modules are not affected, because they hold plain parameters during forward and backward.
+ranks' results by one collective. If a full tensor is written into a sharded tensor, each rank
+stores its range of the full tensor. Every other operation raises, and names the parameter. Modules
+are not affected, because they hold plain parameters during forward and backward.
 """
 
 from __future__ import annotations
@@ -631,7 +632,10 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether keyword arguments contain ``out`` or a sharded tensor, to which no handler writes."""
+    """Whether keyword arguments contain ``out`` or a sharded tensor.
+
+    Handlers write only to the first positional argument, so no handler can run such a call.
+    """
     # ``any(sharded_in(...))`` would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
@@ -716,8 +720,9 @@ ATTRIBUTES = frozenset({"__get__", "__set__"})
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    There, torch raises if autograd saves other tensors when backward recomputes the forward. A
-    parameter may be sharded in forward and unsharded in the recomputation.
+    There, torch counts the tensors that autograd saves, and raises if the recomputation saves more
+    or fewer tensors than the forward. A parameter may be sharded in the forward and
+    unsharded in the recomputation, so operations on the parameter must save no tensor of their own.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -726,7 +731,8 @@ def is_counted() -> bool:
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     """Raise NeedsFullTensor if ``func`` runs in a forward and does not write to a tensor.
 
-    To try ``func`` on the shard could save tensors for autograd, see ``is_counted``.
+    The caller then runs ``func`` with full tensors. A try on the shard could save tensors before it
+    fails, which ``torch.utils.checkpoint`` would count (``is_counted``).
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
@@ -756,7 +762,8 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 class StateShard(FlatShardTensor):
     """A sharded entry of a state dict, which ``async_save`` of DCP can copy to host memory.
 
-    ``async_save`` calls ``new_empty``, and then copies the attributes.
+    ``async_save`` makes the copy by ``new_empty``, and then copies the attributes. So the method
+    ``new_empty`` of this class returns a sharded tensor.
     """
 
     shows_unsplit = True

@@ -187,7 +187,7 @@ class FlatLayout:
         return LocalSpan(start - begin, end - begin, offset)
 
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return the ranks (``ranks``: of each shard) that hold elements, and which elements."""
+        """Return which ranks hold which elements of a parameter. ``ranks[i]`` holds shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
         return [

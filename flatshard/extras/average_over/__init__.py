@@ -41,7 +41,7 @@ def count(state: RunState, number: float | Tensor) -> None:
 
 
 class AverageOver(StepExtension):
-    """Scales reduced gradients to averages over the counts of all ranks and micro-batches."""
+    """Divides summed gradients by the sum of the counts of all ranks and micro-batches."""
 
     name = "average_over"
     exchange_name = " and counts of average_over"

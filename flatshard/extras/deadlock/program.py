@@ -234,7 +234,7 @@ def _recorded() -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _recorded_at(_numbers: frozenset[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Return the result of ``_recorded`` when the groups had these sequence numbers."""
+    """Return ``_recorded()``, cached until the sequence number of a group changes."""
     return _recorded()
 
 

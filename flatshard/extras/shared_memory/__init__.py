@@ -340,7 +340,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Only after the copy, because then the other ranks may write the shards.
+            # Only after the copy: as soon as this is taken, other ranks may write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -174,7 +174,7 @@ def _lone_calls(reference: Records) -> dict[tuple[str, str], str]:
 
 
 def _drop(records: Records, lone: dict[tuple[str, str], str]) -> None:
-    """Drop inputs and outputs of lone calls, which the run under flatshard has not recorded."""
+    """Drop records of the calls that only some ranks make: the run under flatshard lacks them."""
     for record in records.values():
         for key in [key for key in record.events if any(line in key[2] for line, _ in lone)]:
             del record.events[key]
