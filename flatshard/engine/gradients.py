@@ -336,13 +336,11 @@ class Gradients:
         slots = [self.slots[index] for index in indices]
         flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
         if len(flat) == len(spans) and all(one.dtype is dtype for one in flat):  # the usual case
-            pieces: list[Tensor] = []
             # Make the padding here: kept zeros would take memory that grows with the world size.
-            paddings = self._layout.piece_numels[::2]
-            for padding, one in zip(paddings, [*flat, flat[0][:0]], strict=True):
-                pieces += [one.new_zeros(padding), one] if padding else [one]
+            pieces = zip(self._layout.piece_numels[::2], [*flat, flat[0][:0]], strict=True)
+            full = [p for n, one in pieces for p in ((one.new_zeros(n), one) if n else (one,))]
             self._empty()
-            return torch.cat(pieces)
+            return torch.cat(full)
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)

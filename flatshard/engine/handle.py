@@ -319,13 +319,6 @@ class FlatParamHandle:
         return self.flat_param._version
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether an all-gather of the shard's present values was started. False is always safe."""
-        is_started = self.state is not ShardState.SHARDED and not self.is_whole
-        is_usual = is_started and self.summoned is None
-        return is_usual and self.gathered_version == self.flat_param._version
-
-    @property
     def is_current(self) -> bool:
         """Whether the buffer is unsharded and contains the present values of the shards."""
         return self.state is ShardState.UNSHARDED and (

@@ -186,8 +186,6 @@ class RunState:
         """
         needs_all = everything or purpose == "forward"
         handles = unit.handles if needs_all else unit.for_backward
-        if all(handle.is_gathered for handle in handles):  # the usual case after a prefetch
-            return
         with self.span(Kind.STARTING, unit, purpose=purpose):
             # Flat parameters that are unsharded already need no all-gather.
             started = [handle for handle in handles if handle.unshard(purpose)]

@@ -317,12 +317,9 @@ class BucketAdapter(OptimizerAdapter):
                 before, new = group["params"], list[Any]()
                 left = [one for one in before if id(one) not in stepped] if stepped else before
                 for item in find_buckets(left, self._known):
-                    if isinstance(item, ParamBucket):
-                        buckets = item.swap_in(states, present)
-                        self._buckets += buckets
-                        new += [bucket.param for bucket in buckets]
-                    else:
-                        new.append(item)
+                    buckets = item.swap_in(states, present) if isinstance(item, ParamBucket) else []
+                    self._buckets += buckets
+                    new += [bucket.param for bucket in buckets] or [item]
                 if len(new) == len(before) and all(map(operator.is_, new, before)):
                     continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
@@ -379,12 +376,8 @@ class BucketState(dict[str, Any]):
         """Whether ``found`` are these states, which still have their values from the beginning."""
         # Few calls of Python functions, because this is checked for each parameter in each step.
         made_of = [state._made_of for state in own]
-        values, before = map(chain.from_iterable, (map(dict.values, own), made_of))
-        return (
-            all(map(operator.is_, found, own))
-            and [*map(len, own)] == [*map(len, made_of)]
-            and all(map(operator.is_, values, before))
-        )
+        now, before = (*found, *chain(*map(dict.values, own))), (*own, *chain(*made_of))
+        return [*map(len, own)] == [*map(len, made_of)] and all(map(operator.is_, now, before))
 
 
 def apart(state: State) -> State:
