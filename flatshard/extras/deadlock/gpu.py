@@ -161,8 +161,12 @@ def take_back_error() -> str | None:
         thread = threading.main_thread()
     with _raising:
         _raised[thread.ident or 0] = time.monotonic()
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
-        return _to_raise.pop(thread.ident or 0, None)
+        text = _to_raise.pop(thread.ident or 0, None)
+        # Only if an error is pending: Python 3.11 tries for ever to raise the None if a debugger or
+        # a coverage tool traces the thread.
+        if text is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
+        return text
 
 
 def own_error(text: str) -> CollectiveError:
