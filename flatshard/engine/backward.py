@@ -218,15 +218,20 @@ class Backward:
         self.unshard_again(unit)
         return True
 
-    def receive(self, handle: FlatParamHandle, index: int, full: Tensor) -> None:
-        """Move the gradient in ``full.grad`` to ``handle.grads``, and start reductions.
+    @staticmethod
+    @untraced
+    def receive(owner: weakref.ref[FlatParamHandle], index: int, full: Tensor) -> None:
+        """Move the gradient in ``full.grad`` to the flat parameter, and start reductions.
 
-        The reduction starts when all gradients of the flat parameter have arrived, and the
-        reductions of all earlier flat parameters have started.
+        Autograd calls this function after it has filled ``.grad`` of a full parameter, which has
+        the number ``index`` in the flat parameter. The reduction starts when all gradients of the
+        flat parameter have arrived, and the reductions of all earlier flat parameters have started.
         """
-        grad, grads, unit = full.grad, handle.grads, handle.unit
-        if grad is None:
+        handle, grad = owner(), full.grad
+        if handle is None or grad is None:
             return
+        grads, unit = handle.grads, handle.unit
+        self: Backward = unit.backward
         if grads.shown:
             grad = grads.take_back(handle.params[index], grad)
         # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in

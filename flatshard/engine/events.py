@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.memory.offload_target import NOTHING
 from flatshard.tensor.flat_parameter import OriginalParam
-
-NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Kind(enum.Enum):
@@ -162,12 +161,12 @@ class StepExtension:
     # backward, for example).
     def needs_gradients(self, caller: str) -> None: ...
 
-    def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+    def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[object]:
         """Return a context manager that surrounds ``module.clip_grad_norm_(*arguments)``.
 
         ``module`` is the ``ShardedWrapper`` whose method was called.
         """
-        return nullcontext()
+        return NOTHING
 
 
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:

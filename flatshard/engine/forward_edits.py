@@ -135,17 +135,18 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
 
     ``places``: the modules and attributes that held the parameters of ``handle`` in the forward.
     """
+    held = handle.held or handle.fulls
     address = handle.buffer.data_ptr()
     itemsize = handle.buffer.element_size()
     for module, attribute, param in places:
-        if module._parameters.get(attribute) is not param.held:
+        if module._parameters.get(attribute) is not held[param.index]:
             raise RuntimeError(
                 f"{param.where} was replaced in forward, but the next forward would use the "
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
             )
-        # `param.held` may be a DTensor around the full parameter. A DTensor has no address of its
-        # own, so compare the address of the full parameter.
+        # Modules may hold a DTensor around the full parameter. A DTensor has no address of its own,
+        # so compare the address of the full parameter.
         full, span = param.full, param.span
         if span.numel and full.data_ptr() != address + span.start * itemsize:
             written, full.data = full.data, view_of(handle.buffer, span)

@@ -134,7 +134,7 @@ class ReducePlan:
         ``position`` is the index of ``part`` among the equal parts of the flat parameter.
         """
         first, numel = position * part.numel(), part.numel()
-        inside = ([min(max(x - first, 0), numel) for x in gap] for gap in self.flat.layout.gaps)
+        inside = ([min(max(x - first, 0), numel) for x in gap] for _, *gap in self.flat.layout.gaps)
         zero([part[start:end] for start, end in inside if start < end])
         return part
 

@@ -261,7 +261,7 @@ class Gradients:
         )
         # Zero the padding. Reductions and optimizers treat padding like parameters, so other values
         # here would change the shards' padding, which must stay zero.
-        zero([buffer[start:end] for start, end in self._layout.gaps])
+        zero([buffer[start:end] for _, start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
 
@@ -335,19 +335,21 @@ class Gradients:
         indices = sorted(self._separate)
         slots = [self.slots[index] for index in indices]
         flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
-        if len(flat) == len(spans) and all(one.dtype is dtype for one in flat):  # the usual case
+        if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
             # Make the padding here: kept zeros would take memory that grows with the world size.
-            pieces = zip(self._layout.piece_numels[::2], [*flat, flat[0][:0]], strict=True)
-            full = [p for n, one in pieces for p in ((one.new_zeros(n), one) if n else (one,))]
+            # Go backwards, because an insertion moves later pieces. Insert no empty tensors, with
+            # which `torch.cat` copies each piece separately.
+            for index, start, end in reversed(self._layout.gaps):
+                flat.insert(index, flat[0].new_zeros(end - start))
             self._empty()
-            return torch.cat(full)
+            return torch.cat(flat)
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
             zero([buffer[span.start : span.end] for span in absent])
         if flat:
-            places = buffer.split_with_sizes(self._layout.piece_numels)[1::2]
-            torch._foreach_copy_([places[index] for index in indices], flat)
+            places = [buffer[spans[index].start : spans[index].end] for index in indices]
+            torch._foreach_copy_(places, flat)
         self._empty()
         return buffer
 

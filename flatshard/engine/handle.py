@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ If another operation uses the weights as well, backward unshards the weights on 
 """
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
 class ShardState(enum.Enum):
     """Whether the buffer has the unsharded parameters."""
 
@@ -52,6 +56,12 @@ class ShardState(enum.Enum):
 
 class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
+
+    # For each original parameter, the object that modules hold now in place of the sharded
+    # parameter. None: modules hold the sharded parameters. Then do not call `put_back`: after a
+    # failed step, the user may have replaced a parameter of a module, and `check_places` reports
+    # the replaced parameter.
+    held: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
         """Turn ``params``, in place, into sharded parameters that use the memory of ``shard``.
@@ -76,6 +86,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because only lookups use them.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
+        # The splits of parameters that were DTensors; None for all other parameters.
+        self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
         # modules hold full parameters. Otherwise None.
@@ -144,6 +156,7 @@ class FlatParamHandle:
             self._storage = self.buffer.untyped_storage()._cdata
             for param in self.params:
                 param.make_full(None if self.is_aliased else view_of(self.buffer, param.span))
+            self.fulls = [param.full for param in self.params]
         self._num_uses = num_uses(self.buffer)
         if not self.is_aliased:
             self._free_buffer()
@@ -175,9 +188,11 @@ class FlatParamHandle:
         if self.is_aliased:
             self.state = ShardState.UNSHARDED  # the shard is the unsharded buffer already
             return False
-        self.absorb_replaced()
+        if self.is_whole:
+            self.absorb_replaced()
+        version = self.version
         if self.state is not ShardState.SHARDED:
-            if self.gathered_version == self.version:
+            if self.gathered_version == version:
                 return False
             # The shard was written after the all-gather, so the buffer is stale. All-gather again
             # into the same memory.
@@ -186,7 +201,6 @@ class FlatParamHandle:
             self.memory.renew()
         elif self.is_free_deferred:
             self.memory.renew()
-        version = self.version
         unsharded.allow(self._storage)
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
@@ -220,7 +234,7 @@ class FlatParamHandle:
             # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
             # in-place edit of saved views of the buffer, and raise an error in backward.
             torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
-        unsharded.set_accessible([param.full for param in self.params], True)
+        unsharded.set_accessible(self.fulls, True)
         self.state = ShardState.UNSHARDED
 
     def gather_flat(self, shard: Tensor) -> Tensor:
@@ -261,7 +275,7 @@ class FlatParamHandle:
         self.memory.free()
         self.is_free_deferred = False
         unsharded.forbid(self._storage, self.plan.unit_name, self.topology.world.global_rank)
-        unsharded.set_accessible([param.full for param in self.params], False)
+        unsharded.set_accessible(self.fulls, False)
 
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.
@@ -350,48 +364,39 @@ class FlatParamHandle:
         if self.is_aliased:
             self.count_trainable()
             return
-        number = 0
         with torch._C.DisableTorchFunctionSubclass():
-            for param in self.params:
-                full, trains = param.full, param.sharded.requires_grad
-                number += trains
-                # Users set `requires_grad` of the sharded parameter, so copy the flag from there.
-                # Compare first, because setting the flag takes longer than reading the flag.
-                if full.requires_grad is not trains:
-                    full.requires_grad_(trains)
-        self.num_trainable = number
+            # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
+            trains = [param.sharded.requires_grad for param in self.params]
+            if trains != [*map(_REQUIRES_GRAD, self.fulls)]:
+                for full, flag in zip(self.fulls, trains, strict=True):
+                    full.requires_grad_(flag)
+        self.num_trainable = sum(trains)
         self.check_places()
-        self.put([param.full for param in self.params])
+        self.put(self.fulls)
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        self.num_trainable = sum([param.full.requires_grad for param in self.params])
+        self.num_trainable = sum(map(_REQUIRES_GRAD, self.fulls))
 
     def check_places(self) -> None:
         """Raise RuntimeError if a module's parameter was replaced after wrapping."""
+        held = self.fulls if self.held is None else self.held
         for module, attribute, param in self.places:
             present = module._parameters.get(attribute)
-            held = param.full if param.held is None else param.held
-            if present is not held and present is not param.sharded:
+            if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
                     f"{param.where} was replaced after wrapping. Assign values with p.copy_(...) "
                     "under torch.no_grad(), or replace the parameter before wrapping."
                 )
 
-    @property
-    def shows_full(self) -> bool:
-        """Whether modules hold other parameters than the sharded parameters."""
-        # If modules hold sharded parameters, do not call `put_back`: after a failed step, the user
-        # may have replaced a parameter of a module. `check_places` reports the replaced parameter.
-        return self.params[0].held is not None
-
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Put ``shown`` into the modules: one full parameter for each original parameter."""
-        for param in self.params:
-            held, split = shown[param.index], param.spec.tensor_parallel
-            param.held = held if split is None else split.as_dtensor(held)
+        if any(self._splits):
+            pairs = zip(shown, self._splits, strict=True)
+            shown = [one if split is None else split.as_dtensor(one) for one, split in pairs]
+        self.held = shown
         for module, attribute, param in self.places:
-            module._parameters[attribute] = param.held
+            module._parameters[attribute] = shown[param.index]
         if self._rnns:
             self._rebuild_rnns()
 
@@ -399,7 +404,7 @@ class FlatParamHandle:
         """Put the sharded parameters into the modules, in place of all other parameters."""
         for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
-            param.held = None
+        self.held = None
         if self._rnns:
             self._rebuild_rnns()
 
@@ -444,17 +449,12 @@ class FlatParamHandle:
     def is_reducing(self) -> bool:
         return self.grad_reduce is not None and not self.grad_reduce.is_finished
 
-    @property
-    def reduction(self) -> GradReduce:
-        """The reduction that runs now, or ran last."""
-        assert self.grad_reduce is not None, "a reduction was started"
-        return self.grad_reduce
-
-    def start_reduction(self) -> None:
+    def start_reduction(self) -> GradReduce | None:
         """Start to average the gradients over the ranks, or average them by the user's hook.
 
-        A gradient that this rank has not computed counts as zero. Collective: all ranks that train
-        the unit.
+        Returns the reduction, for ``finish_reduction``. None: the user's hook has averaged the
+        gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
+        that train the unit.
         """
         # There is room for one reduction, so a second start would lose the result of the first.
         assert not self.is_reducing, "the earlier reduction is not finished"
@@ -463,17 +463,17 @@ class FlatParamHandle:
         if plan.hook is not None:
             assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
             grads.add_reduced(plan.reduce_by_hook(full))
-            return
+            return None
         if sync is GradSync.FULL:
             earlier, grads.intra_reduced = grads.intra_reduced, None
         is_intra_only = sync is GradSync.SHARD_ONLY
         self.grad_reduce = GradReduce(
             plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
         )
+        return self.grad_reduce
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction, and keep the result for the end of backward."""
-        reduction = self.reduction
+    def finish_reduction(self, reduction: GradReduce) -> None:
+        """Wait for a reduction, and keep the result for the end of backward."""
         out = reduction.finish()
         if reduction.is_intra_only:
             self.grads.add_intra_reduced(out)

@@ -116,7 +116,7 @@ class ReduceQueue:
         # the index of each uneven flat parameter to the number of later backwards for which the
         # flat parameter is treated as uneven.
         self._uneven: dict[int, int] = {}
-        self._in_flight: list[FlatParamHandle] = []  # the flat parameters whose reduction runs
+        self._in_flight: dict[FlatParamHandle, GradReduce] = {}  # in the order of their start
         self._must_wait = False  # whether all reductions start at the end of backward
 
         # Whether to call communication hooks before the end of backward. False once a rank is at
@@ -196,11 +196,11 @@ class ReduceQueue:
     def _start(self, handle: FlatParamHandle) -> None:
         """Start to reduce the gradients of a flat parameter. Collective."""
         with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
-            handle.start_reduction()
-        if handle.is_reducing:
-            self._in_flight.append(handle)
-        else:  # a communication hook has reduced the gradients already
+            reduction = handle.start_reduction()
+        if reduction is None:  # a communication hook has reduced the gradients already
             self._tell_reduced(handle)
+        else:
+            self._in_flight[handle] = reduction
 
     def _tell_reduced(self, handle: FlatParamHandle) -> None:
         for extension in self._state.extensions:
@@ -213,15 +213,17 @@ class ReduceQueue:
         oldest reduction, for a limited time.
         """
         self._state.pending_sends.drop_sent()
-        with self._state.span(Kind.STARTING, purpose="reduce"):
-            for handle in self._in_flight:
+        for reduction in self._in_flight.values():
+            if reduction.has_stages:
+                with self._state.span(Kind.STARTING, purpose="reduce"):
+                    has_crossed = reduction.advance()
                 # A second stage (between nodes, for example) starts only after the second stages of
                 # all earlier reductions. So stop at the first one that cannot start.
-                if handle.reduction.has_stages and not handle.reduction.advance():
+                if not has_crossed:
                     break
         while self._in_flight:
-            handle = self._in_flight[0]
-            if not handle.reduction.done():
+            handle, reduction = next(iter(self._in_flight.items()))
+            if not reduction.done():
                 in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
                 # A peer that lacks a gradient of this flat parameter starts the reduction only at
                 # the end of its backward, and then a wait would run into its time limit. This is
@@ -231,15 +233,16 @@ class ReduceQueue:
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
-                    if not wait_until_reduced(handle.reduction):
+                    if not wait_until_reduced(reduction):
                         return
             self._finish_first()
             self._tell_reduced(handle)
 
     def _finish_first(self) -> None:
-        handle = self._in_flight.pop(0)
+        handle = next(iter(self._in_flight))
+        reduction = self._in_flight.pop(handle)
         with self._state.span(Kind.REDUCE_WAIT, handle.unit):
-            handle.finish_reduction()
+            handle.finish_reduction(reduction)
 
     # ------------------------------------------------------------ the end of backward
 
@@ -270,10 +273,10 @@ class ReduceQueue:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start the second stages (between nodes, for example) of all reductions first, so that they
         # overlap. Then wait for each reduction.
-        for handle in self._in_flight:
-            if handle.reduction.has_stages:
+        for handle, reduction in self._in_flight.items():
+            if reduction.has_stages:
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
-                    handle.reduction.cross()
+                    reduction.cross()
         while self._in_flight:
             self._finish_first()
 

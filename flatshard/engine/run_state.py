@@ -13,10 +13,11 @@ import torch
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.work import PendingSends
 from flatshard.engine.buffer_sync import BufferSync
-from flatshard.engine.events import NOTHING, Kind, StepExtension, profiled
+from flatshard.engine.events import Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
+from flatshard.memory.offload_target import NOTHING
 from flatshard.options.extras import EXTRAS
 from flatshard.units.module_tree import unit_text
 
@@ -233,7 +234,7 @@ class RunState:
                 end before the collectives.
         """
         profiles = torch._C._autograd._profiler_enabled()
-        if not (self.watchers or profiles):
+        if not (profiles or self.watchers):
             return NOTHING
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:

@@ -29,12 +29,10 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.settings import Settings
-from flatshard.engine.gather import SecondaryShard
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.precision import UnitCasts
-from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.sharded_tensor import ASSIGNED, untraced
+from flatshard.tensor.sharded_tensor import ASSIGNED
 from flatshard.units.ignored import Ignored
 from flatshard.units.module_tree import name_of, renamed, unit_text
 
@@ -203,14 +201,25 @@ class Unit:
             handle.plan.unit_name = self.name
             handle.rename(strip)
 
-    def own(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Make ``handles`` the unit's flat parameters, and register hooks for their gradients."""
+    def own(
+        self,
+        handles: Iterable[FlatParamHandle],
+        receive: Callable[[weakref.ref[FlatParamHandle], int, Tensor], None],
+    ) -> None:
+        """Make ``handles`` the unit's flat parameters.
+
+        ``receive`` is called after autograd has filled ``.grad`` of a full parameter, with the flat
+        parameter, the index of the parameter there, and the full parameter.
+        """
         self.handles = list(handles)
         for handle in self.handles:
             handle.unit = self
             with torch.inference_mode(False):
                 for param in handle.params:
-                    param.connect(partial(self._grad_hook, handle))
+                    # Keep only a weak reference to the handle. Python's garbage collector does not
+                    # see the references from autograd to the hook. So the collector could never
+                    # free a reference cycle through the hook.
+                    param.connect(partial(receive, weakref.ref(handle), param.index))
         self.for_backward = [handle for handle in self.handles if not handle.is_lookup]
         for module in self.modules:
             inside = set(module.modules())
@@ -220,24 +229,6 @@ class Unit:
             ]
         for handle in self.handles:
             handle.count_trainable()
-
-    def _grad_hook(
-        self, handle: FlatParamHandle, original: OriginalParam
-    ) -> Callable[[Tensor], None]:
-        """Make the hook that autograd calls after it has filled ``.grad`` of a full parameter."""
-        # Let the hook keep only a weak reference. Python's garbage collector does not see the
-        # references from autograd to the hook. So the collector could never free a reference cycle
-        # through the hook.
-        owner, index = weakref.ref(handle), original.index
-
-        @untraced
-        def hook(full: Tensor) -> None:
-            handle = owner()
-            if handle is not None:
-                handle.unit.backward.receive(handle, index, full)
-
-        hook.of_flatshard = True  # type: ignore[attr-defined]
-        return hook
 
     @property
     def buffer_bytes(self) -> int:
@@ -356,7 +347,7 @@ class Unit:
         State: any phase -> IDLE.
         """
         for handle in self.handles:
-            if handle.shows_full:
+            if handle.held is not None:
                 handle.put_back()
         self.phase = Phase.IDLE
         if point is not ReshardPoint.AFTER_FORWARD:
@@ -365,8 +356,14 @@ class Unit:
                 handle.grads.arrived.clear()
         for handle in self.handles:
             action = self.buffer_action(handle, point, is_needed_soon=is_needed_soon)
-            if handle.gather.secondary is not None and action is not BufferAction.SNAPSHOT:
-                self._reshard_secondary(handle, handle.gather.secondary, point, action)
+            secondary = handle.gather.secondary
+            if secondary is not None and action is not BufferAction.SNAPSHOT:
+                if point is not ReshardPoint.AFTER_FORWARD:
+                    secondary.end_backward()
+                elif action is BufferAction.FREE and self.backward_follows and handle.is_current:
+                    # Backward all-gathers from secondary shards, so cut this rank's secondary shard
+                    # out of the buffer before the buffer is freed.
+                    secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
                 # With `though_held=False`, the buffer keeps its memory while views exist.
@@ -377,21 +374,6 @@ class Unit:
                 # Wait for an unfinished all-gather, which reads the shard: the optimizer may write
                 # to the shard next.
                 handle.wait_unshard()
-
-    def _reshard_secondary(
-        self,
-        handle: FlatParamHandle,
-        secondary: SecondaryShard,
-        point: ReshardPoint,
-        action: BufferAction,
-    ) -> None:
-        """Keep the secondary shard of ``handle`` for backward, or drop it after backward."""
-        if point is not ReshardPoint.AFTER_FORWARD:
-            secondary.end_backward()
-        elif action is BufferAction.FREE and self.backward_follows and handle.is_current:
-            # Backward all-gathers from secondary shards, so cut this rank's secondary shard out of
-            # the buffer before the buffer is freed.
-            secondary.cut(handle.buffer, handle.version)
 
     # ------------------------------------------------------------ forward
 
@@ -507,7 +489,7 @@ class Unit:
         No communication, and no wait. State: any phase -> IDLE.
         """
         for handle in self.handles:
-            if handle.shows_full and not self.is_summoned:
+            if handle.held is not None and not self.is_summoned:
                 handle.put_back()
         self.phase = Phase.IDLE
 

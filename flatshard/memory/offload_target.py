@@ -139,6 +139,17 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _Nothing:
+    """A context manager that does nothing."""
+
+    # A C function, because each step enters many of these contexts. The function accepts any
+    # arguments, and returns an empty string, which is false.
+    __enter__ = __exit__ = "".format
+
+
+NOTHING: contextlib.AbstractContextManager[object] = _Nothing()  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def on_copy_stream(device: torch.device) -> Iterator[None]:
     """Context manager in which CUDA work is queued on the copy stream of ``device``.

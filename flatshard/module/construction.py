@@ -37,6 +37,7 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.comm.settings import Settings
+from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
@@ -188,7 +189,7 @@ def _make_units(
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
         # Text for each module, empty for a module that was wrapped by hand.
         unit.reasons = [member.reason for member in planned.members]
-        unit.own(handles)
+        unit.own(handles, Backward.receive)
         unit.state_dict = UnitStateDict(unit)
         for module in modules:
             wrapper = root

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.run_state import temporarily
@@ -129,7 +130,7 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
         for unit in units:
             handles = [_copied(handle, memo) for handle in unit.handles]
             unit.copy_into(memo, memo[id(unit)])
-            memo[id(unit)].own(handles)
+            memo[id(unit)].own(handles, Backward.receive)
             # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks.
             for module in memo[id(unit)].modules:
                 register_forward_hooks(memo[id(unit)], module)

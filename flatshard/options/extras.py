@@ -18,6 +18,7 @@ EXTRAS = {
     "divergence": "lets ranks skip units, or run them in another order",
     "step_in_backward": "steps each unit as soon as its gradients are reduced",
     "disk": "keeps shards, gradients and optimizer state in files",
+    "secondary_shards": "all-gathers within a node, from larger parts than the shards",
     "reduction": "reduces by a communication hook, and all-gathers in float8",
     "deadlock": "finds ranks that wait for one another forever",
     "auto_wrap": "chooses the modules that become units",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -238,22 +238,23 @@ def check_dtype(
 _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
-def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments or outputs of a module.
+def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
+    """Return the tensors in the arguments or outputs of a module.
 
     Also finds tensors in containers, and in attributes of objects.
     """
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item, depth)
-    elif depth and not isinstance(value, _OPAQUE):
+        return [value]
+    if isinstance(value, tuple | list | Mapping):
+        items = value.values() if isinstance(value, Mapping) else value
+        return [tensor for item in items for tensor in tensors_in(item, depth)]
+    if depth and not isinstance(value, _OPAQUE):
         leaves = pytree.tree_leaves(value)
         if len(leaves) != 1 or leaves[0] is not value:
-            yield from tensors_in(leaves, depth - 1)
-        elif hasattr(value, "__dict__"):
-            yield from tensors_in(list(vars(value).values()), depth - 1)
+            return tensors_in(leaves, depth - 1)
+        if hasattr(value, "__dict__"):
+            return tensors_in(list(vars(value).values()), depth - 1)
+    return []
 
 
 @dataclass(frozen=True)

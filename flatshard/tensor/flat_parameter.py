@@ -132,11 +132,6 @@ def is_wrapped(param: Tensor) -> bool:
     return isinstance(param, FlatShardTensor) or any(hasattr(h, "of_flatshard") for h in hooks)
 
 
-# Returns the hook for an original parameter, which autograd calls with the full parameter, once its
-# gradient is complete.
-GradHook = Callable[["OriginalParam"], Callable[[Tensor], None]]
-
-
 class OriginalParam:
     """One parameter of the unwrapped model, and its place in a flat parameter.
 
@@ -155,8 +150,6 @@ class OriginalParam:
             buffer. ``full`` and ``sharded`` have the same ``__dict__``. If the chunk itself is the
             unsharded buffer (this rank holds all elements, and forward computes in the same dtype),
             ``full`` is ``sharded``.
-        held: the object that modules hold now in place of ``sharded``. None: modules hold
-            ``sharded``.
         kept_grad: the object of the last published gradient, which `Gradients.publish` uses again
             if nothing else refers to it. It has no attributes while it is not in use.
         published: weak reference to the last published gradient of a parameter that is not
@@ -184,14 +177,13 @@ class OriginalParam:
             state_target=plan.targets.state,
             holders=lambda: layout.holders(index, topology.holders),
         )
-        self.held: Any = None
         self.kept_grad: Any = None
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         # torch's dictionaries of hooks that users registered before wrapping, until the full
         # parameter exists. No copies, so that users can still remove the hooks by their handles.
         self._waiting_hooks: tuple[Any, Any] | None = None
-        self._grad_hook: GradHook | None = None
+        self._grad_hook: Any = None
         self.spec._original = weakref.ref(self)
 
     @property
@@ -326,22 +318,23 @@ class OriginalParam:
         if self.is_sharded:
             self._move_hooks(self.full)
 
-    def connect(self, grad_hook: GradHook) -> None:
+    def connect(self, grad_hook: Callable[[Tensor], None]) -> None:
         """Register a hook that autograd calls once ``.grad`` of the full parameter is complete.
 
         The hook must not refer to the unit, because autograd would keep the unit alive.
         """
         self._grad_hook = grad_hook
+        self._grad_hook.of_flatshard = True
         self._hook_grad()
 
     def _hook_grad(self) -> None:
         if self._grad_hook is None:
             return
         register = nn.Parameter.register_post_accumulate_grad_hook
-        register_hook(self.full, register, self._grad_hook(self))
+        register_hook(self.full, register, self._grad_hook)
         if not self.is_sharded and self.full is not self.sharded:
             # The hook also averages gradients of uses outside of forward.
-            register_hook(self.sharded, register, self._grad_hook(self))
+            register_hook(self.sharded, register, self._grad_hook)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:
         """Return the deep copy of the parameter, and its locations in the copied modules."""

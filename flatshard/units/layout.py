@@ -26,7 +26,6 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -160,17 +159,15 @@ class FlatLayout:
         return self.padded_numel - self.numel
 
     @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Half-open, non-empty ranges of padding in the flat parameter, in ascending order."""
-        ends = [0, *(span.end for span in self.spans)]
-        starts = [*(span.start for span in self.spans), self.padded_numel]
-        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+    def gaps(self) -> tuple[tuple[int, int, int], ...]:
+        """Padding in the flat parameter: ``(index, start, end)``, in ascending order.
 
-    @cached_property
-    def piece_numels(self) -> list[int]:
-        """Sizes of the pieces of the flat parameter: padding, parameter, padding, ..., padding."""
-        bounds = [bound for span in self.spans for bound in (span.start, span.end)]
-        return [end - start for start, end in pairwise([0, *bounds, self.padded_numel])]
+        There is padding from ``start`` to ``end`` before the original parameter ``index``.
+        """
+        starts = [0, *(span.end for span in self.spans)]
+        ends = [*(span.start for span in self.spans), self.padded_numel]
+        gaps = zip(range(len(ends)), starts, ends, strict=True)
+        return tuple(gap for gap in gaps if gap[1] < gap[2])
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the flat parameter that ``rank`` holds."""

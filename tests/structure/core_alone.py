@@ -28,6 +28,14 @@ def _memory_plan(_: ShardedWrapper) -> None:
     import flatshard.memory_plan  # noqa: F401
 
 
+def _over_nodes(_: ShardedWrapper) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD_SIZE, 1))
+    strategy = ShardingStrategy.HYBRID_SHARD_OP
+    ShardedWrapper(nn.Linear(2, 2), sharding_strategy=strategy, device_mesh=mesh)
+
+
 def _dtensor(_: ShardedWrapper) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -54,6 +62,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "boundary": lambda _: ShardedWrapper(nn.Linear(2, 2), boundary="row"),
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
+    "secondary_shards": _over_nodes,
     "deadlock": None,
     "shared_memory": None,
     "compared_steps": None,

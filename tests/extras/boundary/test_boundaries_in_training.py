@@ -115,7 +115,7 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
             )
             (handle,) = handles_in(model)
             assert handle.flat_param.nbytes > PAGED_BYTES
-            inner = [end - start for start, end in handle.layout.gaps[:-1]]
+            inner = [end - start for _, start, end in handle.layout.gaps[:-1]]
             assert boundary == "element" or max(inner) > 4, "padding in the middle"
             optimizer = sgd(model.parameters())
             torch.manual_seed(rank)
@@ -129,7 +129,7 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
 
 def _own_gaps(handle: Any) -> list[tuple[int, int]]:
     first, last = handle.layout.shard_range(handle.topology.index)
-    inside = [(max(a, first) - first, min(b, last) - first) for a, b in handle.layout.gaps]
+    inside = [(max(a, first) - first, min(b, last) - first) for _, a, b in handle.layout.gaps]
     return [(a, b) for a, b in inside if a < b]
 
 

@@ -1,0 +1,111 @@
+"""``SecondaryShard``: a larger part of a flat parameter, from which nearby ranks all-gather.
+
+Two settings use secondary shards, so that most all-gathers need only nearby ranks:
+
+- ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
+  secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
+  (hierarchical partitioning of ZeRO++, arXiv 2306.10209).
+- ``HYBRID_SHARD_OP``: gradients and optimizer state are split over all nodes. The secondary shard
+  is all-gathered across nodes once after each optimizer step. All other all-gathers stay within the
+  node.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flatshard.comm.transports import Gather
+from flatshard.comm.work import AsyncWork
+from flatshard.tensor.flat_parameter import FlatParamPlan
+
+
+class SecondaryShard:
+    """A part of a flat parameter that is larger than the shard.
+
+    The secondary shards of a few nearby ranks together are the whole flat parameter. So an
+    all-gather of secondary shards needs only these ranks.
+    """
+
+    def __init__(self, plan: FlatParamPlan) -> None:
+        self._plan, topology = plan, plan.topology
+        self._inter_group = topology.inter_group
+        # Whether the secondary shard is kept only from forward to the end of backward.
+        self._is_temporary = topology.post_forward_group is not None
+        self._comm = (
+            topology.intra_group
+            if topology.post_forward_group is None
+            else topology.post_forward_group
+        )
+        self._tag = self._comm.new_tag(self)
+        self._part: Tensor | None = None
+        # Version of the shards that `_part` contains, or will contain after an unfinished refresh.
+        # -1: `_part` is empty or incomplete.
+        self._version = -1
+        self._refresh: AsyncWork | None = None
+
+    def is_current(self, version: int) -> bool:
+        return self._part is not None and self._version == version
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._part is None else self._part.nbytes
+
+    @property
+    def waits_for_backward(self) -> bool:
+        return self._is_temporary and self._part is not None
+
+    def cut(self, buffer: Tensor, version: int) -> None:
+        """Keep this rank's part of an unsharded buffer, ``(padded_numel,)``, for backward."""
+        if self._is_temporary and not self.is_current(version):
+            self._part = buffer.chunk(self._comm.size)[self._comm.rank].clone()
+            self._version = version
+
+    def end_backward(self) -> None:
+        if self._is_temporary:
+            self.drop()
+
+    def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
+        """Start the all-gather across nodes that fills the secondary shard.
+
+        ``source`` is this rank's shard, in the dtype of the secondary shard. Nothing may write to
+        ``source`` until the other ranks have received the values.
+
+        Collective: all ranks of the inter group.
+        """
+        self.finish_refresh()
+        if self._part is None:
+            self._part = source.new_empty(source.numel() * self._inter_group.size)
+        self._refresh = self._inter_group.all_gather(
+            Gather(source, self._part, self._plan.unit_name, tag, "this node")
+        )
+        self._version = version
+
+    def finish_refresh(self) -> None:
+        """Wait until the secondary shard is complete.
+
+        Raises CollectiveError if the all-gather across nodes failed.
+        """
+        refresh, self._refresh = self._refresh, None
+        if refresh is not None:
+            try:
+                refresh.wait(self._plan.pending_sends)
+            except Exception:
+                # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
+                # again.
+                self._version = -1
+                raise
+
+    def gather(self, out: Tensor, purpose: str) -> AsyncWork:
+        """Start to all-gather secondary shards into ``out``, ``(padded_numel,)``.
+
+        Collective: the nearby ranks, whose secondary shards together are the flat parameter.
+        """
+        self.finish_refresh()
+        assert self._part is not None, "the secondary shard was filled"
+        return self._comm.all_gather(
+            Gather(self._part, out, self._plan.unit_name, self._tag, purpose)
+        )
+
+    def drop(self) -> None:
+        self.finish_refresh()
+        self._part, self._version = None, -1
