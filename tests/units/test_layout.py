@@ -53,7 +53,7 @@ def test_gaps_and_parameters_fill_the_space(
     layout = _layout(shapes, world_size, itemsize)
     ranges = [(span.start, span.end) for span in layout.spans if span.numel]
     position = 0
-    for start, end in sorted([*ranges, *layout.gaps]):
+    for start, end in sorted([*ranges, *(gap[1:] for gap in layout.gaps)]):
         assert start == position
         position = end
     assert position == layout.padded_numel
