@@ -6,7 +6,6 @@ ranks would wait for this rank in the next collective.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import digest_of
 from flatshard.units.layout import as_bytes, memory_order, strides_of
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
@@ -88,7 +88,7 @@ def raise_everywhere(
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
     mine = None if error is None else sendable(error)
-    everyone = comm.host.gather_unless_equal(mine, op_name)
+    everyone = comm.host.gather(mine, op_name)
     for rank, theirs in enumerate(everyone):
         if theirs is not None:
             kind, message = theirs
@@ -139,22 +139,22 @@ def agreed(
         problem = error
     # The facts of a large model take megabytes, and are almost always equal on all ranks. So
     # exchange digests of the facts first, and the facts only if the digests differ.
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    digest = digest_of(repr(sorted(facts.items())).encode())
     mine = None if problem is None else str(problem), digest
     problems: list[str] = []
     for comm in comms:
         # Exchange digests even after a problem: a rank that raised before the exchange would leave
         # the other ranks waiting.
-        answers = comm.host.gather_unless_equal(mine, op_name)
+        answers = comm.host.gather(mine, op_name)
         problems += [
             f"{op_name}, rank {rank}: {text}"
-            for rank, (text, _) in zip(comm.ranks, answers, strict=False)
+            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
             if text is not None
         ]
-        if not problems and len(answers) > 1:
-            everyone = comm.host.gather(facts, op_name)
-            _, first = differing_fact(everyone, comm.ranks)
-            problems.append(f"{op_name}: {differ}: {first}. {remedy}")
+        if not problems and len({*answers}) > 1:
+            different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
+            assert different is not None, "the ranks' digests differ"
+            problems.append(f"{op_name}: {differ}: {different[1]}. {remedy}")
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
     if problems or problem is not None:
@@ -163,13 +163,13 @@ def agreed(
     return result
 
 
-def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first fact with different values on different ranks, as a pair of texts.
+def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
+    """Return the first fact with different values on different ranks, as a pair of texts, or None.
 
     The first text is the name of the fact. The second text contains two ranks and their values.
 
     Args:
-        everyone: the facts of each rank. At least one fact differs.
+        everyone: the facts of each rank.
         ranks: the number of each rank, in the same order.
     """
     for key in dict.fromkeys(chain.from_iterable(everyone)):
@@ -178,12 +178,12 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
             if value != values[0]:
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
                 return key, f"{first}, {value:.300} on rank {rank}"
-    raise AssertionError("internal error: the ranks' digests differ, but no compared value differs")
+    return None
 
 
 def check_same_state(
     values: Mapping[str, Any],
-    gather_unless_equal: Callable[[Any, str], list[Any]],
+    gather: Callable[[Any, str], list[Any]],
     ranks: Sequence[int],
     optimizer: str,
     *,
@@ -198,15 +198,15 @@ def check_same_state(
 
     Args:
         values: tensors and other values in an optimizer's state, keyed by a name for the error.
-        gather_unless_equal: the method of the ranks' ``HostExchange``.
+        gather: the method of the ranks' ``HostExchange``.
         ranks: the number of each rank, for the error.
         optimizer: the optimizer's class, for the error.
         some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
             an error.
     """
     mine = {name: _digest(value) for name, value in values.items()}
-    first, *others = gather_unless_equal(mine, "comparing optimizer state")
-    for rank, theirs in zip(ranks[1:], others, strict=False):
+    first, *others = gather(mine, "comparing optimizer state")
+    for rank, theirs in zip(ranks[1:], others, strict=True):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)
             if not _are_close(*pair) and not (some_may_lack and None in pair):
