@@ -7,7 +7,7 @@ ranks would wait for this rank in the next collective.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -74,25 +74,28 @@ def _describe(tensor: Tensor) -> str:
 
 
 def raise_everywhere(
-    error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
+    error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
     """Raise the same error on every rank if at least one rank passes an error.
 
     If several ranks pass an error, all ranks raise the error of the first of these ranks.
 
-    Collective: all ranks of ``comm``, with and without an error.
+    Collective: all ranks of each of ``comms``, with and without an error.
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comm: communicator whose ranks all raise.
+        comms: communicators whose ranks all raise. A rank tells an error that it has heard in one
+            communicator to the ranks of the next ones.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    mine = None if error is None else sendable(error)
-    everyone = comm.host.gather(mine, op_name)
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            kind, message = theirs
-            raise kind(f"{message} (rank {comm.ranks[rank]})") from error
+    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    me = max(comm.global_rank for comm in comms)
+    told = None if error is None else (*sendable(error), me)
+    for comm in comms:
+        told = next(filter(None, comm.host.gather(told, op_name)), None)
+    if told is not None:
+        kind, message, rank = told
+        raise kind(f"{message} (rank {rank})") from error
 
 
 def sendable(error: Exception) -> tuple[type[Exception], str]:
@@ -107,7 +110,7 @@ def sendable(error: Exception) -> tuple[type[Exception], str]:
 
 def agreed(
     prepare: Callable[[], tuple[T, Facts]],
-    comms: Iterable[Communicator],
+    comms: Collection[Communicator],
     op_name: str,
     remedy: str,
     *,
@@ -121,7 +124,8 @@ def agreed(
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree.
+        comms: communicators whose ranks must agree. A rank tells a problem that it has heard in one
+            communicator to the ranks of the next ones.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
@@ -140,25 +144,22 @@ def agreed(
     # The facts of a large model take megabytes, and are almost always equal on all ranks. So
     # exchange digests of the facts first, and the facts only if the digests differ.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    mine = None if problem is None else str(problem), digest
-    problems: list[str] = []
+    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    me = max((comm.global_rank for comm in comms), default=0)
+    text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
         # Exchange digests even after a problem: a rank that raised before the exchange would leave
         # the other ranks waiting.
-        answers = comm.host.gather(mine, op_name)
-        problems += [
-            f"{op_name}, rank {rank}: {text}"
-            for rank, (text, _) in zip(comm.ranks, answers, strict=True)
-            if text is not None
-        ]
-        if not problems and len({*answers}) > 1:
+        answers = comm.host.gather((text, digest), op_name)
+        text = next((theirs for theirs, _ in answers if theirs is not None), None)
+        if text is None and len({*answers}) > 1:
             different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
             assert different is not None, "the ranks' digests differ"
-            problems.append(f"{op_name}: {differ}: {different[1]}. {remedy}")
+            text = f"{op_name}: {differ}: {different[1]}. {remedy}"
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
-    if problems or problem is not None:
-        raise ValueError(problems[0] if problems else f"{op_name}: {problem}") from problem
+    if text is not None:
+        raise ValueError(text) from problem
     assert result is not None, "it was prepared"
     return result
 

@@ -271,7 +271,7 @@ def check_reduced(
     error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
         # Under `no_sync`, perhaps only some ranks have unreduced gradients.
-        raise_everywhere(None if unit is None else error, world, "clip_grad_norm_")
+        raise_everywhere(None if unit is None else error, world, op_name="clip_grad_norm_")
     elif unit is not None:
         raise error
 

@@ -269,8 +269,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
-        for comm in self._all_comms():
-            raise_everywhere(error, comm)
+        raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
 
