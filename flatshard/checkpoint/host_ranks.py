@@ -40,8 +40,6 @@ class HostRanks:
         group: the process group for these exchanges, made in addition to the given group; None if
             this rank is alone.
         gather: ``HostExchange.gather``, which returns the values of all ranks.
-        gather_unless_equal: the method of ``HostExchange`` that returns the values of all ranks, or
-            only one value if all values are equal.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -61,7 +59,7 @@ class HostRanks:
                 _exchanges[group] = HostExchange(own, torch.device("cpu"))
             exchange = _exchanges[group]
             self.group = exchange.group
-        self.gather, self.gather_unless_equal = exchange.gather, exchange.gather_unless_equal
+        self.gather = exchange.gather
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
@@ -73,7 +71,7 @@ class HostRanks:
             result = work()
         except Exception as raised:
             error = raised
-        told = self.gather_unless_equal(error and class_and_text(error), op_name)
+        told = self.gather(error and class_and_text(error), op_name)
         for rank, one in enumerate(told):
             if one is not None:
                 kind, text = one
@@ -93,9 +91,9 @@ class HostRanks:
         Collective: all ranks of the group.
         """
         # Sort, because ranks may have collected equal facts in a different order.
-        everyone = self.gather_unless_equal(dict(sorted(facts.items())), op_name)
-        if len(everyone) > 1:
-            key, difference = differing_fact(everyone, self.ranks)
+        different = differing_fact(self.gather(dict(sorted(facts.items())), op_name), self.ranks)
+        if different is not None:
+            key, difference = different
             raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
 
 

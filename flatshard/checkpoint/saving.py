@@ -360,7 +360,7 @@ class Save:
         self.ranks.compare(mine, self.op_name, _remedy)
         for kind, values in snapshot.unsharded:
             # A rank may have no state of a parameter: DCP then saves the state of another rank.
-            gather, ranks = self.ranks.gather_unless_equal, self.ranks.ranks
+            gather, ranks = self.ranks.gather, self.ranks.ranks
             check_same_state(values, gather, ranks, kind, some_may_lack=True)
 
     def _write(self, snapshot: Snapshot, own: bytes) -> None:

@@ -21,15 +21,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.host_exchange import HostExchange, compared_name, digest_of
-from flatshard.comm.process_groups import backend_for, control_of, new_group, ranks_text
+from flatshard.comm.host_exchange import HOST, compared_name, digest_of
+from flatshard.comm.process_groups import new_group
 from flatshard.comm.transports import Gather, LocalTransport, Members, ReduceScatter, Transport
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
@@ -40,7 +41,6 @@ from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
-HOST = torch.device("cpu")
 # If a tensor has at most this number of elements, `_reduce_on_stream` sends the tensor in one
 # message with the marks (numbers that show whether all ranks run the same operation).
 _FEW = 1 << 12
@@ -54,22 +54,22 @@ ranks in the default group.
 
 
 def transport_kinds() -> list[type[Transport]]:
-    """Return the transport classes, fastest first.
+    """Return the transport classes beside ``NativeTransport``, fastest first.
 
-    A tensor is moved by the first transport whose ``accepts`` returns True for the tensor's device.
+    A tensor is moved by the first transport that moves tensors on its device.
     """
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
-    return [*first, SocketTransport, NativeTransport]
+    return [*first, SocketTransport]
 
 
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
-@cache  # every all-gather and reduction of every step needs a name
-def _op_name(unit_fqn: str, action: str, rank: int, ranks_text: str) -> str:
-    """Name of a collective in errors and in reports of waits."""
-    return f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}"
+@cache  # every all-gather and reduction of every step needs one
+def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
+    """Name of a collective in errors and in reports of waits, around the code that begins it."""
+    return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
 class Communicator(Members):
@@ -96,16 +96,7 @@ class Communicator(Members):
         Raises:
             ValueError: the group's backend does not support the requested ``mode``.
         """
-        self.group, self.options = group, mode
-        self.rank, self.global_rank = 0, 0
-        # Ranks of the members in the default process group. The ranks are a tuple and not a list,
-        # because recorded collectives keep a reference to the ranks.
-        self.ranks: tuple[int, ...] = (0,)
-        if group is not None:
-            self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
-            self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
-        self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
+        super().__init__(group, mode)
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
@@ -113,49 +104,19 @@ class Communicator(Members):
         # and has not begun yet. The second stages begin in the order of this queue, which is the
         # same on all ranks.
         self.second_stages: deque[Any] = deque()
-        # How many tags `new_tag` has returned: tags of models, and tags of copies (`is_copying`).
-        self._num_tags = [0, 0]
-        self._num_models = 0
-        # Device of the tensors in which `host` sends small values: the CPU if gloo is available.
-        self.control_device = HOST
-        self.host = HostExchange(None, HOST)
-        if group is not None and self.size > 1:
-            self._meet(group)
-
-    def _meet(self, group: dist.ProcessGroup) -> None:
-        self.is_gloo = backend_for(group, "cpu") == "gloo"
-        if not self.is_gloo and self.options.needs_gloo:
-            raise ValueError(
-                f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
-                "process groups whose backend is gloo, but the backend of this group is "
-                f"{dist.get_backend(group)}. Leave the option out, or make the group with "
-                'backend="gloo".'
-            )
-        # On gloo, make a separate group for all-gathers instead of using the user's `group`: after
-        # an error flatshard aborts its groups, and the socket transport sends with its own tags.
-        # Neither may affect collectives that the user starts on `group`.
-        is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Use different groups for all-gathers and for reductions. The collectives of one group
-        # match only by order, and the order in which all-gathers and reductions alternate may
-        # differ between ranks: a reduction starts as soon as the rank's gradients are complete.
-        with named(self.meeting):
-            self.gather_group = new_group(group) if is_apart else group
-            self.reduce_group = new_group(group)
-            # With the native transport on gloo, exchange small values on a third group. The native
-            # transport begins all-gathers without first comparing with the other ranks that all
-            # ranks begin the same collective. If one rank exchanged a small value on the group of
-            # the all-gathers while another rank began an all-gather, gloo would see two different
-            # sizes and end the process.
-            control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
-            control_group, self.control_device = control_of(control)
-        self.host = HostExchange(control_group, self.control_device, self.reduce_group.group_name)
-        self.history = self.host.history
-        # ``connect`` may be a collective, so every rank calls ``connect`` of all transport classes,
-        # in the same order.
-        found = [kind.connect(self) for kind in transport_kinds()]
-        self.transports = [one for one in found if isinstance(one, Transport)]
-        reasons = [one for one in found if isinstance(one, str) and one]
-        self.transport_reason = "; ".join(reasons) or self.transport_for().reason
+        # Tags for models (even), and for copies of models (odd, see `is_copying`).
+        self._tags = count(2, 2), count(3, 2)
+        # Returns a number for each new model, to check that all ranks run the same model. All ranks
+        # must build models in the same order. Then a model has the same number on all ranks.
+        self.new_model = count(1).__next__
+        if self.size > 1:
+            # ``connect`` may be a collective, so every rank calls ``connect`` of all transport
+            # classes, in the same order.
+            found = [kind.connect(self) for kind in transport_kinds()]
+            self.native = NativeTransport(self)
+            self.transports = [*(one for one in found if isinstance(one, Transport)), self.native]
+            reasons = [one for one in found if isinstance(one, str) and one]
+            self.transport_reason = "; ".join(reasons) or self.transport_for().reason
 
     @cached_property
     def side_group(self) -> Communicator:
@@ -181,22 +142,10 @@ class Communicator(Members):
         All ranks must request tags in the same order. Then every flat parameter has the same tag
         on all ranks. No communication. Once ``owner`` is freed, nothing about the tag is kept.
         """
-        # Tags of copied models are odd, all others even. Perhaps only one rank copies a model. Then
-        # the copy must not change the tags of models that all ranks make later.
-        self._num_tags[self.is_copying] += 1
-        tag = 2 * self._num_tags[self.is_copying] + self.is_copying
+        tag = next(self._tags[self.is_copying])
         for transport in self.transports:
             weakref.finalize(owner, transport.forget, tag).atexit = False
         return tag
-
-    def new_model(self) -> int:
-        """Return a number below 256 for a new model, to check that all ranks run the same model.
-
-        All ranks must build models in the same order. Then every model has the same number on all
-        ranks. The number fits in one byte of a message. No communication.
-        """
-        self._num_models += 1
-        return self._num_models % 256
 
     # ------------------------------------------------------------ parameters and gradients
 
@@ -205,9 +154,9 @@ class Communicator(Members):
         # The tensor's size does not matter for the choice: no transport is faster than another for
         # small tensors but slower for large tensors (1 MB takes 0.4 ms with each transport).
         for transport in self.transports:
-            if transport.accepts(device, tag):
+            if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
-        raise AssertionError("the last transport accepts every device")
+        raise AssertionError("the last transport moves every tensor")
 
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
@@ -216,23 +165,17 @@ class Communicator(Members):
         (``is_ordered``), all ranks must start all-gathers in the same order. A request with
         ``reduced`` is the second half of an all-reduce, so its place is in the order of the
         reductions instead.
-
-        Raises:
-            ValueError: ``out`` is not as long as the shards of all ranks together.
         """
         shard, out = request.shard, request.out
-        if out.numel() != shard.numel() * self.size:
-            raise ValueError(
-                f"{unit_text(request.unit_fqn)}: internal error: {shard.numel()} elements from "
-                f"each of {self.size} ranks do not fill a buffer of {out.numel()} elements."
-            )
-        if not request.reduced:  # else `reduce_scatter`, the first half, has noted it already
+        assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
+        action = f"all-gathering parameters for {request.purpose}"
+        if request.reduced:  # `reduce_scatter`, the first half, has told the listeners already
+            action = _ALL_REDUCING
+        elif LISTENERS:
             self.note("gather", request.unit_fqn, out.nbytes)
-        gathering = f"all-gathering parameters for {request.purpose}"
-        action = _ALL_REDUCING if request.reduced else gathering
-        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
-        with named(op_name):
-            return self.transport_for(shard.device, request.tag).gather(request, op_name)
+        transport = self.transport_for(shard.device, request.tag)
+        with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
+            return transport.gather(request, op_name)
 
     def reduce_scatter(self, request: ReduceScatter) -> AsyncWork:
         """Begin averaging gradients over the ranks; each rank gets its part in ``request.out``.
@@ -240,15 +183,15 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         out = request.out
-        nbytes = out.numel() * self.size * request.full.dtype.itemsize
-        action = "reduce-scattering gradients in backward"
-        if request.kind == "all_reduce":
-            nbytes = (nbytes + out.nbytes * self.size) // 2
-            action = _ALL_REDUCING
-        self.note(request.kind, request.unit_fqn, nbytes)
-        op_name = _op_name(request.unit_fqn, action, self.global_rank, self.ranks_text)
-        with named(op_name):
-            return self.transport_for(out.device, request.tag).reduce_scatter(request, op_name)
+        is_half = request.kind == "all_reduce"
+        action = _ALL_REDUCING if is_half else "reduce-scattering gradients in backward"
+        if LISTENERS:
+            nbytes = out.numel() * self.size * request.full.dtype.itemsize
+            nbytes = (nbytes + out.nbytes * self.size) // 2 if is_half else nbytes
+            self.note(request.kind, request.unit_fqn, nbytes)
+        transport = self.transport_for(out.device, request.tag)
+        with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
+            return transport.reduce_scatter(request, op_name)
 
     def all_reduce(self, buffer: Tensor, *, unit_fqn: str) -> AsyncWork:
         """Begin averaging ``buffer`` over the ranks, in place.
@@ -256,11 +199,8 @@ class Communicator(Members):
         Collective: all ranks of the group, in the same order of calls.
         """
         self.note("all_reduce", unit_fqn, buffer.nbytes)
-        op_name = _op_name(unit_fqn, _ALL_REDUCING, self.global_rank, self.ranks_text)
-        with named(op_name):
-            # Only the native transport has an all-reduce. It is the last transport, and accepts
-            # every tensor.
-            return self.transports[-1].all_reduce(buffer, op_name)
+        with _beginning(unit_fqn, _ALL_REDUCING, self.global_rank, self.ranks_text) as op_name:
+            return self.native.all_reduce(buffer, op_name)
 
     def note(self, kind: str, unit_fqn: str, nbytes: int) -> None:
         """Tell all ``LISTENERS`` that this rank starts a collective."""
@@ -300,10 +240,9 @@ class Communicator(Members):
         if self.transport_for(values.device).stream_waits(values.device):
             self._reduce_on_stream(as_real(values), op, op_name)
         else:
-            on_host = values.to(self.control_device)
-            self.host.reduce(on_host, op, op_name)
-            if on_host is not values:
-                values.copy_(on_host)
+            collective = partial(dist.all_reduce, op=getattr(dist.ReduceOp, op))
+            kind = f"{op} of {values.numel()} {values.dtype}"
+            self.host.run(collective, values, kind, op_name)
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
@@ -319,18 +258,15 @@ class Communicator(Members):
         # slow to copy, so reduce its marks in a collective of their own.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
-        with self._named_on_stream(op_name):
+        # A stream waits for the collective, not the host.
+        self.history.begin(self.gather_group, what=compared_name(op_name))
+        with named(f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"):
             for one in (sent,) if are_few else (marks, sent):
                 dist.all_reduce(one, getattr(dist.ReduceOp, op), self.gather_group)
         if are_few:
             sent, marks = sent[: values.numel()].view_as(values), sent[values.numel() :]
         spoiled = math.nan if values.is_floating_point() else -1
         values.copy_(sent.masked_fill((marks != expected).any(), spoiled))
-
-    def _named_on_stream(self, op_name: str) -> named:
-        """Begin a small collective for which a stream waits, not the host."""
-        self.begin(self.gather_group, what=compared_name(op_name))
-        return named(f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks")
 
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
@@ -350,11 +286,10 @@ class Communicator(Members):
             # Reduce instead of a broadcast, because reductions compare `op_name` on the device. All
             # ranks except the source send zeros, so the maximum of each byte is the source's byte.
             self._reduce_on_stream(as_bytes(tensor).mul_(self.rank == source), "MAX", op_name)
-            return
-        on_host = tensor.to(self.control_device)
-        self.host.broadcast(on_host, source, op_name)
-        if on_host is not tensor:
-            tensor.copy_(on_host)
+        else:
+            collective = partial(dist.broadcast, src=self.ranks[source])
+            kind = f"{tensor.nbytes} bytes of rank {source}"
+            self.host.run(collective, as_bytes(tensor), kind, op_name)
 
     def exchange(
         self, sent: Tensor, lengths: list[int], expected: list[int], *, op_name: str
@@ -375,14 +310,14 @@ class Communicator(Members):
             concatenated in rank order, once the collective was waited for.
         """
         self.note("all_to_all", op_name, sent.nbytes)
-        wire = sent.to(self.control_device) if self.is_gloo or sent.is_cpu else sent
+        wire = sent.to(self.host.device) if self.is_gloo or sent.is_cpu else sent
         came = wire.new_empty(sum(expected))
         name = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
-        if wire.device.type == self.control_device.type:
+        if wire.device.type == self.host.device.type:
             group = self.host.group
         else:
             group = self.gather_group
-            self.begin(group, what=compared_name(op_name))
+            self.history.begin(group, what=compared_name(op_name))
         with named(name):
             work = dist.all_to_all_single(came, wire, expected, lengths, group=group, async_op=True)
         return AsyncWork([work], name, [wire, came]), came
@@ -400,7 +335,7 @@ def _marks(op_name: str, op: str) -> list[int]:
     # between ranks, at least one of the two sums is not n times this rank's mark, on every rank
     # (Cauchy-Schwarz). float64 holds the sums exactly, because x has 16 bits. For MAX and MIN the
     # marks are x and -x: both results equal this rank's marks only if all ranks send the same x.
-    digest = digest_of(f"{op} {compared_name(op_name)}")
+    digest = digest_of(f"{op} {compared_name(op_name)}".encode())
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":
         return [first, first**2, second, second**2]
@@ -471,25 +406,7 @@ class Topology:
         gradients, and flatshard adds the gradients in rank order.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
-            transport, replicas = group.transport_for(device), group is self.replicate
-            if transport.stream_waits(device):
+            replicas = group is self.replicate
+            if group.size > 1 and group.transport_for(device).stream_waits(device):
                 with named(group.meeting):
-                    transport.warm_up(device, fixed_order=fixed_order, replicas=replicas)
-
-    @property
-    def transport(self) -> str:
-        """Names of the transports for the unit's parameters and gradients, joined by " + "."""
-        groups = (self.intra_group, self.inter_group)
-        ways = [group.transport_for().name for group in groups if group.size > 1]
-        if self.replicate.size > 1:
-            ways.append(self.replicate.transports[-1].name)  # the transport for all-reduces
-        return " + ".join(dict.fromkeys(ways)) or ALONE.transport_for().name
-
-    @property
-    def transport_reason(self) -> str:
-        """The reason why the unit uses these transports and no faster transport.
-
-        Empty if there is nothing to explain, for example because the user chose the transport.
-        """
-        reasons = [group.transport_reason for group in (self.intra_group, self.inter_group)]
-        return "; ".join(dict.fromkeys(filter(None, reasons)))
+                    group.native.warm_up(device, fixed_order=fixed_order, replicas=replicas)

@@ -6,9 +6,8 @@ ranks would wait for this rank in the next collective.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import digest_of
 from flatshard.units.layout import as_bytes, memory_order, strides_of
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
@@ -74,25 +74,28 @@ def _describe(tensor: Tensor) -> str:
 
 
 def raise_everywhere(
-    error: Exception | None, comm: Communicator, op_name: str = "comparing errors"
+    error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
     """Raise the same error on every rank if at least one rank passes an error.
 
     If several ranks pass an error, all ranks raise the error of the first of these ranks.
 
-    Collective: all ranks of ``comm``, with and without an error.
+    Collective: all ranks of each of ``comms``, with and without an error.
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comm: communicator whose ranks all raise.
+        comms: communicators whose ranks all raise. A rank tells an error that it has heard in one
+            communicator to the ranks of the next ones.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    mine = None if error is None else sendable(error)
-    everyone = comm.host.gather_unless_equal(mine, op_name)
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            kind, message = theirs
-            raise kind(f"{message} (rank {comm.ranks[rank]})") from error
+    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    me = max(comm.global_rank for comm in comms)
+    told = None if error is None else (*sendable(error), me)
+    for comm in comms:
+        told = next(filter(None, comm.host.gather(told, op_name)), None)
+    if told is not None:
+        kind, message, rank = told
+        raise kind(f"{message} (rank {rank})") from error
 
 
 def sendable(error: Exception) -> tuple[type[Exception], str]:
@@ -107,7 +110,7 @@ def sendable(error: Exception) -> tuple[type[Exception], str]:
 
 def agreed(
     prepare: Callable[[], tuple[T, Facts]],
-    comms: Iterable[Communicator],
+    comms: Collection[Communicator],
     op_name: str,
     remedy: str,
     *,
@@ -121,7 +124,8 @@ def agreed(
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree.
+        comms: communicators whose ranks must agree. A rank tells a problem that it has heard in one
+            communicator to the ranks of the next ones.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
@@ -139,37 +143,34 @@ def agreed(
         problem = error
     # The facts of a large model take megabytes, and are almost always equal on all ranks. So
     # exchange digests of the facts first, and the facts only if the digests differ.
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    mine = None if problem is None else str(problem), digest
-    problems: list[str] = []
+    digest = digest_of(repr(sorted(facts.items())).encode())
+    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    me = max((comm.global_rank for comm in comms), default=0)
+    text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
         # Exchange digests even after a problem: a rank that raised before the exchange would leave
         # the other ranks waiting.
-        answers = comm.host.gather_unless_equal(mine, op_name)
-        problems += [
-            f"{op_name}, rank {rank}: {text}"
-            for rank, (text, _) in zip(comm.ranks, answers, strict=False)
-            if text is not None
-        ]
-        if not problems and len(answers) > 1:
-            everyone = comm.host.gather(facts, op_name)
-            _, first = differing_fact(everyone, comm.ranks)
-            problems.append(f"{op_name}: {differ}: {first}. {remedy}")
+        answers = comm.host.gather((text, digest), op_name)
+        text = next((theirs for theirs, _ in answers if theirs is not None), None)
+        if text is None and len({*answers}) > 1:
+            different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
+            assert different is not None, "the ranks' digests differ"
+            text = f"{op_name}: {differ}: {different[1]}. {remedy}"
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
-    if problems or problem is not None:
-        raise ValueError(problems[0] if problems else f"{op_name}: {problem}") from problem
+    if text is not None:
+        raise ValueError(text) from problem
     assert result is not None, "it was prepared"
     return result
 
 
-def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first fact with different values on different ranks, as a pair of texts.
+def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
+    """Return the first fact with different values on different ranks, as a pair of texts, or None.
 
     The first text is the name of the fact. The second text contains two ranks and their values.
 
     Args:
-        everyone: the facts of each rank. At least one fact differs.
+        everyone: the facts of each rank.
         ranks: the number of each rank, in the same order.
     """
     for key in dict.fromkeys(chain.from_iterable(everyone)):
@@ -178,12 +179,12 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
             if value != values[0]:
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
                 return key, f"{first}, {value:.300} on rank {rank}"
-    raise AssertionError("internal error: the ranks' digests differ, but no compared value differs")
+    return None
 
 
 def check_same_state(
     values: Mapping[str, Any],
-    gather_unless_equal: Callable[[Any, str], list[Any]],
+    gather: Callable[[Any, str], list[Any]],
     ranks: Sequence[int],
     optimizer: str,
     *,
@@ -198,15 +199,15 @@ def check_same_state(
 
     Args:
         values: tensors and other values in an optimizer's state, keyed by a name for the error.
-        gather_unless_equal: the method of the ranks' ``HostExchange``.
+        gather: the method of the ranks' ``HostExchange``.
         ranks: the number of each rank, for the error.
         optimizer: the optimizer's class, for the error.
         some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
             an error.
     """
     mine = {name: _digest(value) for name, value in values.items()}
-    first, *others = gather_unless_equal(mine, "comparing optimizer state")
-    for rank, theirs in zip(ranks[1:], others, strict=False):
+    first, *others = gather(mine, "comparing optimizer state")
+    for rank, theirs in zip(ranks[1:], others, strict=True):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)
             if not _are_close(*pair) and not (some_may_lack and None in pair):

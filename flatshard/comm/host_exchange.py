@@ -11,16 +11,15 @@ byte, and every rank sees this. Then all ranks send each other their names, and 
 before any rank has used a value. All ranks have run the same collectives, so later exchanges still
 match.
 
-Short values are sent in the frame itself. A longer value follows in a second collective. The kind
-and the size of the second collective are part of the name, so that both are compared as well.
+Short maxima are sent in the frame itself. Other values follow in a second collective. The kind and
+the size of the second collective are part of the name, so that both are compared as well.
 """
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NoReturn
@@ -29,16 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.process_groups import abort, all_gather_single, backend_for
 from flatshard.comm.work import CollectiveError, History, describe_difference, named, watch
-from flatshard.units.layout import as_bytes
 
+HOST = torch.device("cpu")
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
 # Maximum number of bytes of a value that is sent in the frame. The rest of the frame contains a
 # digest of the exchange's name, and the complements of the digest's bytes.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
-_NAME_BYTES = 512  # maximum number of bytes of a name in the error about different names
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
 
@@ -73,9 +70,9 @@ def compared_name(op_name: str) -> str:
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
-def digest_of(name: str) -> bytes:
-    """Return a hash of a name. Two names have the same hash with a probability of 2**-64."""
-    return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
+def digest_of(data: bytes) -> bytes:
+    """Return a hash of ``data``. Different data have the same hash with a probability of 2**-64."""
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 class HostExchange:
@@ -98,9 +95,8 @@ class HostExchange:
             name: name of the ``History`` of this rank's collectives, the same on all ranks. Empty:
                 the name of ``group``.
         """
-        self._device, self._abort = device, None
+        self.device, self._ranks = device, [0]
         if group is None:
-            self._ranks = [0]
             return
         # `_kind`: key under which `History` counts the collectives of this exchange. The key
         # contains the device, because a group may have both gloo and NCCL, and each backend matches
@@ -108,103 +104,71 @@ class HostExchange:
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
-        # The host waits in the collectives of this class. Deadlock detection ends a wait from
-        # another thread by aborting the group, which is possible only on gloo.
-        if backend_for(group, "cpu") == "gloo":
-            self._abort = partial(abort, group)
 
-    def meet(self, op_name: str) -> None:
-        """Wait until all ranks have called ``meet`` with the same ``op_name``."""
-        self._frame("meeting", op_name, b"")
+    def meet(self, op_name: str, kind: str = "meeting") -> None:
+        """Wait until all ranks have called ``meet`` with the same ``op_name`` and ``kind``."""
+        self.maxima(b"", op_name, kind)
 
-    def maxima(self, values: bytes, op_name: str) -> bytes:
-        """Return the maximum over the ranks for each byte of ``values``."""
+    def maxima(self, values: bytes, op_name: str, kind: str = "maxima") -> bytes:
+        """Return the maximum over the ranks for each byte of ``values``; see [Note: frames].
+
+        Args:
+            values: bytes, equally many on all ranks.
+            op_name: name of the operation.
+            kind: text that says what is exchanged, and with which dtypes and sizes.
+
+        Raises:
+            CollectiveError: ``kind``, ``op_name`` or the length of ``values`` differs between
+                ranks. All ranks raise.
+        """
         if len(self._ranks) == 1:
             return values
-        found = self._frame(f"{len(values)} maxima", op_name, values[:_ROOM])
-        if len(values) > _ROOM:
-            found += self._all_reduce_bytes(values[_ROOM:], op_name)
-        return found
-
-    def all_equal(self, value: bytes, op_name: str) -> bool:
-        """Return whether ``value`` is the same on all ranks."""
-        return not any(differ(self.maxima(with_complements(value), op_name)))
-
-    def reduce(self, values: Tensor, op: str, op_name: str) -> None:
-        """All-reduce ``values``, in place.
-
-        ``values`` must be on the ``device`` of the exchange, and have the same dtype and size on
-        all ranks. ``op`` is the name of a member of ``torch.distributed.ReduceOp``.
-        """
-        self._frame(f"{op} of {values.numel()} {values.dtype}", op_name, b"")
-        with self._waiting(op_name):
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.group)
-
-    def broadcast(self, tensor: Tensor, source: int, op_name: str) -> None:
-        """Overwrite ``tensor`` with the ``tensor`` of rank ``source`` of the group.
-
-        ``tensor`` must be contiguous and on the ``device`` of the exchange, and have the same size
-        on all ranks.
-        """
-        data, kind = as_bytes(tensor), f"{tensor.nbytes} bytes of rank {source}"
-        sends = self.group.rank() == source
-        if data.numel() > _ROOM:
-            self._frame(kind, op_name, b"")
-            with self._waiting(op_name):
-                dist.broadcast(data, src=self._ranks[source], group=self.group)
-            return
-        # A short tensor is sent in the frame, whose all-reduce takes the maximum over the ranks.
-        # All ranks except the source send zeros, so the maximum equals the source's bytes.
-        mine = data.cpu()
-        sent = ctypes.string_at(mine.data_ptr(), mine.numel()) if sends else bytes(mine.numel())
-        found = self._frame(kind, op_name, sent)
-        if not sends and found:
-            data.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+        start = _start_of(f"{kind}, {len(values)}", op_name)
+        frame = self._all_reduce_bytes((start + values[:_ROOM]).ljust(FRAME_BYTES, b"\0"), op_name)
+        if frame[: len(start)] != start:
+            self._refuse(f"{compared_name(op_name)} ({kind})")
+        rest = self._all_reduce_bytes(values[_ROOM:], op_name) if len(values) > _ROOM else b""
+        return (frame[len(start) :] + rest)[: len(values)]
 
     def gather(self, value: Any, op_name: str) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. ``value`` must be picklable."""
+        """Return the ``value`` of every rank, in rank order. ``value`` must be picklable.
+
+        If the pickles of all values are equal, only their digests are sent. Equal values may have
+        different pickles.
+        """
         if len(self._ranks) == 1:
             return [value]
-        row = pickle.dumps(value)
-        # An all-gather needs rows of the same length, but the ranks' pickles differ in length. So
-        # pad all rows to the power of two that fits the longest pickle. The frame takes the maximum
-        # of the ranks' exponents, and an exponent fits in one byte.
-        (exponent,) = self._frame("objects", op_name, bytes([len(row).bit_length()]))
-        # A pickle ends with a mark, so `pickle.loads` ignores the padding.
-        rows = self._all_gather_bytes(row.ljust(1 << exponent, b"\0"), op_name)
-        return [pickle.loads(row) for row in rows]
+        digests = with_complements(digest_of(pickle.dumps(value)))
+        if not any(differ(self.maxima(digests, op_name, "objects"))):
+            return [value] * len(self._ranks)
+        return self._gather(value, op_name)
 
-    def gather_unless_equal(self, value: Any, op_name: str) -> list[Any]:
-        """Return the ``value`` of every rank, in order, or a list of one value if all are equal.
+    def run(self, collective: Callable[..., Any], tensor: Tensor, kind: str, op_name: str) -> None:
+        """Call ``collective(tensor, group=...)``, which changes ``tensor`` in place, and wait.
 
-        If all values are equal, only their digests are sent. Values with the same ``repr`` count as
-        equal. ``value`` must be picklable.
+        Before, all ranks compare ``kind`` and ``op_name``. ``tensor`` may be on any device.
         """
-        if self.all_equal(digest_of(repr(value)), op_name):
-            return [value]
-        return self.gather(value, op_name)
+        self.meet(op_name, kind)
+        self._run(collective, tensor, op_name)
 
     # ------------------------------------------------------------ messages
 
-    def _frame(self, kind: str, op_name: str, value: bytes) -> bytes:
-        """Send a frame, and return the maximum over the ranks for each byte of ``value``.
+    def announce(self, what: str) -> None:
+        """Compare collective ``what``, which this rank is about to begin, if the order is new.
 
-        See [Note: frames].
-
-        Args:
-            kind: text that says which method was called, and with which dtypes and sizes.
-            op_name: name of the operation.
-            value: the bytes to send in the frame.
+        Collective unless ``what`` has always followed the last two collectives.
 
         Raises:
-            CollectiveError: ``kind``, ``op_name`` or the length of ``value`` differs between ranks.
-                All ranks raise.
+            CollectiveError: ranks are about to begin different collectives. All ranks raise.
         """
-        start = _start_of(f"{kind}, {len(value)}", op_name)
-        frame = self._all_reduce_bytes((start + value).ljust(FRAME_BYTES, b"\0"), op_name)
-        if frame[: len(start)] != start:
-            self._refuse(f"{compared_name(op_name)} ({kind})")
-        return frame[len(start) : len(start) + len(value)]
+        # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
+        # is about to leave the usual order of collectives first waits here for all ranks, and
+        # `meet` compares their descriptions. If the other ranks follow the usual order instead,
+        # these ranks wait in the usual collective and this rank waits here. Deadlock detection then
+        # ends the waits.
+        if not self.history.is_usual(what):
+            self.meet(what)
+            self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
         """Raise CollectiveError. The message contains each rank's exchange and program line.
@@ -213,13 +177,10 @@ class HostExchange:
         method. ``name``: name and kind of this rank's exchange.
         """
         line = watch().program_line()
-        place = f"{name}, at {line}" if line else name
-        row = place.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        rows = self._all_gather_bytes(row, "comparing the names of different collectives")
-        names = {
-            rank: row.rstrip(b"\0").decode(errors="replace")
-            for rank, row in zip(self._ranks, rows, strict=True)
-        }
+        places = self._gather(
+            f"{name}, at {line}" if line else name, "comparing the names of different collectives"
+        )
+        names = dict(zip(self._ranks, places, strict=True))
         raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
@@ -228,30 +189,26 @@ class HostExchange:
         ``data`` must be equally long on all ranks.
         """
         sent = bytearray(data)
-        mine = torch.frombuffer(sent, dtype=torch.uint8)
-        wire = mine.to(self._device)  # no copy if the device is the CPU
-        with self._waiting(op_name):
-            dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
-        if wire is not mine:
-            mine.copy_(wire)
+        maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
+        self._run(maximum, torch.frombuffer(sent, dtype=torch.uint8), op_name)
         return bytes(sent)
 
-    def _all_gather_bytes(self, row: bytes, op_name: str) -> list[bytes]:
-        """Return the ``row`` of each rank, in the order of ranks.
-
-        ``row`` must be equally long on all ranks.
-        """
-        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)
-        everything = mine.new_zeros(len(self._ranks) * len(row))
+    def _gather(self, value: Any, op_name: str) -> list[Any]:
+        everyone: list[Any] = [None] * len(self._ranks)
         with self._waiting(op_name):
-            all_gather_single(everything, mine, group=self.group)
-        everything = everything.cpu()
-        data = ctypes.string_at(everything.data_ptr(), everything.numel())
-        return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
+            dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    def _run(self, collective: Callable[..., Any], tensor: Tensor, op_name: str) -> None:
+        wire = tensor.to(self.device)  # no copy if `tensor` is there
+        with self._waiting(op_name):
+            collective(wire, group=self.group)
+        if wire is not tensor:
+            tensor.copy_(wire)
 
     def _waiting(self, op_name: str) -> named:
         words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
-        return named(words, self.history.begin(self._kind, "", self._abort))
+        return named(words, self.history.begin(self.group, self._kind))
 
 
 @lru_cache(maxsize=256)  # cached, because each step uses the same few names
@@ -260,4 +217,4 @@ def _start_of(kind: str, op_name: str) -> bytes:
 
     Ranks in the same exchange get the same bytes.
     """
-    return with_complements(digest_of(f"{kind}, {compared_name(op_name)}"))
+    return with_complements(digest_of(f"{kind}, {compared_name(op_name)}".encode()))

@@ -9,32 +9,16 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C import _distributed_c10d
 
 # Tag of the receives with which `abort` aborts a group. No rank ever sends with this tag, so the
 # receives time out.
 _NO_TAG = (1 << 31) - 1
 _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
-
-
-def all_gather_single(out: Tensor, shard: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """Call the backend's all-gather. Unlike torch.distributed's functions, check no arguments."""
-    work = group._allgather_base(out, shard, _gather_options())
-    return work if async_op else work.wait()
-
-
-@cache
-def _gather_options() -> Any:
-    options = _distributed_c10d.AllgatherOptions()
-    options.asyncOp = True
-    return options
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -319,10 +319,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
         exchanges.append(HostExchange(*control_of(group)))
         crossing = members[1 - place] if len(members) == 2 else None
         said = f"{mode.describe()} and {len(groups)} process groups"
-        claims = exchanges[-1].gather_unless_equal((said, place, crossing), _COMPARING)
-        for rank, (theirs, their_place, their_crossing) in zip(
-            members[place], claims, strict=False
-        ):
+        claims = exchanges[-1].gather((said, place, crossing), _COMPARING)
+        for rank, (theirs, their_place, their_crossing) in zip(members[place], claims, strict=True):
             if theirs != claims[0][0]:
                 problem = problem or (
                     f"rank {members[place][0]} has {claims[0][0]}; rank {rank} has {theirs}. Pass "
@@ -335,7 +333,7 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     # Perhaps only some ranks see a problem. If only these ranks raised, the other ranks would wait
     # for ever in their next collective. So tell the problem to the other ranks first.
     for exchange in exchanges:
-        problem = next(filter(None, exchange.gather_unless_equal(problem, _COMPARING)), None)
+        problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
         raise ValueError(f"ShardedWrapper: {problem}")
     return rows

@@ -20,14 +20,15 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.process_groups import ranks_text
+from flatshard.comm.process_groups import abort, ranks_text
 from flatshard.options.extras import default_extra
 
 REMEDY = (
@@ -136,24 +137,26 @@ class History:
         watch().add_group(self)
 
     def begin(
-        self, kind: Hashable, what: str = "", abort: Callable[[], None] | None = None
+        self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition:
         """Count one more collective, and return the condition that ends a wait for the collective.
 
         The condition is that all other ranks of the process group have begun the collective.
 
         Args:
+            group: the process group on which the collective runs.
             kind: key of the collective, such as ``("gather", tag)``. The n-th collective of a kind
-                on one rank matches the n-th on every other rank.
+                on one rank matches the n-th on every other rank. None: the name of ``group``,
+                because the backend matches all collectives of a group only by order.
             what: description of the collective, equal on all ranks. "": ranks need not compare the
                 collective.
-            abort: function that makes a wait for the collective fail.
 
         Raises:
             CollectiveError: the ranks began different collectives earlier.
         """
         if self.make_error is not None:
             raise self.make_error()
+        kind = group.group_name if kind is None else kind
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         if what:
             self.described = kind
@@ -161,11 +164,7 @@ class History:
             self._last_two = self._last_two[1], what
             self._recent.append((number, what))
             self.unchecked_since = self.unchecked_since or time.monotonic()
-        return WaitCondition(self.name, kind, number, self.others, abort)
-
-    def reach(self, kind: Hashable, number: int) -> None:
-        """Record that this rank has begun ``number`` collectives of ``kind`` so far."""
-        self.begun[kind] = number
+        return WaitCondition(self.name, kind, number, self.others, partial(abort, group))
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of ``kinds``, whose flat parameter is gone, once no rank needs them."""
@@ -177,15 +176,6 @@ class History:
             self.begun.pop(self._forgotten.popleft()[1], None)
         self._forgotten += [(now, kind) for kind in kinds if kind in self.begun]
 
-    def needs(
-        self, kind: Hashable, number: int, abort: Callable[[], None] | None = None
-    ) -> WaitCondition:
-        """Return the condition that all other ranks have begun ``number`` collectives of ``kind``.
-
-        ``abort``: function that makes the wait fail.
-        """
-        return WaitCondition(self.name, kind, number, self.others, abort)
-
     def is_usual(self, what: str) -> bool:
         """Whether collective ``what`` may begin without a comparison between ranks.
 
@@ -193,7 +183,7 @@ class History:
         also begins ``what`` next, or first compares its different collective with all ranks. All
         ranks get the same result, because all ranks call ``learn`` after each comparison.
         """
-        return self._next.get(self._last_two) == what
+        return not self.announces or self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
         """Record ``what`` as the collective after the last two collectives.
@@ -285,32 +275,31 @@ class watched:
     Deadlock detection reads which blocks each thread is in.
     """
 
-    __slots__ = ("_op", "condition")
+    condition: WaitCondition | None  # ends the wait; None: the condition is not known
 
-    def __init__(self, op: str | Callable[[], str], condition: WaitCondition | None = None) -> None:
-        """Make the context manager.
-
-        Args:
-            op: description of the wait, or a function that returns the description.
-            condition: the condition that ends the wait. None: the condition is not known.
-        """
-        self._op, self.condition = op, condition
+    def __init__(self, op_name: str, condition: WaitCondition | None = None) -> None:
+        self.op_name, self.condition = op_name, condition
 
     def describe(self) -> str:
-        return self._op if isinstance(self._op, str) else self._op()
+        return self.op_name
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> str:
         _own.waits.append(self)
+        return self.op_name
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            if error is not None:
-                self.failed(error)
+            if error is not None and (failure := self.failure(error)) is not None:
+                raise failure from error
         finally:
             _own.waits.pop()
 
-    def failed(self, error: BaseException) -> None:
-        """Called when code in the block raises ``error``. May raise another error in its place."""
+    def failure(self, error: BaseException) -> CollectiveError | None:
+        """Return an error to raise instead of ``error``, which code in the block raised, or None.
+
+        Must be called before the block has ended.
+        """
+        return None
 
 
 class CollectiveError(RuntimeError):
@@ -333,20 +322,18 @@ class named(watched):
         CollectiveError: the backend raised an error in the block. The error is the cause.
     """
 
-    __slots__ = ()
-
-    def failed(self, error: BaseException) -> None:
+    def failure(self, error: BaseException) -> CollectiveError | None:
         # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, because other
         # ranks have not caused this error. A CollectiveError from a nested block already names the
         # collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
-            return
+            return None
         # If another rank has found a deadlock and raised, the backend of this rank only reports a
         # closed connection. Deadlock detection may know the real reason.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
-            raise CollectiveError(f"{failed}: {reason}") from error
+            return CollectiveError(f"{failed}: {reason}")
         remedy = (
             "Another rank died, ran other units, or did not arrive within the process group's "
             "timeout. Look for the first error on the other ranks."
@@ -356,15 +343,15 @@ class named(watched):
                 "Several ranks use the same GPU. Call torch.cuda.set_device(local_rank) before "
                 "the model is made, or pass device_id=local_rank."
             )
-        raise CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}") from error
+        return CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}")
 
 
 # ---------------------------------------------------------------- collectives under way
 
 
 @dataclass(eq=False)
-class AsyncWork:
-    """A collective begun by this rank, perhaps not complete yet.
+class AsyncWork(named):
+    """A collective begun by this rank, perhaps not complete yet, and the wait for the result.
 
     This object keeps the tensors of the collective alive until no rank needs the tensors.
     """
@@ -382,73 +369,65 @@ class AsyncWork:
     # Objects like ``dist.Work`` that complete when all ranks have received this rank's data.
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
-    need: WaitCondition | None = None  # the condition that ends the wait for ``works``
+    # Whether `is_sent` can become true before `wait_sends` is called. False for gloo's sends, which
+    # complete only when a thread waits for them.
+    reports_sent: bool = True
+    condition: WaitCondition | None = None  # ends the wait for ``works``
     sends_need: WaitCondition | None = None  # the condition that ends the wait for ``sends``
+    _awaited: Sequence[Any] = field(init=False, default=())  # the works that `wait` waits for now
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
         return all(work.is_completed() for work in self.works)
 
-    def wait(self, pending_sends: PendingSends) -> None:
+    def wait(self, pending_sends: PendingSends | None = None) -> None:
         """Wait for the result. With NCCL the current stream waits instead of the host.
 
         Other ranks may still be reading the tensor that this rank sends. Therefore the unfinished
         sends are added to ``pending_sends``, and the caller must not write to the tensor before
-        ``pending_sends.wait_sends()`` has returned.
+        ``pending_sends.wait_sends()`` has returned. None: also wait until the other ranks have
+        received this rank's data.
 
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
-        self._have()
-        if self.sends:
+        # Clear `works` and `then` before waiting, so that a second call does nothing. After a
+        # failure a second wait would hang or hide the first error. After success a second call of
+        # `then` would average or cast the result twice.
+        self._awaited, then = self.works, self.then
+        self.works, self.then = (), None
+        # Not `with self`: two Python calls for each collective of each step.
+        _own.waits.append(self)
+        try:
+            for work in self._awaited:
+                work.wait()
+            if then is not None:
+                then()
+        except KeyboardInterrupt:
+            # The next call must wait for the rest: the collective still writes to its tensors.
+            self.works = [work for work in self._awaited if not work.is_completed()]
+            raise
+        except RuntimeError as error:
+            failure = self.failure(error)
+            if failure is None:
+                raise
+            self.sends = ()  # a later wait for the sends would not end either
+            raise failure from error
+        finally:
+            _own.waits.pop()
+            self._awaited = ()
+        if pending_sends is None:
+            self.wait_sends()
+        elif self.sends:
             pending_sends.add(self)
         else:
             self.kept = ()
 
-    def finish(self) -> None:
-        """Wait for the result, and until the other ranks have received this rank's data.
-
-        Raises:
-            CollectiveError: see ``wait``.
-        """
-        self._have()
-        self.wait_sends()
-
-    def _have(self) -> None:
-        # Clear `works` and `then` before waiting, so that a second call does nothing. After a
-        # failure a second wait would hang or hide the first error. After success a second call of
-        # `then` would average or cast the result twice.
-        works, then = self.works, self.then
-        self.works, self.then = (), None
-        try:
-            if works:
-                with named(partial(self._describe, works), self.need):
-                    for work in works:
-                        work.wait()
-            if then is not None:
-                with named(self.op_name):
-                    then()
-        except CollectiveError:
-            self.sends = ()  # a later wait for the sends would not end either
-            raise
-        except KeyboardInterrupt:
-            # The next call must wait for the rest: the collective still writes to its tensors.
-            self.works = [work for work in works if not work.is_completed()]
-            raise
-
-    def _describe(self, works: Sequence[Any]) -> str:
-        for work, peer in zip(works, self.peers, strict=False):
+    def describe(self) -> str:
+        for work, peer in zip(self._awaited, self.peers, strict=False):
             if not work.is_completed():
                 return f"{self.op_name} (rank {peer} has not arrived)"
         return self.op_name
-
-    @property
-    def reports_sent(self) -> bool:
-        """Whether ``is_sent`` can become true before ``wait_sends`` is called.
-
-        False for gloo's sends, which complete only when a thread waits for them.
-        """
-        return all(getattr(work, "reports_end", True) for work in self.sends)
 
     def is_sent(self) -> bool:
         """Return whether the other ranks have received all data of this rank.
@@ -493,12 +472,9 @@ class PendingSends:
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []
-        # Collectives whose sends report the end only to a waiting thread (gloo's sends). These
-        # collectives have a separate list, because `drop_sent` would poll the sends in vain.
-        self._silent: list[AsyncWork] = []
 
     def add(self, pending: AsyncWork) -> None:
-        (self._pending if pending.reports_sent else self._silent).append(pending)
+        self._pending.append(pending)
 
     def wait_sends(self) -> None:
         """Wait until other ranks have received all sent tensors. Then the tensors may be written.
@@ -506,17 +482,18 @@ class PendingSends:
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
-        for kept in (self._silent, self._pending):
-            # Remove each collective before its wait: if the wait raises, the next call waits only
-            # for the rest.
-            while kept:
-                kept.pop(0).wait_sends()
+        # Remove each collective before its wait: if the wait raises, the next call waits only for
+        # the rest.
+        while self._pending:
+            self._pending.pop(0).wait_sends()
 
     def is_sending(self, tensor: Tensor) -> bool:
         """Whether other ranks may still be reading the memory of ``tensor``."""
         self.drop_sent()
-        return any(pending.keeps(tensor) for pending in (*self._silent, *self._pending))
+        return any(pending.keeps(tensor) for pending in self._pending)
 
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
-        self._pending = [pending for pending in self._pending if not pending.is_sent()]
+        self._pending = [
+            pending for pending in self._pending if not (pending.reports_sent and pending.is_sent())
+        ]

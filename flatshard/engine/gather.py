@@ -201,7 +201,7 @@ class ParamGather:
         if topology.inter_group.size > 1:  # first all-gather across nodes, then within the node
             source, part = part, part.new_empty(part.numel() * topology.inter_group.size)
             request = Gather(source, part, unit, inter_tag, purpose, exact=True)
-            topology.inter_group.all_gather(request).finish()
+            topology.inter_group.all_gather(request).wait()
         request = Gather(part, out, unit, intra_tag, purpose, exact=True)
         return topology.intra_group.all_gather(request)
 

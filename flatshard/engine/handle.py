@@ -245,7 +245,7 @@ class FlatParamHandle:
         """
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
-            self.gather.start_full(shard.detach().to(self.device), flat).finish()
+            self.gather.start_full(shard.detach().to(self.device), flat).wait()
         self._targets.shard.page_out(shard)  # nothing needs the shard's pages in memory any more
         return flat
 

@@ -185,7 +185,7 @@ class ReduceQueue:
         """Exchange how many flat parameters are ready; see [Note: hooks]. Collective."""
         world = self._state.world.side_group
         said = [self._order.num_ready(), int(not at_end)]
-        values = torch.tensor(said, device=world.control_device)
+        values = torch.tensor(said, device=world.host.device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
         # Use the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
@@ -283,7 +283,7 @@ class ReduceQueue:
     def _agree_on_order(self) -> None:
         """Adopt the order in which gradients became ready on rank 0. Collective, once per model."""
         world = self._state.world
-        order = torch.tensor(self._order.suggested(), device=world.control_device)
+        order = torch.tensor(self._order.suggested(), device=world.host.device)
         with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())

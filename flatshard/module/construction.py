@@ -347,7 +347,7 @@ def names_of_different(
     tensor, in the same order.
     """
     # Maxima, so that the size of the message does not depend on the number of ranks.
-    digests = b"".join(digest_of(repr(one)) for one in sums)
+    digests = b"".join(digest_of(repr(one).encode()) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(tensors), 1)
     return [name for n, name in enumerate(tensors) if any(flags[n * size : (n + 1) * size])]

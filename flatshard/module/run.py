@@ -56,7 +56,7 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     units = [*rest, first]
     _check_ranks(units)
     settings, world = first.settings, first.settings.ranks.world
-    number = world.new_model() if number is None else number
+    number = world.new_model() % 256 if number is None else number  # fits in a byte
     root_checks, context = RootChecks(root, units), RunState(units, world, number)
     # As in DistributedDataParallel, a model that has no buffers when it is wrapped never broadcasts
     # buffers.

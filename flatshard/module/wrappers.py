@@ -141,5 +141,5 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
     shards = ModelShards(model, parts)
     # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
     # ranks never make the call (for example under `if rank == 0:`).
-    raise_everywhere(problem, shards.world, caller)
+    raise_everywhere(problem, shards.world, op_name=caller)
     return shards

@@ -189,9 +189,9 @@ def _check_assigned(optimizer: Optimizer) -> None:
             for comm in (param.spec.comm, param.spec.replicas):
                 sums.setdefault(comm, {})[param.spec.name] = checksum(param.grad)
     for comm, mine in sums.items():
-        everyone = comm.host.gather_unless_equal(mine, "full tensors assigned to .grad")
+        everyone = comm.host.gather(mine, "full tensors assigned to .grad")
         different = (name for name in mine if len({one.get(name) for one in everyone}) > 1)
-        if len(everyone) > 1 and (name := next(different, None)) is not None:
+        if (name := next(different, None)) is not None:
             raise RuntimeError(
                 f"parameter {name!r}, rank {comm.rank}: step() got different full tensors in .grad "
                 "on the ranks. Average them (dist.all_reduce) before or after the assignment, or "
@@ -271,7 +271,7 @@ def check_reduced(
     error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
         # Under `no_sync`, perhaps only some ranks have unreduced gradients.
-        raise_everywhere(None if unit is None else error, world, "clip_grad_norm_")
+        raise_everywhere(None if unit is None else error, world, op_name="clip_grad_norm_")
     elif unit is not None:
         raise error
 

@@ -119,7 +119,7 @@ def joined_norms(
     """
     # torch warns when it counts nonzero complex numbers (order 0).
     parts = [part.abs() if part.is_complex() else part for part in parts]
-    on_host = comms[0].control_device if comms else torch.device("cpu")
+    on_host = comms[0].host.device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
     # The value of a rank without elements, which does not change the result: a negative power of
     # infinity adds 0 to the sum.

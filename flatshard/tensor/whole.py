@@ -126,7 +126,7 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     work, received = comm.exchange(sent, lengths, expected, op_name=op_name)
 
     def wait() -> None:
-        work.finish()
+        work.wait()
         targets = [*chain(*receives)]
         values = received.split([*map(nbytes, targets)])
         for target, data in zip(targets, values, strict=False):

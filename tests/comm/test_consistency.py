@@ -1,6 +1,8 @@
 """An error of one rank reaches the others, whatever its class."""
 
+import os
 import pickle
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -27,6 +29,18 @@ def test_errors_that_take_other_arguments(rank: int, world_size: int) -> None:
     for text, error in errors.items():
         with pytest.raises(Exception, match=f"{text}.*rank 1"):
             raise_everywhere(error if rank == 1 else None, param.spec.comm)
+
+
+@on_ranks(4)
+def test_an_error_crosses_groups(rank: int, world_size: int) -> None:
+    """Ranks of other replicas raise too, and do not wait for the rank that failed."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model = ShardedWrapper(nn.Linear(2, 2, bias=False), sharding_strategy="HYBRID_SHARD")
+    (param,) = model.parameters()
+    assert isinstance(param, FlatShardTensor)
+    error = ValueError("no memory") if rank == 3 else None
+    with pytest.raises(ValueError, match=r"no memory \(rank 3\)"):
+        raise_everywhere(error, param.spec.comm, param.spec.replicas)
 
 
 def test_needs_full_tensor_between_processes() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm import communicator
-from flatshard.comm.host_exchange import FRAME_BYTES, HostExchange
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.host_exchange import FRAME_BYTES
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import reduction_ops
 from flatshard.tensor.sharded_tensor import FlatShardTensor
@@ -25,8 +26,8 @@ LARGE = 3 * FRAME_BYTES
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks(group_timeout=60)
 def test_exchanges(rank: int, world_size: int) -> None:
-    group = dist.new_group()
-    host = HostExchange(group, torch.device("cpu"))
+    comm = Communicator(dist.new_group())
+    host = comm.host
     host.meet("meeting")
     for size in (0, 5, LARGE):
         values = bytes((rank + index) % 7 for index in range(size))
@@ -34,26 +35,25 @@ def test_exchanges(rank: int, world_size: int) -> None:
             max((other + index) % 7 for other in range(world_size)) for index in range(size)
         )
         assert host.maxima(values, "maxima") == expected
-        assert host.all_equal(b"x" * size, "equal bytes")
-        assert host.all_equal(values, "bytes") == (size == 0)
+        assert host.gather("x" * size, "equal texts") == ["x" * size] * world_size
         assert host.gather("x" * size * rank, "texts") == [
             "x" * size * r for r in range(world_size)
         ]
         for source in range(world_size):
             tensor = torch.full((size,), rank, dtype=torch.int64)
-            host.broadcast(tensor, source, "a tensor")
+            host.run(partial(dist.broadcast, src=source), tensor, f"of {source}", "a tensor")
             assert tensor.eq(source).all()
     for op, expected in (("SUM", sum(range(world_size))), ("MAX", world_size - 1), ("MIN", 0)):
         number = torch.tensor([float(rank)], dtype=torch.float64)
-        host.reduce(number, op, "a number")
+        host.run(partial(dist.all_reduce, op=getattr(dist.ReduceOp, op)), number, op, "a number")
         assert number.item() == expected
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("a norm", lambda: host.reduce(torch.ones(1), "SUM", "a norm")),
-        ("another norm", lambda: host.reduce(torch.ones(1), "SUM", "another norm")),
-        ("a norm", lambda: host.reduce(torch.ones(3), "SUM", "a norm")),
-        ("a norm", lambda: host.reduce(torch.ones(1), "MAX", "a norm")),
-        ("the buffers", lambda: host.broadcast(torch.ones(1), 0, "the buffers")),
-        ("the buffers", lambda: host.broadcast(torch.ones(LARGE), 0, "the buffers")),
+        ("a norm", lambda: comm.reduce_scalars(torch.ones(1), "SUM", op_name="a norm")),
+        ("another norm", lambda: comm.reduce_scalars(torch.ones(1), "SUM", op_name="another norm")),
+        ("a norm", lambda: comm.reduce_scalars(torch.ones(3), "SUM", op_name="a norm")),
+        ("a norm", lambda: comm.reduce_scalars(torch.ones(1), "MAX", op_name="a norm")),
+        ("the buffers", lambda: comm.broadcast(torch.ones(1), op_name="the buffers")),
+        ("the buffers", lambda: comm.broadcast(torch.ones(LARGE), op_name="the buffers")),
         ("votes", lambda: host.maxima(bytes(LARGE), "votes")),
         ("objects", lambda: host.gather("x" * LARGE, "objects: of one rank")),
     ]

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flatshard.comm.transports import Members
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.work import History, first_difference
 from tests.by_order import DIFFERENT, EQUAL, step, wrapped
 from tests.harness import on_ranks
@@ -30,7 +30,7 @@ def test_only_what_is_unusual_is_announced(rank: int, world_size: int) -> None:
 @on_ranks(2, fresh=True, group_timeout=120)
 def test_before_the_optimizer_can_step(rank: int, world_size: int) -> None:
     """Where the host waits for nothing, as with NCCL, each had half of one and half of another."""
-    with mock.patch.object(Members, "announce"):
+    with mock.patch.object(HostExchange, "announce"):
         for order in ([0, 2, 1], [rank]):
             model = wrapped(*EQUAL)
             if rank == 1 or order == [rank]:
@@ -48,11 +48,14 @@ def test_before_the_optimizer_can_step(rank: int, world_size: int) -> None:
 @on_ranks(4, fresh=True, group_timeout=120)
 def test_within_a_node(rank: int, world_size: int) -> None:
     """Each group of a hybrid strategy has an order of its own, and a rank is in one of them."""
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), mock.patch.object(Members, "announce"):
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(HostExchange, "announce"),
+    ):
         model = wrapped(*EQUAL, strategy="HYBRID_SHARD")
     model.module.order = [0, 2, 1] if rank == 3 else [0, 1, 2]
     with (
-        mock.patch.object(Members, "announce"),
+        mock.patch.object(HostExchange, "announce"),
         pytest.raises(RuntimeError, match=r"rank 2 began \[.*'layers.\d'.*; rank 3 began"),
     ):
         step(model)
@@ -60,9 +63,10 @@ def test_within_a_node(rank: int, world_size: int) -> None:
 
 def test_first_difference() -> None:
     one, two = (History(name, (0, 1), 0) for name in ("one", "two"))
+    group = mock.Mock()
     for number in range(1, 101):
-        one.begin("gather", "a")
-        two.begin("gather", "b" if number == 70 else "a")
+        one.begin(group, what="a")
+        two.begin(group, what="b" if number == 70 else "a")
     assert one.digest != two.digest
     known = first_difference({0: one.recent(), 1: two.recent(), 2: one.recent()})
     assert known == "The first difference: rank 0, 2 began [a]; rank 1 began [b]"

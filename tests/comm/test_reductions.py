@@ -91,7 +91,7 @@ def test_a_reduction_that_another_rank_starts_late(rank: int, world_size: int) -
     else:
         comm.host.gather(None, "not before")
         pending = comm.reduce_scatter(request)
-    pending.finish()
+    pending.wait()
     assert out.tolist() == [1.0] * 5
 
 
@@ -115,7 +115,7 @@ def test_narrow_on_the_wire(rank: int, world_size: int) -> None:
             for exact, parts in ((False, sent), (True, values)):
                 out = torch.empty(numel * world_size, dtype=dtype)
                 mine = values[rank][:numel].clone()
-                comm.all_gather(Gather(mine, out, "test", tag, "test", exact=exact)).finish()
+                comm.all_gather(Gather(mine, out, "test", tag, "test", exact=exact)).wait()
                 assert torch.equal(out, torch.cat([part[:numel] for part in parts]))
                 assert torch.equal(mine, values[rank][:numel])
             if not is_narrow:
@@ -123,7 +123,7 @@ def test_narrow_on_the_wire(rank: int, world_size: int) -> None:
             parts = [(values if r == rank else sent)[r] for r in range(world_size)]
             expected = _sum_in_order([part.chunk(world_size)[rank] for part in parts])
             out = torch.empty(numel, dtype=dtype)
-            comm.reduce_scatter(ReduceScatter(values[rank].clone(), out, "test", tag)).finish()
+            comm.reduce_scatter(ReduceScatter(values[rank].clone(), out, "test", tag)).wait()
             assert torch.equal(out, expected)
 
 

@@ -34,9 +34,6 @@ class ListTransport(Transport):
     def connect(cls, members: Members) -> ListTransport:
         return cls(members)
 
-    def accepts(self, device: torch.device, tag: int) -> bool:
-        return device.type == "cpu"
-
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         self.num_begun["gather"] += 1
         return self._gather(self._members.gather_group, request.shard, request.out, op_name)
@@ -53,10 +50,10 @@ class ListTransport(Transport):
     def _gather(
         self, group: dist.ProcessGroup, source: Tensor, out: Tensor, op_name: str, **keywords: Any
     ) -> AsyncWork:
-        need = self._members.begin(group)
+        need = self._members.history.begin(group)
         slots = list(as_bytes(out).chunk(self._members.size))
         work = dist.all_gather(slots, as_bytes(source), group=group, async_op=True)
-        return AsyncWork([work], op_name, [source, out], need=need, **keywords)
+        return AsyncWork([work], op_name, [source, out], condition=need, **keywords)
 
 
 MADE: list[ListTransport] = []

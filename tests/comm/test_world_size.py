@@ -7,6 +7,7 @@ lines of flatshard that run, bytes that ranks exchange in small, and Python's me
 import gc
 import importlib
 import os
+import pickle
 import sys
 import tracemalloc
 import types
@@ -22,7 +23,6 @@ from torch import nn
 
 import flatshard
 from flatshard import ShardedWrapper
-from flatshard.comm import host_exchange
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import forget_destroyed
 from flatshard.extras import deadlock
@@ -55,16 +55,17 @@ def measured(call: Callable[[], Any]) -> tuple[Any, Work]:
     def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         counts["sent"] += tensor.nbytes
 
-    def all_gather(everything: torch.Tensor, mine: torch.Tensor, **_: Any) -> None:
-        counts["sent"] += mine.nbytes
-        counts["received"] += everything.nbytes
-        everything.copy_(mine.repeat(everything.numel() // mine.numel()))
+    def all_gather(everyone: list[Any], mine: Any, **_: Any) -> None:
+        nbytes = len(pickle.dumps(mine))
+        counts["sent"] += nbytes
+        counts["received"] += nbytes * len(everyone)
+        everyone[:] = [mine] * len(everyone)
 
     gc.collect()
     before = sys.gettrace()
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
-        mock.patch.object(host_exchange, "all_gather_single", all_gather),
+        mock.patch.object(dist, "all_gather_object", all_gather),
         # A check for deadlocks, in its own thread, would allocate memory in between.
         deadlock.WATCH._looking,
     ):
@@ -181,7 +182,7 @@ def test_all_gathers_of_a_group_that_differ_are_found_on_all_ranks(
     model = ShardedWrapper(net(), sharding_strategy="HYBRID_SHARD", collectives="native")
     model(torch.ones(2, 96)).sum().backward()
     if rank == 3:  # as if it had begun another all-gather than rank 2, on their node
-        history = model._sharded_unit.topology.intra_group.history
-        history.begin(history.described, "something else")
+        group = model._sharded_unit.topology.intra_group
+        group.history.begin(group.gather_group, what="something else")
     with pytest.raises(RuntimeError, match=r"all-gathered different units.*FS-DEADLOCK"):
         model(torch.ones(2, 96)).sum().backward()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
+from flatshard.comm import transports
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
 from flatshard.comm.settings import find_device
@@ -107,27 +108,25 @@ def _collectives(late: bool) -> Iterator[None]:
             begun.wait()
         return begun
 
-    def gather(out: Tensor, shard: Tensor, group: Any, **keywords: bool) -> _Late:
-        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], **keywords)
+    def gather(out: Tensor, shard: Tensor, group: Any) -> _Late:
+        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], True)
 
-    def reduce(out: Tensor, whole: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
-        return run(lambda: out.copy_(whole.chunk(group.size())[0]), **keywords)
+    def reduce(out: Tensor, whole: Tensor, group: Any) -> _Late:
+        return run(lambda: out.copy_(whole.chunk(group.size())[0]), True)
 
     def all_reduce(tensor: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
         return run(lambda: tensor.mul_(1), **keywords)
 
-    def exchange(out: Tensor, whole: Tensor, group: Any, **keywords: bool) -> _Late:
-        return gather(out, whole.chunk(group.size())[0], group, **keywords)
-
-    def under_way(_: object, work: Any, op_name: str, *kept: Tensor, **more: Any) -> AsyncWork:
-        return AsyncWork([work], op_name, kept, **more)
+    def exchange(out: Tensor, whole: Tensor, group: Any, async_op: bool = False) -> _Late:
+        shard = whole.chunk(group.size())[0]
+        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], async_op)
 
     with (
-        mock.patch.object(native, "all_gather_single", gather),
+        mock.patch.object(native, "_all_gather_single", gather),
         mock.patch.object(native, "_reduce_scatter_single", reduce),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(native.NativeTransport, "_under_way", new=under_way),
+        mock.patch.object(transports, "is_fake", return_value=False),
         mock.patch.object(native.NativeTransport, "stream_waits", return_value=True),
         mock.patch.object(LocalTransport, "stream_waits", return_value=True),
         mock.patch.object(reduce_queue, "_STALL_SECONDS", 0),
@@ -206,7 +205,8 @@ def _reductions_are_connected_at_construction() -> None:
         def call(*args: Any, **keywords: Any) -> Any:
             if keywords["group"] is not group:
                 return real(*args, **keywords)
-            return connected.append((name, args[0].numel()))
+            connected.append((name, args[0].numel()))
+            return mock.Mock()
 
         return call
 
@@ -215,7 +215,7 @@ def _reductions_are_connected_at_construction() -> None:
         stack.enter_context(waits)
         for owner, name in (
             (native, "_reduce_scatter_single"),
-            (native, "all_gather_single"),
+            (native, "_all_gather_single"),
             (dist, "all_reduce"),
             (dist, "all_to_all_single"),
         ):

@@ -7,99 +7,84 @@ the same in every run and with every transport that adds in flatshard's code.
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
-from functools import cached_property, partial
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatshard.comm.host_exchange import HostExchange
-from flatshard.comm.process_groups import abort, is_fake
-from flatshard.comm.work import AsyncWork, History, WaitCondition
+from flatshard.comm.host_exchange import HOST, HostExchange
+from flatshard.comm.process_groups import backend_for, control_of, is_fake, new_group, ranks_text
+from flatshard.comm.work import AsyncWork, named
 from flatshard.memory.buffers import BufferMemory, allocate
 from flatshard.memory.offload_target import OffloadTarget
-from flatshard.options.transport_options import TransportOptions
+from flatshard.options.transport_options import Collectives, TransportOptions
 
 
 class Members:
-    """The part of a ``Communicator`` that transports use: the ranks and the process groups."""
+    """The ranks of one process group, and the process groups that flatshard makes of these ranks.
 
-    rank: int  # rank of this process within the group
-    ranks: tuple[int, ...]  # global ranks of the members
-    gather_group: dist.ProcessGroup
-    # A second group of the same ranks, for reductions. Collectives of one group match by order, but
-    # reductions and all-gathers may alternate differently on each rank. So in a single group, one
-    # rank's all-gather could match another rank's reduction.
-    reduce_group: dist.ProcessGroup
-    host: HostExchange  # exchanges small values between the ranks
-    options: TransportOptions
-    history: History  # record of the collectives that this rank has begun in the group
-    is_gloo: bool  # whether gloo is the backend for tensors in host memory
+    Attributes:
+        rank: rank of this process within the group.
+        ranks: ranks of the members in the default group.
+        peers: the other ranks of the group, as ranks in the group.
+        host: exchanges small values between the ranks.
+        history: record of the collectives that this rank has begun in the group.
+        is_gloo: whether gloo is the backend for tensors in host memory.
+        is_fake: whether no other ranks exist (torch's "fake" backend).
+    """
 
-    @cached_property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def is_fake(self) -> bool:
-        """Whether no other ranks exist (torch's "fake" backend)."""
-        return is_fake(self.gather_group)
-
-    @cached_property
-    def peers(self) -> list[int]:
-        """The other ranks of the group, beginning with the rank after this rank.
-
-        Each rank begins with a different peer, so that not all ranks send to rank 0 first.
-        """
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def begin(
-        self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
-    ) -> WaitCondition | None:
-        """Record that this rank begins a collective, and return the condition that ends the wait.
-
-        Args:
-            group: the process group on which the collective runs.
-            kind: key of the collective, such as ``("gather", tag)``. The n-th collective with this
-                key on one rank matches the n-th on every other rank. None: the name of ``group``,
-                because the backend matches all collectives of a group only by order.
-            what: description of the collective, equal on all ranks. "": ranks need not compare the
-                collective.
-
-        Returns:
-            The condition that ends the wait for the collective; None if the host does not wait.
-        """
-        kind = group.group_name if kind is None else kind
-        if self.is_gloo:
-            return self.history.begin(kind, what, partial(abort, group))
-        self.history.begin(kind, what)
-        return None  # the host does not wait, because a stream waits for the collective
-
-    def announce(self, what: str) -> None:
-        """On gloo, compare ``what`` between ranks before a collective, if the order is new.
-
-        ``what`` describes the collective that this rank is about to begin. The method is collective
-        unless ``what`` has always followed the last two collectives.
+    def __init__(self, group: dist.ProcessGroup | None, options: TransportOptions) -> None:
+        """Collective if ``group`` has several ranks: all ranks of ``group``.
 
         Raises:
-            CollectiveError: ranks are about to begin different collectives. All ranks raise.
+            ValueError: the group's backend does not support the requested ``options``.
         """
-        # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
-        # is about to leave the usual order of collectives first waits here for all ranks, and
-        # `meet` compares their descriptions. If the other ranks follow the usual order instead,
-        # these ranks wait in the usual collective and this rank waits here. Deadlock detection then
-        # ends the waits.
-        is_safe = not self.is_gloo or not self.history.announces or self.history.is_usual(what)
-        if what and not is_safe:
-            self.host.meet(what)
-            self.history.learn(what)
+        self.group, self.options = group, options
+        self.rank, self.global_rank = 0, 0
+        # A tuple and not a list, because recorded collectives keep a reference to the ranks.
+        self.ranks: tuple[int, ...] = (0,)
+        if group is not None:
+            self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.size = len(self.ranks)
+        # Each rank begins with the rank after itself, so that not all ranks send to rank 0 first.
+        self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
+        self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
+        self.host = HostExchange(None, HOST)
+        if group is not None and self.size > 1:
+            self._meet(group)
 
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which flatshard adds values of ``dtype``: at least fp32."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    def _meet(self, group: dist.ProcessGroup) -> None:
+        self.is_gloo = backend_for(group, "cpu") == "gloo"
+        if not self.is_gloo and self.options.needs_gloo:
+            raise ValueError(
+                f"ShardedWrapper, rank {self.global_rank}: {self.options.needs_gloo} is for "
+                "process groups whose backend is gloo, but the backend of this group is "
+                f"{dist.get_backend(group)}. Leave the option out, or make the group with "
+                'backend="gloo".'
+            )
+        # On gloo, make a separate group for all-gathers instead of using the user's `group`: after
+        # an error flatshard aborts its groups, and the socket transport sends with its own tags.
+        # Neither may affect collectives that the user starts on `group`.
+        is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
+        # Use different groups for all-gathers and for reductions. The collectives of one group
+        # match only by order, and the order in which all-gathers and reductions alternate may
+        # differ between ranks: a reduction starts as soon as the rank's gradients are complete.
+        with named(self.meeting):
+            self.gather_group = new_group(group) if is_apart else group
+            self.reduce_group = new_group(group)
+            # With the native transport on gloo, exchange small values on a third group. The native
+            # transport begins all-gathers without first comparing with the other ranks that all
+            # ranks begin the same collective. If one rank exchanged a small value on the group of
+            # the all-gathers while another rank began an all-gather, gloo would see two different
+            # sizes and end the process.
+            control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
+            self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
+        self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
@@ -184,6 +169,10 @@ class Transport(abc.ABC):
     name: str  # name of the transport, for reports and messages
     reason = ""  # why the group uses this transport, for ``unit_report``; may be empty
 
+    # Whether the transport moves only tensors in host memory.
+    host_only = True
+    # The transport moves only flat parameters with smaller tags.
+    max_tag: float = math.inf
     # How the transport matches the collectives of different ranks. True: by the order in which each
     # rank begins collectives, so all ranks must begin them in the same order. False: by the tag of
     # the flat parameter.
@@ -196,20 +185,13 @@ class Transport(abc.ABC):
     gathers_in_background = False
 
     @classmethod
-    @abc.abstractmethod
     def connect(cls, members: Members) -> Transport | str:
         """Return a transport for the group, or the reason why the group cannot use this class.
 
         The reason is a text for ``unit_report``, or "" if the user's options exclude the transport.
         Collective: either all ranks return a transport or all ranks return a reason.
         """
-
-    @abc.abstractmethod
-    def accepts(self, device: torch.device, tag: int) -> bool:
-        """Whether the transport can move the flat parameter with ``tag`` on ``device``.
-
-        The result must be the same on all ranks.
-        """
+        return ""
 
     def forget(self, tag: int) -> None:  # noqa: B027 (only transports that match by tag keep any)
         """Drop what the transport keeps about a tag, because the flat parameter was freed."""
@@ -229,14 +211,6 @@ class Transport(abc.ABC):
         reduce-scatter in errors.
         """
 
-    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        """Begin averaging ``buffer`` over the ranks, in place.
-
-        Only ``NativeTransport`` and ``LocalTransport`` override this method: no other transport is
-        used for an all-reduce.
-        """
-        raise NotImplementedError(f"the transport {self.name} has no all-reduce.")
-
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Return memory for an unsharded buffer, which later calls of ``gather`` fill."""
         return allocate(request.numel, request.dtype, request.device)
@@ -251,40 +225,17 @@ class Transport(abc.ABC):
         ``ReduceScatter.out`` must have this dtype. ``fixed_order``: the value of
         ``ReduceScatter.fixed_order``.
         """
-        return sum_dtype(dtype) if fixed_order or self.adds_here else dtype
-
-    def warm_up(  # noqa: B027 (nothing to open)
-        self, device: torch.device, *, fixed_order: bool, replicas: bool
-    ) -> None:
-        """Open the connections that reductions of gradients on ``device`` will use.
-
-        A second call with the same arguments does nothing. Collective: all ranks of the group.
-
-        Args:
-            device: device of the gradients.
-            fixed_order: whether the backend only exchanges gradients, and flatshard adds the
-                gradients in rank order.
-            replicas: whether the reductions are all-reduces instead of reduce-scatters.
-        """
+        is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+        return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype
 
 
 class LocalTransport(Transport):
     """Transport of a group of one rank: copies on the current stream, and sends nothing."""
 
-    name = "nothing"
-
-    @classmethod
-    def connect(cls, members: Members) -> LocalTransport:
-        return cls()
-
-    def accepts(self, device: torch.device, tag: int) -> bool:
-        return True
+    name, host_only = "nothing", False
 
     def stream_waits(self, device: torch.device) -> bool:
         return device.type == "cuda"
-
-    def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        return dtype  # nothing is added
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         request.out.copy_(request.shard)
@@ -292,6 +243,3 @@ class LocalTransport(Transport):
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         raise NotImplementedError("internal error: a reduce-scatter in a group of one rank")
-
-    def all_reduce(self, buffer: Tensor, op_name: str) -> AsyncWork:
-        return AsyncWork([], op_name, [buffer])

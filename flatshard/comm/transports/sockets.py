@@ -59,10 +59,6 @@ class _Message:
     A background thread calls ``begin``. Another thread calls ``wait``, even before ``begin``.
     """
 
-    # Whether `is_completed` can become true before `wait` is called. False, because gloo completes
-    # a message only when a thread waits for the message.
-    reports_end = False
-
     def __init__(self, begin: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> None:
         """Prepare a message, without beginning it.
 
@@ -127,9 +123,6 @@ class SocketTransport(Transport):
             return ""
         return cls(members)
 
-    def accepts(self, device: torch.device, tag: int) -> bool:
-        return device.type == "cpu"
-
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         wire = self._wire_dtype
         if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
@@ -154,7 +147,7 @@ class SocketTransport(Transport):
 
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
         members, source, out = self._members, request.shard, request.out
-        need = members.begin(members.gather_group, ("gather", request.tag))
+        need = members.history.begin(members.gather_group, ("gather", request.tag))
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
@@ -182,13 +175,14 @@ class SocketTransport(Transport):
             peers=[members.ranks[peer] for peer in members.peers],
             then=then,
             sends=sends,
-            need=need,
+            reports_sent=False,
+            condition=need,
             sends_need=need,
         )
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         members, full = self._members, request.full
-        need = members.begin(members.reduce_group, ("average", request.tag))
+        need = members.history.begin(members.reduce_group, ("average", request.tag))
         dtype = self._sent_dtype(full.dtype)
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         average = _Average(members, request, dtype, step)
@@ -204,7 +198,7 @@ class SocketTransport(Transport):
         # Begin the receives before the sends, for the reason given in ``gather``.
         self._begins.put(partial(_begin, [*average.receives(), *average.sends]))
         self._adds.put(average.run)
-        return AsyncWork([average], op_name, [full, request.out], need=need)
+        return AsyncWork([average], op_name, [full, request.out], condition=need)
 
 
 class _Piece(NamedTuple):

@@ -251,7 +251,8 @@ class Deadlock:
                 continue
             history.unchecked_since = 0.0
             kind = history.described
-            store, need = _own_store(), history.needs(kind, history.begun[kind])
+            store, begun = _own_store(), history.begun[kind]
+            need = WaitCondition(history.name, kind, begun, history.others)
             _publish(store, _Report(0, now, "", UNKNOWN, _all_begun()))
             reason = _told(store, need) or _reason(need, _reports_for(need, store))
             if reason is not None:

@@ -138,8 +138,7 @@ class Join(StepExtension):
         different actions, or if a rank has failed.
         """
         name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
-        heard = self._comm.host.gather_unless_equal(mine, name or f"join(): about to {mine}")
-        heard *= self._comm.size // len(heard)
+        heard = self._comm.host.gather(mine, name or f"join(): about to {mine}")
         doing: dict[int, Doing] = {rank: one for rank, one in enumerate(heard) if one is not None}
         for rank, one in doing.items():
             if one.kind == _FAILED:

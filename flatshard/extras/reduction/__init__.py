@@ -202,7 +202,7 @@ def _user_hook(
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:
-            with watched(lambda: where):
+            with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
             # flatshard would not wait for a future, which DistributedDataParallel's hooks return.
             if hasattr(returned, "wait"):

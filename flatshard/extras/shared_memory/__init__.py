@@ -59,6 +59,7 @@ class SharedMemoryTransport(Transport):
     """
 
     name = "shared memory"
+    max_tag = _REDUCING
 
     def __init__(
         self, members: Members, processes: list[PeerProcess], mailbox: Mailbox, reason: str
@@ -84,9 +85,6 @@ class SharedMemoryTransport(Transport):
             mailbox, members.host, members.ranks, timeout.total_seconds()
         )
         return cls(members, processes, mailbox, reason) if processes else reason
-
-    def accepts(self, device: torch.device, tag: int) -> bool:
-        return device.type == "cpu" and tag < _REDUCING
 
     def forget(self, tag: int) -> None:
         for one in (tag, tag + _REDUCING):
@@ -182,9 +180,9 @@ class SharedMemoryTransport(Transport):
                     record.wait()
         members, history = self.members, self.members.history
         # Count the collective before the record is visible: the deadlock detector compares both.
-        need = history.begin(("offer", tag), abort=lambda: _give_up(records.values()))
-        number = need.number
-        sends_need = history.needs(("take", tag), number, abort=lambda: _give_up(taken))
+        need = history.begin(members.gather_group, ("offer", tag))
+        number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
+        sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
         records = {peer: self.processes[peer].offered(tag, number) for peer in members.peers}
         taken = [self.processes[peer].taken(tag, number) for peer in members.peers]
         self._published[tag] = taken, sends_need
@@ -197,7 +195,7 @@ class SharedMemoryTransport(Transport):
             kept,
             peers=[members.ranks[peer] for peer in members.peers],
             sends=taken,
-            need=need,
+            condition=need,
             sends_need=sends_need,
             records=records,
             take=partial(self._take, tag, number),
@@ -205,7 +203,7 @@ class SharedMemoryTransport(Transport):
 
     def _take(self, tag: int, number: int) -> None:
         """Publish that this rank has read all other ranks' publications ``number`` of a tag."""
-        self.members.history.reach(("take", tag), number)
+        self.members.history.begun["take", tag] = number
         self._mailbox.take(tag, number)
 
 

@@ -108,14 +108,13 @@ def _leave_together(state: RunState, error: Exception | None) -> None:
         if handle.topology.world.size == state.world.size  # else other ranks train other units
         for param in handle.params
     }
-    everyone = state.world.host.gather_unless_equal(
-        (text, facts), "leaving no_sync with uneven=True"
-    )
-    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=False):
+    everyone = state.world.host.gather((text, facts), "leaving no_sync with uneven=True")
+    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=True):
         if theirs is not None and error is None:
             raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
-    if error is None and len(everyone) > 1:
-        _, first = differing_fact([theirs for _, theirs in everyone], state.world.ranks)
+    different = differing_fact([theirs for _, theirs in everyone], state.world.ranks)
+    if error is None and different is not None:
+        _, first = different
         raise RuntimeError(f"{_NAME}: ranks differ: {first}. Convert and freeze on every rank.")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatshard.comm.communicator import Topology
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.extras import show_bytes, tabulate
@@ -33,9 +34,24 @@ def report(root: ModuleProxy) -> str:
     table = [_HEADER, *(_row(unit, rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
     topologies = [unit.settings.topology for unit in units]
-    # `transport_reason` is empty if only one transport was possible. Then add no line.
-    reasons = (f"{t.transport}: {t.transport_reason}" for t in topologies if t.transport_reason)
-    return "\n".join([tabulate(table, numbers={2, 3, 5, 7}), *dict.fromkeys(reasons)])
+    lines = [tabulate(table, numbers={2, 3, 5, 7})]
+    for topology in topologies:
+        # Why the unit uses these transports and no faster ones. A group has no reason if only one
+        # transport was possible, for example because the user chose it.
+        groups = topology.intra_group, topology.inter_group
+        reasons = dict.fromkeys(group.transport_reason for group in groups)
+        if reason := "; ".join(filter(None, reasons)):
+            lines.append(f"{_transports(topology)}: {reason}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _transports(topology: Topology) -> str:
+    """Return the names of the transports for a unit's parameters and gradients."""
+    groups = topology.intra_group, topology.inter_group
+    names = [group.transport_for().name for group in groups if group.size > 1]
+    if topology.replicate.size > 1:
+        names.append(topology.replicate.native.name)  # the transport for all-reduces
+    return " + ".join(dict.fromkeys(names)) or "nothing"
 
 
 def _row(unit: Unit, rest: str) -> tuple[str, ...]:
@@ -53,7 +69,7 @@ def _row(unit: Unit, rest: str) -> tuple[str, ...]:
         *_sizes(" + ".join(kinds) or "none", unit.handles),
         unit.settings.strategy.name,
         str(topology.shard.size),
-        topology.transport,
+        _transports(topology),
         reason + (f", {len(unit.modules)} coalesced" if len(unit.modules) > 1 else ""),
     )
 

@@ -179,8 +179,8 @@ def full_tensors(
                 hook.remove()
         written = [flats[one][0][1].where for one, old in versions.items() if one.version != old]
         mine = stopped or (f"wrote {written[0]} before the last item was read" if written else "")
-        everyone = world.host.gather_unless_equal(mine, "the end of full_tensors()")
-        for rank, theirs in zip(world.ranks, everyone, strict=False):
+        everyone = world.host.gather(mine, "the end of full_tensors()")
+        for rank, theirs in zip(world.ranks, everyone, strict=True):
             if theirs and not stopped:
                 raise RuntimeError(
                     f"full_tensors(): rank {rank} {theirs}. Read to the end on every rank, and "
@@ -266,7 +266,7 @@ def _units(
         assert following is not None, "there is an all-gather for each flat parameter"
         (full, work), following = following, next(started, None)
         if work is not None:
-            work.finish()
+            work.wait()
             handle.page_out()
         views = [(name, view_of(full, param.span), param.spec) for name, param in some]
         yield [(name, view if is_local else spec.unsplit(view)) for name, view, spec in views]

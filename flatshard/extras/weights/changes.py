@@ -249,7 +249,7 @@ class WeightChanges:
             expected = [count * size * gets[comm.rank] for count in counts]
             sent = payload.repeat(sum(gets))
             work, came = comm.exchange(sent, lengths, expected, op_name=_CALLER)
-            work.finish()
+            work.wait()
             pieces = came.to(handle.device).split(expected)
             # In the order of shards, positions ascend.
             found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]

@@ -269,8 +269,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
-        for comm in self._all_comms():
-            raise_everywhere(error, comm)
+        raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
 
@@ -346,7 +345,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
         spec = next(iter(self._params.values()))
         for comm in (spec.comm, spec.replicas):
-            value = comm.reduce_scalars(value.to(comm.control_device), "SUM", op_name=OP).cpu()
+            value = comm.reduce_scalars(value.to(comm.host.device), "SUM", op_name=OP).cpu()
             value /= comm.size
         return value.to(loss) if isinstance(loss, Tensor) else value.item()
 
@@ -432,8 +431,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 if isinstance(value, Tensor)
             }
         for comm in self._all_comms():
-            gather = comm.host.gather_unless_equal
-            check_same_state(values, gather, comm.ranks, type(optimizer).__name__)
+            check_same_state(values, comm.host.gather, comm.ranks, type(optimizer).__name__)
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:

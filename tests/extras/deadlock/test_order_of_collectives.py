@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatshard import CollectiveError, ShardedWrapper
-from flatshard.comm.transports import Members
+from flatshard.comm.host_exchange import HostExchange
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
 from tests.by_order import DIFFERENT, EQUAL, Net, step, wrapped
@@ -60,7 +60,7 @@ def test_before_anything_is_mixed_up(rank: int, world_size: int) -> None:
 @on_ranks(2, fresh=True, group_timeout=120)
 def test_in_evaluation(rank: int, world_size: int) -> None:
     """No backward compares what ranks have begun."""
-    with mock.patch.object(Members, "announce"):
+    with mock.patch.object(HostExchange, "announce"):
         model = wrapped(*EQUAL)
         model.module.order = [rank]
         with _raises(r"rank 0 began \[all-gather of .*; rank 1 began"), torch.no_grad():
