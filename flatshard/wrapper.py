@@ -21,7 +21,7 @@ from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
-from flatshard.module.run import accumulating, summon
+from flatshard.module.run import accumulating
 from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
@@ -30,7 +30,6 @@ from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.state import model_state
-from flatshard.state.full_params import Request
 from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
@@ -595,8 +594,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 of a unit whose parameters it holds; gradients are not reduced yet or exist only on
                 some ranks (``with_grads``). At the end: an edit cannot be kept.
         """
-        request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
-        return summon(module, request, recurse=recurse)
+        summon = extra("summon", "ShardedWrapper.summon_full_params()")
+        request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
+        return summon.summon(module, request, recurse=recurse)  # type: ignore[no-any-return]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on all modules of the unwrapped module, children first, but not on wrappers.
@@ -622,7 +622,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         if self._sharded_unit.is_initialising:
             return self
-        with summon(self, Request(), recurse=False):
+        with ShardedWrapper.summon_full_params(self, recurse=False):
             self.module.apply(fn)
         return self
 

@@ -89,7 +89,7 @@ class FlatParamHandle:
         # The splits of parameters that were DTensors; None for all other parameters.
         self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
+        # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
         # modules hold full parameters. Otherwise None.
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None

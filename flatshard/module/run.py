@@ -1,6 +1,6 @@
 """Starts a model's run (the state of its steps), and checks the model before each forward.
 
-Also implements ``no_sync`` and ``summon_full_params``.
+Also implements ``no_sync``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from flatshard.module.model_plan import check_frozen
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
-from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
-from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
@@ -290,40 +288,3 @@ def _gradient_bytes(unit: Unit) -> int:
         for handle in unit.handles
         if handle.num_trainable
     )
-
-
-# ------------------------------------------------------------ summon_full_params
-
-
-@contextlib.contextmanager
-def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
-    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``. Collective."""
-    for keyword, value in {"recurse": recurse, **vars(request)}.items():
-        as_flag(keyword, value)
-    if request.rank0_only and request.writeback:
-        raise ValueError(
-            "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
-            "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
-            "rank0_only=False and make the same edit on every rank."
-        )
-    units = wrappers.units_in(module, nested=recurse)
-    for context in dict.fromkeys(unit.context for unit in units):
-        context.check_between_steps("summon_full_params()")
-    _check_owns_parameters(module)
-    handles = [handle for unit in units for handle in unit.handles]
-    # Forwards start no all-gathers, because the modules hold full parameters.
-    with full_params.summoned(handles, request), temporarily(units, is_summoned=True):
-        yield
-
-
-def _check_owns_parameters(module: nn.Module) -> None:
-    """Raise RuntimeError if a unit outside of ``module`` owns a parameter in ``module``."""
-    inside = {id(param.spec) for handle in wrappers.handles_in(module) for param in handle.params}
-    for part in module.modules():
-        for value in (*part._parameters.values(), *vars(part).values()):
-            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
-                raise RuntimeError(
-                    f"summon_full_params: parameter {value.spec.name!r} belongs to "
-                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass the "
-                    "unit's ShardedWrapper, or the whole model."
-                )

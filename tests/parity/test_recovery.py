@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import ShardedWrapper, checkpoint
+from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
 from tests.harness import naming, on_ranks
@@ -306,7 +307,7 @@ ACTIONS: list[Callable[[Program], object]] = [
     _copies,
     _loads,
     _averages,
-    _summons,
+    *([_summons] if default_extra("summon") else []),
     _converts,
     _saves,
     _assigns,
