@@ -6,12 +6,13 @@ from typing import Any
 from unittest import mock
 
 from flatshard.engine import gradients
+from flatshard.extras.page_pool import PooledBuffer
 from flatshard.memory import buffers
 from flatshard.units import layout
 
 
 @contextmanager
-def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
+def mapping(kind: type = PooledBuffer) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients copied at once; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.

@@ -18,11 +18,10 @@ import sys
 from typing import Any
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
-_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_PROT_READ_WRITE = 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MFD_NOEXEC_SEAL = 8
 
 
@@ -100,26 +99,6 @@ def want_pages(place: int, nbytes: int) -> None:
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
-def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move pages from address ``source`` to ``place``, and return whether that worked.
-
-    Afterwards the range at ``source`` reads as zeros and has no memory.
-    """
-    # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
-
-
-def forbid(place: int, nbytes: int) -> None:
-    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
-
-
-def allow(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range for which ``forbid`` was called."""
-    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
-        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
-
-
 def give_back_freed() -> None:
     """Make the C library's allocator (malloc) return its free memory to the operating system."""
     if _malloc_trim is not None:
@@ -143,6 +122,4 @@ def c_function(name: str, result: Any, *arguments: Any) -> Any:
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mmap = c_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
 _madvise = c_function("madvise", _int, _address, _size, _int)
-_mremap = c_function("mremap", _address, _address, _size, _size, _int, _address)
-_mprotect = c_function("mprotect", _int, _address, _size, _int)
 _malloc_trim = c_function("malloc_trim", _int, _size)  # None without glibc

@@ -23,6 +23,7 @@ EXTRAS = {
     "deadlock": "finds ranks that wait for one another forever",
     "auto_wrap": "chooses the modules that become units",
     "tensor_parallel": "trains parameters that are DTensors",
+    "page_pool": "reuses the memory pages of resharded units on a CPU",
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",
     "summon": "lets modules hold full parameters for a while",

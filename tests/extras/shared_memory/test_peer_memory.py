@@ -24,8 +24,9 @@ from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
 from flatshard.engine import gradients
 from flatshard.extras import shared_memory
+from flatshard.extras.page_pool import PooledBuffer
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.memory import buffers, mapped_files
+from flatshard.memory import mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
@@ -92,7 +93,7 @@ TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(buffers.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
+    return mapping(PooledBuffer if way == "sockets" else shared_memory.MappedShards)
 
 
 @contextmanager
