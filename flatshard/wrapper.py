@@ -19,7 +19,6 @@ from flatshard.comm.settings import ProcessGroups, Settings
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
-from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating
 from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
@@ -1014,13 +1013,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if self._sharded_unit.is_initialising:
             return self
         apply = super()._apply
-        convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
+        conversion = extra("conversion", "model.to()")
+        conversion.convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         # Ranks that train a copy together must copy their models in the same order: each copy takes
         # the next free tags, by which ranks match messages.
-        return copy_model(self, memo)
+        return extra("conversion", "copy.deepcopy(model)").copy_model(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(

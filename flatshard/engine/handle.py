@@ -2,7 +2,7 @@
 
 A handle works on the current stream. The handle never chooses a stream and never reads the phase of
 a step: ``Unit`` decides when to call the handle. ``module.construction`` makes handles, and
-``module.conversion`` converts and copies handles.
+``extras.conversion`` converts and copies handles.
 
 [Note: who owns what]
     FlatParamHandle  the unsharded buffer: allocates, fills and frees the buffer

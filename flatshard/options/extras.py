@@ -26,6 +26,7 @@ EXTRAS = {
     "page_pool": "reuses the memory pages of resharded units on a CPU",
     "shared_memory": "lets ranks on one host read one another's memory",
     "overrides": "gives modules and parameters another dtype by name or by function",
+    "conversion": "converts and copies sharded models",
     "summon": "lets modules hold full parameters for a while",
     "meta_init": "initialises models that are built on the meta device",
     "torch_names": "reads the names of DistributedDataParallel, FSDP1 and FSDP2",

@@ -23,6 +23,10 @@ from tests.oracle import ROWS
 from tests.side import TOLERANCE
 from tests.ways import BASIC, select
 
+pytestmark = pytest.mark.skipif(
+    not (default_extra("summon") and default_extra("conversion")), reason="deleted extras"
+)
+
 WAYS = {**BASIC, **select("keep", "hybrid-nodes-of-one")}
 
 
@@ -307,7 +311,7 @@ ACTIONS: list[Callable[[Program], object]] = [
     _copies,
     _loads,
     _averages,
-    *([_summons] if default_extra("summon") else []),
+    _summons,
     _converts,
     _saves,
     _assigns,

@@ -69,6 +69,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "compared_steps": None,
     "device_checks": None,
     "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
+    "conversion": lambda model: model.double(),
     "summon": lambda model: ShardedWrapper.summon_full_params(model),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),

@@ -1,4 +1,7 @@
-"""``model.to()`` and ``copy.deepcopy(model)`` for sharded models: convert or copy all shards."""
+"""Extra: converts (``model.to()``) and copies (``copy.deepcopy(model)``) sharded models.
+
+Without this folder, both raise ``MissingExtraError``.
+"""
 
 from __future__ import annotations
 
