@@ -25,6 +25,7 @@ EXTRAS = {
     "tensor_parallel": "trains parameters that are DTensors",
     "page_pool": "reuses the memory pages of resharded units on a CPU",
     "shared_memory": "lets ranks on one host read one another's memory",
+    "advice": "warns of settings without effect when a model is wrapped",
     "overrides": "gives modules and parameters another dtype by name or by function",
     "conversion": "converts and copies sharded models",
     "summon": "lets modules hold full parameters for a while",

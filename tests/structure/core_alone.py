@@ -64,6 +64,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "secondary_shards": _over_nodes,
     "deadlock": None,
+    "advice": None,
     "page_pool": None,
     "shared_memory": None,
     "compared_steps": None,
