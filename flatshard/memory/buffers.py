@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.memory import mapped_files
 from flatshard.options.extras import default_extra
 from flatshard.units.layout import PAGED_BYTES
 
@@ -99,30 +97,15 @@ class AllocatedBuffer(BufferMemory):
         self._storage.resize_(0)
 
 
-def own_pages(values: Tensor) -> None:
-    """Keep ``values``, which lie in a private mapping, when others write to the mapped file."""
-    touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
-    # At the first write to a page of a private mapping, the system copies the page.
-    touched.copy_(touched.clone())
-
-
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
     """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
     # For small buffers, torch's allocator is as fast as the page pool.
-    is_paged = mapped_files.CAN_MAP and numel * dtype.itemsize >= PAGED_BYTES
-    if device.type == "cpu" and is_paged and (page_pool := default_extra("page_pool")):
-        # If no addresses are left, torch's allocator may have free memory.
+    is_large = numel * dtype.itemsize >= PAGED_BYTES
+    if device.type == "cpu" and is_large and (page_pool := default_extra("page_pool")):
+        # If the system maps no memory, or no addresses are left, torch's allocator may have memory.
         with contextlib.suppress(OSError):
             return page_pool.PooledBuffer(numel, dtype)  # type: ignore[no-any-return]
     return AllocatedBuffer(numel, dtype, device)
-
-
-def fills_pages(nbytes: int) -> bool:
-    """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
-
-    Ranks on the same operating system get the same result.
-    """
-    return mapped_files.CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 # ---------------------------------------------------------------- results

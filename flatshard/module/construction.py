@@ -91,7 +91,8 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         meta_init.run(root, handles)
     for handle in handles:
         handle.page_out()
-    targets.trim()
+    if targets.state is not None:
+        targets.state.trim()
     # `connect` is collective, so all ranks must use the same order (`sorted`).
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):

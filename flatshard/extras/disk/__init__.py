@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard.memory import mapped_files
+from flatshard.extras import mapped_files
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.optimizer.adapter import (
     TORCHS_OWN,
@@ -190,6 +190,9 @@ class DiskMemory(OffloadTarget):
 
     def keep_state_of(self, param: Tensor) -> None:
         _state_disks[param] = self
+
+    def trim(self) -> None:
+        mapped_files.give_back_freed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
         return self  # a copied model may use the same directory: each tensor has a separate file

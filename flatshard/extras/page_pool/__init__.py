@@ -26,11 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatshard.memory import mapped_files
-from flatshard.memory.buffers import BufferMemory, give_back_kept, own_pages
+from flatshard.extras import mapped_files
+from flatshard.extras.mapped_files import fills_pages, own_pages
+from flatshard.memory.buffers import BufferMemory, give_back_kept
 from flatshard.memory.offload_target import DEVICE, OffloadTarget
 
-__all__ = ["PooledBuffer"]
+__all__ = ["PooledBuffer", "fills_pages"]
 
 # Larger chunks are moved with fewer calls (15 us each), but waste more memory: the last chunk of a
 # buffer is rarely used in full.
@@ -199,7 +200,7 @@ def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTar
     The first mapping is shared: writes to the returned tensor reach the file. The second mapping,
     at address ``place``, is private: it shows the file, but writes do not reach the file.
     """
-    number, found = target.create_mapped(nbytes)
+    number, found = mapped_files.create_mapped(target, nbytes)
     try:
         mapped_files.map_at(number, place, nbytes, private=True)
     finally:

@@ -6,9 +6,8 @@ import resource
 import pytest
 import torch
 
-from flatshard.extras import page_pool
+from flatshard.extras import mapped_files, page_pool
 from flatshard.extras.page_pool import POOL, PooledBuffer
-from flatshard.memory import mapped_files
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -23,10 +23,9 @@ from torch import nn
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
 from flatshard.engine import gradients
-from flatshard.extras import shared_memory
+from flatshard.extras import mapped_files, shared_memory
 from flatshard.extras.page_pool import PooledBuffer
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.memory import mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks

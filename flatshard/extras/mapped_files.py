@@ -1,4 +1,4 @@
-"""Functions to make unnamed files in memory (memfd), and to reserve and map address ranges.
+"""Unnamed files in memory (memfd) and address ranges, for the extras that map memory.
 
 Other processes on the same host can map the files, to share memory. No clean-up is needed: the
 system frees a file when no process has the file open or mapped. The files are not in ``/dev/shm``,
@@ -16,6 +16,11 @@ import mmap
 import os
 import sys
 from typing import Any
+
+from torch import Tensor
+
+from flatshard.memory.offload_target import OffloadTarget
+from flatshard.units.layout import PAGED_BYTES
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
 _PROT_READ_WRITE = 3
@@ -54,6 +59,8 @@ def _memfd() -> int:
 
 def reserve_range(nbytes: int) -> mmap.mmap:
     """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written."""
+    if not CAN_MAP:
+        raise OSError("this system maps no files")
     # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
     # reserved addresses as used memory (vm.overcommit_memory=2).
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -66,6 +73,19 @@ def mapped(number: int, nbytes: int) -> mmap.mmap:
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
+
+
+def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make, open and map a file of ``nbytes`` zeros, on the target's disk or in memory.
+
+    Returns the descriptor and the mapping.
+    """
+    number = (target.create or create)(nbytes)
+    try:
+        return number, (target.mapped or mapped)(number, nbytes)
+    except OSError:
+        os.close(number)
+        raise
 
 
 def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> None:
@@ -97,6 +117,21 @@ def want_pages(place: int, nbytes: int) -> None:
     """Allocate all pages of a range now, which is faster than a page fault for each page later."""
     # Ignore errors: Linux before 5.14 does not know this request.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
+
+
+def own_pages(values: Tensor) -> None:
+    """Keep ``values``, which lie in a private mapping, when others write to the mapped file."""
+    touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
+    # At the first write to a page of a private mapping, the system copies the page.
+    touched.copy_(touched.clone())
+
+
+def fills_pages(nbytes: int) -> bool:
+    """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
+
+    Ranks on the same operating system get the same result.
+    """
+    return CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 def give_back_freed() -> None:
