@@ -50,9 +50,9 @@ from flatshard.options.extras import default_extra, extra
 from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.units.ignored import Ignored
 from flatshard.units.layout import part_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
+from flatshard.units.module_tree import Ignored
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"

@@ -25,9 +25,17 @@ from flatshard.module import wrappers
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
-from flatshard.units.ignored import NOTHING, Ignored, places_in
 from flatshard.units.layout import FlatLayout
-from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of, unit_text
+from flatshard.units.module_tree import (
+    NOTHING,
+    Ignored,
+    ModuleTree,
+    ParamInfo,
+    find_params,
+    name_of,
+    places_in,
+    unit_text,
+)
 from flatshard.units.policies import ChosenModule, Policy, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatshard.units import policies
-from flatshard.units.ignored import Ignored
+from flatshard.units.module_tree import Ignored
 from flatshard.units.policies import (
     ChosenModule,
     CustomPolicy,

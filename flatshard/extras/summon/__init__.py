@@ -39,7 +39,11 @@ class Request:
 
 @contextlib.contextmanager
 def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[None]:
-    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``. Collective."""
+    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``.
+
+    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
+    the request cannot be met, and at the end of the context if edits cannot be kept.
+    """
     for keyword, value in {"recurse": recurse, **vars(request)}.items():
         as_flag(keyword, value)
     if request.rank0_only and request.writeback:
@@ -53,9 +57,24 @@ def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[No
         context.check_between_steps("summon_full_params()")
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
-    # Forwards start no all-gathers, because the modules hold full parameters.
-    with _summoned(handles, request), temporarily(units, is_summoned=True):
-        yield
+    for handle in handles:
+        _check_can_show(handle)
+    if request.with_grads:
+        _check_grads(handles)
+    opened: list[Summoned] = []
+    problems: list[str] = []
+    try:
+        # If `Summoned` raises, `finally` closes the earlier handles.
+        opened.extend(Summoned(handle, request) for handle in handles)
+        # Forwards start no all-gathers, because the modules hold full parameters.
+        with temporarily(units, is_summoned=True):
+            yield
+    finally:
+        # As in an unwrapped model, edits that were made before an exception are kept.
+        for one in reversed(opened):
+            problems += one.close()
+    if problems:
+        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
 
 
 def _check_owns_parameters(module: nn.Module) -> None:
@@ -111,31 +130,6 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         agreed(prepare, worlds_of(handles), op_name, remedy)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
-
-
-@contextlib.contextmanager
-def _summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
-    """Let modules hold plain full parameters inside the context, instead of sharded parameters.
-
-    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
-    the request cannot be met, and at the end of the context if edits cannot be kept.
-    """
-    for handle in handles:
-        _check_can_show(handle)
-    if request.with_grads:
-        _check_grads(handles)
-    opened: list[Summoned] = []
-    problems: list[str] = []
-    try:
-        # If `Summoned` raises, `finally` closes the earlier handles.
-        opened.extend(Summoned(handle, request) for handle in handles)
-        yield
-    finally:
-        # As in an unwrapped model, edits that were made before an exception are kept.
-        for one in reversed(opened):
-            problems += one.close()
-    if problems:
-        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
 
 
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
