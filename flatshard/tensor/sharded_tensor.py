@@ -474,17 +474,11 @@ class FlatShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # A pickle would contain only this rank's elements.
-        if self.is_parameter:
-            raise RuntimeError(
-                f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
-                "flatshard.checkpoint.full_state_dict(model) to torch.save, or pass the sharded "
-                "state to torch.distributed.checkpoint.save."
-            )
         raise RuntimeError(
-            f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
-            "sharded_state_dict()) is sharded and cannot be pickled. Call on all ranks, and pickle "
-            "the result: flatshard.checkpoint.full_optim_state_dict(model, optimizer) for an "
-            "optimizer's state, full_state_dict(model) for a model, full_tensor() for a tensor."
+            f"{self.text} is sharded and cannot be pickled. Call on all ranks, and pickle the "
+            "result: flatshard.checkpoint.full_state_dict(model) for a model, "
+            "full_optim_state_dict(model, optimizer) for an optimizer's state, full_tensor() for a "
+            "tensor. A sharded state dict is for torch.distributed.checkpoint.save."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
