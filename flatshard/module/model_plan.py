@@ -179,7 +179,8 @@ class ModelPlan:
             module = member.module
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
-            # A unit needs one collective per kind of parameter.
+            # A unit needs one collective per kind of parameter, so joining modules whose parameters
+            # are of different kinds saves none.
             kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
             return self.settings_of[module], kinds
 
@@ -217,7 +218,8 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # A dropped wrapper may still await garbage collection on some ranks.
+            # A dropped wrapper may still await garbage collection on some ranks. Collect now, so
+            # that all ranks get the same result.
             gc.collect()
             kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:

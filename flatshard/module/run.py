@@ -80,7 +80,11 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks are no subset, or its groups are the root's, swapped."""
+    """Raise ValueError if a unit's ranks or groups do not fit those of the root unit.
+
+    The unit's ranks must be a subset of the root's, and the unit's shard and replicate groups must
+    not be the root's, swapped.
+    """
     expected = units[-1].topology.world
     grids = []
     for unit in units:
@@ -93,7 +97,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.second_group.size > 1:
             grids.append((unit, topology.intra_group, topology.second_group))
-    # If the two groups of a unit are swapped on this rank, they are swapped on every rank.
+    # Without communication: if a unit's two groups are swapped on this rank, they are swapped on
+    # every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -158,7 +163,7 @@ class RootChecks:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
-        # Checking all modules takes long.
+        # Checking all modules takes long, so check only after a module or parameter was assigned.
         if self._num_registered != _num_registered and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
@@ -234,6 +239,7 @@ def _check_not_captured(device: torch.device) -> None:
 def accumulating(
     context: RunState, max_bytes: int | None, *, replicas_only: bool, uneven: bool
 ) -> Iterator[None]:
+    """Accumulate gradients without reducing them; see ``ShardedWrapper.no_sync``."""
     as_flag("replicas_only", replicas_only)
     as_flag("uneven", uneven)
     is_plain = max_bytes is None and not replicas_only

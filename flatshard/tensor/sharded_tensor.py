@@ -226,7 +226,8 @@ class LocalView(Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without autograd, as ``Tensor.data``; an assignment copies the new values."""
-        # torch's `data` has a new version counter, by which flatshard would not see writes.
+        # torch's `data` has a new version counter, so flatshard would not see writes to the shard,
+        # and would use stale unsharded buffers.
         return self.detach()
 
     @data.setter
@@ -411,8 +412,9 @@ class FlatShardTensor(torch.Tensor):
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.source)
             self.copy_(value)
 
-    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all collectives with a list of
-    # tensors (``dist.scatter(x, [p, p])``), which compare the tensors' dtypes first.
+    # To see a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
+    # ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
+    # torch.distributed first compares the tensors' dtypes.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
@@ -535,8 +537,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP calls this method on all ranks before loading, but writes nothing if this rank holds
-        # no elements. All ranks must take part in the next all-gather.
+        # A load writes to the shard, so the next unshard must all-gather again, on all ranks. DCP
+        # calls this method on all ranks before loading, but writes nothing on a rank without
+        # elements: raise the version counter here.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -588,7 +591,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # The traceback and this frame refer to each other, and to tensors.
+            # The traceback and this frame refer to each other, so the frame's tensors would live
+            # until Python's garbage collector runs.
             refused = error.with_traceback(None)
         owner = None if refused.spec is None else refused.spec.owner
         result = NotImplemented if owner is None else owner.run_full(func, args, kwargs)
@@ -668,8 +672,8 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # By the shard's version counter, the next unshard sees the write. Operations under
-    # ``__torch_dispatch__`` do not raise it themselves.
+    # By the shard's version counter, the next unshard sees that the shard was written after the
+    # last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 

@@ -122,7 +122,10 @@ def allow(storage: int) -> None:
 
 
 class GatheredView(Tensor):
-    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies]."""
+    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
+
+    Reads work as usual. Writes raise, because they would not reach the parameter.
+    """
 
     parameter: str  # name of the parameter
 
@@ -195,7 +198,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # A tensor that is made in inference mode has no version counter.
+            # A tensor that is made in inference mode has no version counter, by which
+            # `GatheredView` notices writes.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.

@@ -43,8 +43,8 @@ def convert(
     check_not_summoned(units_in(root), "converted")
     units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
-    # To convert one of several small modules that share a unit is an error. But teardown code calls
-    # `.cpu()` on parts of models that are already on the CPU.
+    # To convert one of several small modules that share a unit is an error. But allow a conversion
+    # without effect: teardown code calls `.cpu()` on parts of models that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
         for handle in handles:
@@ -134,7 +134,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             handles = [_copied(handle, memo) for handle in unit.handles]
             unit.copy_into(memo, memo[id(unit)])
             memo[id(unit)].own(handles, Backward.receive)
-            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks.
+            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks: add them
+            # again.
             for module in memo[id(unit)].modules:
                 register_forward_hooks(memo[id(unit)], module)
     if is_outermost:
