@@ -244,7 +244,8 @@ class LocalView(Tensor):
         return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
 
 
-_set_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+# Makes torch raise when the memory of a storage is accessed. None: torch cannot do this.
+set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
     "code asked for its address. It has no memory of the full shape. Copy values by "
@@ -322,9 +323,9 @@ class FlatShardTensor(torch.Tensor):
         # example) would read from address 0, and so would operations on a plain tensor to whose
         # `.data` the program assigns the sharded tensor.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        if _set_message is not None:
+        if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                _set_message(self.untyped_storage()._cdata, _NO_MEMORY)
+                set_access_error(self.untyped_storage()._cdata, _NO_MEMORY)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = origin or Origin()
         return self  # type: ignore[no-any-return]

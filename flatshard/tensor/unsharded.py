@@ -92,8 +92,7 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
         param.__class__ = kind
 
 
-_forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-# None in torch 2.11, which cannot undo `_forbid`.
+# None in torch 2.11, which cannot undo `set_access_error`.
 _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
@@ -102,8 +101,8 @@ def forbid(storage: int, unit: str, rank: int) -> None:
 
     ``storage`` is the address of the buffer's storage (``_cdata``).
     """
-    if _forbid is not None and _allow is not None:
-        _forbid(storage, _message(unit, rank))
+    if _allow is not None:
+        sharded_tensor.set_access_error(storage, _message(unit, rank))
 
 
 @functools.cache  # because every unit calls this function in every step
