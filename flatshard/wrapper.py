@@ -19,9 +19,8 @@ from flatshard.comm.settings import ProcessGroups, Settings
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
-from flatshard.module.conversion import convert, copy_model
 from flatshard.module.model_plan import ModelPlan, read_ignored
-from flatshard.module.run import accumulating, summon
+from flatshard.module.run import accumulating
 from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
@@ -30,7 +29,6 @@ from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.state import model_state
-from flatshard.state.full_params import Request
 from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
@@ -595,8 +593,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
                 of a unit whose parameters it holds; gradients are not reduced yet or exist only on
                 some ranks (``with_grads``). At the end: an edit cannot be kept.
         """
-        request = Request(writeback, rank0_only, offload_to_cpu, with_grads)
-        return summon(module, request, recurse=recurse)
+        summon = extra("summon", "ShardedWrapper.summon_full_params()")
+        request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)
+        return summon.summon(module, request, recurse=recurse)  # type: ignore[no-any-return]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on all modules of the unwrapped module, children first, but not on wrappers.
@@ -622,7 +621,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """
         if self._sharded_unit.is_initialising:
             return self
-        with summon(self, Request(), recurse=False):
+        with ShardedWrapper.summon_full_params(self, recurse=False):
             self.module.apply(fn)
         return self
 
@@ -1014,13 +1013,14 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if self._sharded_unit.is_initialising:
             return self
         apply = super()._apply
-        convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
+        conversion = extra("conversion", "model.to()")
+        conversion.convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         # Ranks that train a copy together must copy their models in the same order: each copy takes
         # the next free tags, by which ranks match messages.
-        return copy_model(self, memo)
+        return extra("conversion", "copy.deepcopy(model)").copy_model(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(

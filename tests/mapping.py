@@ -6,12 +6,14 @@ from typing import Any
 from unittest import mock
 
 from flatshard.engine import gradients
+from flatshard.extras import mapped_files
+from flatshard.extras.page_pool import PooledBuffer
 from flatshard.memory import buffers
 from flatshard.units import layout
 
 
 @contextmanager
-def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
+def mapping(kind: type = PooledBuffer) -> Iterator[list[Any]]:
     """Small shards are mapped, and small gradients copied at once; yields what was mapped.
 
     Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
@@ -27,6 +29,7 @@ def mapping(kind: type = buffers.PooledBuffer) -> Iterator[list[Any]]:
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
         mock.patch.object(buffers, "PAGED_BYTES", 1),
+        mock.patch.object(mapped_files, "PAGED_BYTES", 1),
         mock.patch.object(gradients, "_SMALL_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),
     ):

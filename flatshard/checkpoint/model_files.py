@@ -8,23 +8,52 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
 from flatshard.checkpoint.safetensors import OpenFiles, Place, Plan, as_saved, read_range
+from flatshard.comm.communicator import Communicator
 from flatshard.options.extras import extra
-from flatshard.state.model_shards import EntryShard
-from flatshard.state.model_state import without_ddp_prefix
+from flatshard.state.model_state import ModelShards, without_ddp_prefix
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.units.layout import memory_order
 
 _REMEDY = "Make this call on all ranks, with the same model, path and options."
+
+
+@dataclass(frozen=True)
+class EntryShard:
+    """This rank's elements of one entry of a state dict.
+
+    Attributes:
+        entry: the tensor in the state dict, with the full shape.
+        local: the elements that this rank holds, 1-D.
+        order: the dimensions of the entry in memory, outermost first.
+        offset: index of the first element of ``local`` among all elements in memory order.
+        replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
+            parameter, and its values may differ between ranks.
+        key: identifies the tensor. If two entries (tied parameters) have the same tensor, their
+            keys are equal.
+    """
+
+    entry: Tensor
+    local: Tensor
+    order: Sequence[int]
+    offset: int
+    replicas: Communicator | None
+    key: tuple[object, ...]
+
+
 Entries = Mapping[str, EntryShard]
 Places = Mapping[str, Place]
 
@@ -87,7 +116,7 @@ def save_safetensors(
     op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
 
     def prepare() -> tuple[Entries, Plan]:
-        entries = shards.entries()
+        entries = _entries_of(shards)
         if weights is not None:
             name_of = weights.MergedLora(model).name_of
             named = ((name_of(name), one) for name, one in entries.items())
@@ -179,7 +208,7 @@ def load_safetensors(
     op_name, begun = "load_safetensors", time.monotonic()
 
     def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
-        entries, found = shards.entries(), safetensors.find_tensors(path)
+        entries, found = _entries_of(shards), safetensors.find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
         present = {one.key for name, one in entries.items() if name in places}
         keys = _IncompatibleKeys(
@@ -200,6 +229,47 @@ def load_safetensors(
         num_bytes = sum(places[name].nbytes for name in entries if name in places)
         log_speed("loaded", path, num_bytes, begun)
     return keys
+
+
+def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
+    """Return this rank's elements of each entry of a model's state dict.
+
+    The elements share memory with the model.
+
+    Raises:
+        ValueError: an entry is not a plain tensor, or a hook replaced a parameter by another
+            tensor.
+    """
+    replicas_of = shards.replicas()
+    entries: dict[str, EntryShard] = {}
+    others = []
+    for name, value in shards.state_dict().items():
+        is_sharded = isinstance(value, FlatShardTensor)
+        is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+        if not is_sharded and not (is_plain and value.layout == torch.strided):
+            others.append(f"{name!r} ({type(value).__name__})")
+            continue
+        local = value.local if is_sharded else value
+        storage = local.untyped_storage()._cdata
+        replicas = replicas_of.get(storage)
+        if not is_sharded:
+            order = memory_order(value)
+            local = value.permute(order).reshape(-1)
+            # Tied entries have the same address. A tensor without elements has no address.
+            place = (value.data_ptr(), *value.shape, *value.stride())
+            key: tuple[object, ...] = place if value.numel() else (id(value),)
+            entries[name] = EntryShard(value, local, order, 0, replicas, key)
+        elif replicas is None:
+            others.append(f"{name!r} (replaced by a hook)")
+        else:
+            spec, key = value.spec, (storage, value.spec.name)
+            entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
+    if others:
+        raise ValueError(
+            "a safetensors file can contain only tensors of the model, but the state dict also "
+            f"has {', '.join(others)}. Use flatshard.checkpoint.save instead."
+        )
+    return entries
 
 
 def _check_fits(

@@ -32,8 +32,7 @@ from flatshard.options.transport_options import (
     as_transport,
     check_launch_without_group,
 )
-from flatshard.units.ignored import Ignored
-from flatshard.units.module_tree import unit_text
+from flatshard.units.module_tree import Ignored, unit_text
 from flatshard.units.policies import ChosenModule, Policy, as_policy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None

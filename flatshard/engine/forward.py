@@ -46,7 +46,7 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
-from flatshard.memory.buffers import POOL
+from flatshard.memory.buffers import give_back_kept
 from flatshard.precision import tensors_in
 from flatshard.units.module_tree import unit_text
 
@@ -88,7 +88,8 @@ class Forward:
         """Free the memory that is cached for the gradients and buffers of the next step."""
         for handle in self._state.handles:
             handle.reduce_plan.give_back()
-        POOL.give_back()
+        for give_back in give_back_kept:
+            give_back()
 
     # ------------------------------------------------------------ the outermost forward begins
 

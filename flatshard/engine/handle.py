@@ -2,7 +2,7 @@
 
 A handle works on the current stream. The handle never chooses a stream and never reads the phase of
 a step: ``Unit`` decides when to call the handle. ``module.construction`` makes handles, and
-``module.conversion`` converts and copies handles.
+``extras.conversion`` converts and copies handles.
 
 [Note: who owns what]
     FlatParamHandle  the unsharded buffer: allocates, fills and frees the buffer
@@ -89,7 +89,7 @@ class FlatParamHandle:
         # The splits of parameters that were DTensors; None for all other parameters.
         self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
-        # Inside of `summon_full_params`: the `Summoned` object (`state.full_params`) that lets the
+        # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
         # modules hold full parameters. Otherwise None.
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None

@@ -33,8 +33,7 @@ from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.precision import UnitCasts
 from flatshard.tensor.sharded_tensor import ASSIGNED
-from flatshard.units.ignored import Ignored
-from flatshard.units.module_tree import name_of, renamed, unit_text
+from flatshard.units.module_tree import Ignored, name_of, renamed, unit_text
 
 
 class Phase(enum.Enum):

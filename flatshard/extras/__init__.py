@@ -1,7 +1,7 @@
 """Extras: each folder here adds one thing to the core, and can be deleted.
 
-The core finds extras through the table ``EXTRAS`` in ``flatshard.options.extras``. The functions
-below format tables for several extras.
+The core finds extras through the table ``EXTRAS`` in ``flatshard.options.extras``. Several extras
+share the functions below, which format tables, and ``mapped_files``.
 """
 
 from collections.abc import Collection, Sequence

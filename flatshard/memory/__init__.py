@@ -1,1 +1,1 @@
-"""Memory of tensors: unsharded buffers and their pages, mapped files, and offload targets."""
+"""Memory of tensors: unsharded buffers, results, and offload targets."""

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.memory import mapped_files
 from flatshard.options.extras import extra
 from flatshard.options.offload import CPUOffload
 from flatshard.units.layout import PAGE_BYTES
@@ -26,6 +24,9 @@ class OffloadTarget:
     """A place where tensors lie between uses. In this base class the place is the device itself."""
 
     is_device = True
+    # Methods of a target on a disk, which make and map a file. None: files are made in memory.
+    create: Any = None
+    mapped: Any = None
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make an uninitialised tensor in the target, ``(numel,)``."""
@@ -54,22 +55,8 @@ class OffloadTarget:
         For a sharded parameter, ``ShardSpec.state_target`` is the target.
         """
 
-    def create(self, nbytes: int) -> int:
-        """Make and open a file of ``nbytes`` zeros to map, and return the file descriptor."""
-        return mapped_files.create(nbytes)
-
-    def mapped(self, number: int, nbytes: int) -> mmap.mmap:
-        """Map the open file with descriptor ``number``, for reading and writing."""
-        return mapped_files.mapped(number, nbytes)
-
-    def create_mapped(self, nbytes: int) -> tuple[int, mmap.mmap]:
-        """Make, open and map a file of ``nbytes`` zeros. Return the descriptor and the mapping."""
-        number = self.create(nbytes)
-        try:
-            return number, self.mapped(number, nbytes)
-        except OSError:
-            os.close(number)
-            raise
+    def trim(self) -> None:
+        """Give memory that wrapping has freed back to the operating system."""
 
 
 class HostMemory(OffloadTarget):
@@ -126,11 +113,6 @@ class OffloadTargets:
             return
         total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
         self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
-
-    def trim(self) -> None:
-        """Give memory that wrapping has freed back to the operating system, if a disk is used."""
-        if self.state is not None:
-            mapped_files.give_back_freed()
 
 
 @functools.cache

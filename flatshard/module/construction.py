@@ -50,10 +50,9 @@ from flatshard.options.extras import default_extra, extra
 from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.units.ignored import Ignored
 from flatshard.units.layout import part_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
-from flatshard.units.policies import explain_no_match
+from flatshard.units.module_tree import Ignored
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -81,16 +80,19 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     if initial_values.any_missing:
         meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
     move_buffers(plan, initial_values)
-    # Before units change the module: the checks read the user's own module.
-    ranks = plan.settings.ranks
-    messages = [*notes, *plan_warnings(plan)] if ranks.world.rank == 0 else []
+    is_first = plan.settings.ranks.world.rank == 0
+    messages = list(notes) if is_first else []
+    if is_first and (advice := default_extra("advice")):
+        # Before units change the module: the checks read the user's own module.
+        messages += advice.about(plan)
     units = _make_units(plan, root, kind, initial_values, targets)
     handles = [handle for unit in units for handle in unit.handles]
     if meta_init is not None:
         meta_init.run(root, handles)
     for handle in handles:
         handle.page_out()
-    targets.trim()
+    if targets.state is not None:
+        targets.state.trim()
     # `connect` is collective, so all ranks must use the same order (`sorted`).
     for unit in units:
         for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
@@ -158,7 +160,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # An offload to disk may fail on only some ranks.
+    # An offload to disk may fail on only some ranks. The others would wait in the next collective.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets
@@ -369,48 +371,3 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     for inner in plan.module.modules() if received else ():
         for attribute, held in inner._buffers.items():
             inner._buffers[attribute] = received.get(id(held), held)
-
-
-# ------------------------------------------------------------ warnings
-
-
-def plan_warnings(plan: ModelPlan) -> list[str]:
-    """Return warnings for rank 0: settings without effect, and units that are slow or large."""
-    module, settings, ignored = plan.module, plan.settings, plan.ignored
-    offload = settings.cpu_offload
-    found = plan.precision_plan.warnings()
-    # "auto" keeps a small model in one unit on purpose.
-    if settings.auto_wrap_policy not in (None, "auto") and not plan.chosen:
-        found.append(explain_no_match(plan.tree, settings.auto_wrap_policy))
-    if module in ignored.modules:
-        found.append(
-            "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
-            "Leave the module out of ignored_modules and ignored_states."
-        )
-    modules = {*plan.settings_of, *(wrapper.module for wrapper in plan.wrappers)}
-    if plan.divergent and plan.divergent.isdisjoint(modules):
-        found.append(
-            "allow_divergence has no effect, because none of the given modules is a unit: outer "
-            "units all-gather their parameters. Make the modules units (auto_wrap_policy)."
-        )
-    if ignored.is_elsewhere:
-        found.append(
-            "ignored_modules, ignored_states: none of the given modules and parameters is in the "
-            f"wrapped {type(module).__name__}, so nothing is ignored. Pass modules of the wrapped "
-            "model."
-        )
-    if isinstance(module, ModuleProxy):
-        found.append(
-            f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
-            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
-            "with all settings."
-        )
-    if offload.is_on and not offload.path and settings.device.type == "cpu":
-        found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
-    # From the root unit: `settings.topology` would create process groups that no unit has (with
-    # `allow_divergence=True`), which is collective, but this function runs only on rank 0.
-    num_shards = plan.units[-1].settings.topology.shard.size
-    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
-        if auto_wrap := default_extra("auto_wrap"):
-            found += auto_wrap.one_unit_warning(plan.tree)
-    return found

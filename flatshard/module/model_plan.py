@@ -25,9 +25,17 @@ from flatshard.module import wrappers
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
-from flatshard.units.ignored import NOTHING, Ignored, places_in
 from flatshard.units.layout import FlatLayout
-from flatshard.units.module_tree import ModuleTree, ParamInfo, find_params, name_of, unit_text
+from flatshard.units.module_tree import (
+    NOTHING,
+    Ignored,
+    ModuleTree,
+    ParamInfo,
+    find_params,
+    name_of,
+    places_in,
+    unit_text,
+)
 from flatshard.units.policies import ChosenModule, Policy, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency.
@@ -171,7 +179,8 @@ class ModelPlan:
             module = member.module
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
-            # A unit needs one collective per kind of parameter.
+            # A unit needs one collective per kind of parameter, so joining modules whose parameters
+            # are of different kinds saves none.
             kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
             return self.settings_of[module], kinds
 
@@ -209,7 +218,8 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # A dropped wrapper may still await garbage collection on some ranks.
+            # A dropped wrapper may still await garbage collection on some ranks. Collect now, so
+            # that all ranks get the same result.
             gc.collect()
             kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:

@@ -1,6 +1,6 @@
 """Starts a model's run (the state of its steps), and checks the model before each forward.
 
-Also implements ``no_sync`` and ``summon_full_params``.
+Also implements ``no_sync``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from flatshard.module.model_plan import check_frozen
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
-from flatshard.state import full_params
 from flatshard.state.write_through import WriteThrough
-from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
@@ -82,7 +80,11 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks are no subset, or its groups are the root's, swapped."""
+    """Raise ValueError if a unit's ranks or groups do not fit those of the root unit.
+
+    The unit's ranks must be a subset of the root's, and the unit's shard and replicate groups must
+    not be the root's, swapped.
+    """
     expected = units[-1].topology.world
     grids = []
     for unit in units:
@@ -95,7 +97,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.second_group.size > 1:
             grids.append((unit, topology.intra_group, topology.second_group))
-    # If the two groups of a unit are swapped on this rank, they are swapped on every rank.
+    # Without communication: if a unit's two groups are swapped on this rank, they are swapped on
+    # every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -160,7 +163,7 @@ class RootChecks:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
-        # Checking all modules takes long.
+        # Checking all modules takes long, so check only after a module or parameter was assigned.
         if self._num_registered != _num_registered and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
@@ -236,6 +239,7 @@ def _check_not_captured(device: torch.device) -> None:
 def accumulating(
     context: RunState, max_bytes: int | None, *, replicas_only: bool, uneven: bool
 ) -> Iterator[None]:
+    """Accumulate gradients without reducing them; see ``ShardedWrapper.no_sync``."""
     as_flag("replicas_only", replicas_only)
     as_flag("uneven", uneven)
     is_plain = max_bytes is None and not replicas_only
@@ -290,40 +294,3 @@ def _gradient_bytes(unit: Unit) -> int:
         for handle in unit.handles
         if handle.num_trainable
     )
-
-
-# ------------------------------------------------------------ summon_full_params
-
-
-@contextlib.contextmanager
-def summon(module: nn.Module, request: full_params.Request, *, recurse: bool) -> Iterator[None]:
-    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``. Collective."""
-    for keyword, value in {"recurse": recurse, **vars(request)}.items():
-        as_flag(keyword, value)
-    if request.rank0_only and request.writeback:
-        raise ValueError(
-            "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
-            "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
-            "rank0_only=False and make the same edit on every rank."
-        )
-    units = wrappers.units_in(module, nested=recurse)
-    for context in dict.fromkeys(unit.context for unit in units):
-        context.check_between_steps("summon_full_params()")
-    _check_owns_parameters(module)
-    handles = [handle for unit in units for handle in unit.handles]
-    # Forwards start no all-gathers, because the modules hold full parameters.
-    with full_params.summoned(handles, request), temporarily(units, is_summoned=True):
-        yield
-
-
-def _check_owns_parameters(module: nn.Module) -> None:
-    """Raise RuntimeError if a unit outside of ``module`` owns a parameter in ``module``."""
-    inside = {id(param.spec) for handle in wrappers.handles_in(module) for param in handle.params}
-    for part in module.modules():
-        for value in (*part._parameters.values(), *vars(part).values()):
-            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
-                raise RuntimeError(
-                    f"summon_full_params: parameter {value.spec.name!r} belongs to "
-                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass the "
-                    "unit's ShardedWrapper, or the whole model."
-                )

@@ -13,8 +13,7 @@ from torch import nn
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.state.model_shards import ModelShards
-from flatshard.state.model_state import UnitStateDict
+from flatshard.state.model_state import ModelShards, UnitStateDict
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import paths, unit_text
 

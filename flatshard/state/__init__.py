@@ -1,1 +1,1 @@
-"""Full and sharded state dicts, and ``summon_full_params``."""
+"""Full and sharded state dicts of models and optimizers."""

@@ -18,15 +18,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
-from flatshard.state.full_params import gather_full, original_of
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
+from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
+
+
+def gather_full(
+    handle: FlatParamHandle, device: torch.device | None, *, is_kept: bool
+) -> list[Tensor]:
+    """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
+
+    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
+    unsharded buffer has the values already.
+    """
+    summoned = handle.summoned
+    if summoned is not None and not summoned.is_held and not handle.is_whole:
+        rank = handle.topology.world.global_rank
+        raise RuntimeError(
+            f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
+            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
+            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
+        )
+    # Inference tensors could not be written later, outside of inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        flat = handle.flat_param.detach()
+        if not handle.is_whole:
+            is_gathered = handle.is_current and handle.buffer.dtype == flat.dtype
+            flat = handle.buffer if is_gathered else handle.gather_flat(flat)
+        spans = handle.layout.spans if is_kept else ()
+        return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
+
+
+def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
+    """Return the original parameter to which an entry of a state dict belongs, or None.
+
+    None for an ``nn.Parameter``, so that the entry stays as it is: with ``keep_vars=True``, the
+    user wants the parameters themselves instead of full tensors.
+    """
+    if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+        return None
+    if isinstance(tensor, FlatShardTensor):
+        return next((param for param in handle.params if param.spec is tensor.spec), None)
+    tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, its local tensor
+    if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
+        return None
+    place = tensor.storage_offset(), tuple(tensor.shape)
+    return next((p for p in handle.params if (p.span.start, p.span.shape) == place), None)
+
+
+def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
+    """Return the groups of ranks that train ``parts``, each group once."""
+    worlds = dict.fromkeys(part.topology.world for part in parts)
+    return list({world.ranks: world for world in worlds}.values())
 
 
 @dataclass(frozen=True)
@@ -221,3 +272,53 @@ def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[s
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
+
+
+class ModelShards:
+    """Gives access to this rank's shards of a model, for saving and loading. Never communicates."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
+        self.parts = parts
+        self._model, self._units = model, [part.unit for part in parts]
+        self._handles = [handle for unit in self._units for handle in unit.handles]
+        # The largest group, because some units use fewer ranks.
+        self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
+
+    def refuse_dtensors(self, caller: str) -> None:
+        """Raise NotImplementedError if a parameter was a DTensor."""
+        split = first_of_dtensor(p.spec for handle in self._handles for p in handle.params)
+        if split is not None:
+            raise NotImplementedError(
+                f"{caller}: parameter {split!r} was a DTensor before it was sharded, and ranks "
+                "outside of this model's process group hold other parts of the parameter. Call "
+                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT') and pass "
+                "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sharded state dict, whose tensors share memory with the model.
+
+        Raises:
+            NotImplementedError: a unit trains only on some of the ranks.
+        """
+        for handle in self._handles:
+            handle.absorb_replaced()
+        with options_set(self.parts, StateDictOptions(is_sharded=True)):
+            return self._model.state_dict()
+
+    def replicas(self) -> dict[int, Communicator]:
+        """Return the ranks that hold the same shard, keyed by the shard's storage (``_cdata``)."""
+        return {
+            handle.flat_param.untyped_storage()._cdata: handle.topology.replicate
+            for handle in self._handles
+        }
+
+    def mark_written(self) -> None:
+        """Call after writing into the memory of shards: marks unsharded copies as out of date."""
+        for unit in self._units:
+            unit.count_load("a checkpoint")
+        for handle in self._handles:
+            # Reading a file directly into memory does not increase the version counters.
+            written = handle.sharded if handle.is_whole else [handle.flat_param]
+            torch.autograd.graph.increment_version(written)
+            handle.page_out()

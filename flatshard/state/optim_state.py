@@ -22,8 +22,7 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import adapter, state_dicts
 from flatshard.optimizer.adapter import Optimizer, map_state, named_values
 from flatshard.optimizer.state_dicts import StateDict, copied
-from flatshard.state.full_params import worlds_of
-from flatshard.state.model_state import without_ddp_prefix
+from flatshard.state.model_state import without_ddp_prefix, worlds_of
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_tree import unit_text

@@ -171,7 +171,8 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
     differ between ranks: ranks compare the names of collectives, which contain the role.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
-    # The role of a running average contains its role of the previous step, and would grow.
+    # The role of a running average contains its role of the previous step, and would grow in each
+    # step.
     digest = f"... {zlib.crc32(text.encode()):08x}"
     return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
 
@@ -179,14 +180,18 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return value.role + value.origin.written
-    # Optimizers keep numbers in tensors, and must not wait for the accelerator.
+    # No checksum of a number on an accelerator: optimizers keep numbers in tensors, and must not
+    # wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
         return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
     return repr(value) if isinstance(value, int | float) else ""
 
 
 def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements."""
+    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements.
+
+    In another order, each rank would have to hold other elements, which needs communication.
+    """
     is_kept = memory_format in (None, torch.preserve_format)
     if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
         spec = tensor.spec
@@ -204,7 +209,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     For example, ``torch._foreach_add_(params, updates)`` adds ``updates[i]`` to ``params[i]``.
     """
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # For each position, the `ShardSpec` of the first sharded tensor there, or None.
+    # For each position, the `ShardSpec` of the first sharded tensor there, or None. Other lists may
+    # have plain tensors at this position, such as updates of sharded parameters.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -296,7 +302,11 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _generator_digest(device: torch.device, kwargs: dict[str, Any]) -> str:
-    """Return a digest of the state of the generator, which must be the same on all ranks."""
+    """Return a digest of the state of the generator that an operator is about to use.
+
+    The state must be the same on all ranks. Otherwise the ranks draw different tensors, whose
+    ranges do not form one tensor.
+    """
     if kwargs.get("generator") is not None:
         state = kwargs["generator"].get_state()
     elif device.type == "cpu":

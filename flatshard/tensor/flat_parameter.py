@@ -92,7 +92,8 @@ class FlatParameter(nn.Parameter):
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
         # Weak, because each original parameter refers to a view of the chunk: Python's garbage
-        # collector does not see the reference from a view to its base.
+        # collector does not see the reference from a view to its base, so it would never free a
+        # cycle through a view.
         self._params = [weakref.ref(param) for param in params]
         return self
 
@@ -253,8 +254,9 @@ class OriginalParam:
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # With a reference from the autograd graph of the last computed weight, or from
-                    # a local variable, the swap below fails.
+                    # The hook computes the weight before each forward. With a reference from the
+                    # autograd graph of the last computed weight, or from a local variable, the swap
+                    # below fails.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
         if is_first:
@@ -276,8 +278,8 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # ``swap_tensors`` has also removed the user's hooks from the parameter, which takes
-            # part in forward itself.
+            # ``swap_tensors`` has also removed the user's hooks from the parameter. It takes part
+            # in forward itself, so autograd must call the hooks.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
@@ -306,7 +308,7 @@ class OriginalParam:
             # Users may set an attribute in a forward, and read it between steps.
             self.full.__dict__ = self.sharded.__dict__
             # For the name in errors of `FreedParameter`. Weak, because the spec refers to the
-            # parameter.
+            # parameter, and only Python's garbage collector would free such a cycle.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
@@ -333,7 +335,8 @@ class OriginalParam:
         register = nn.Parameter.register_post_accumulate_grad_hook
         register_hook(self.full, register, self._grad_hook)
         if not self.is_sharded and self.full is not self.sharded:
-            # The hook also averages gradients of uses outside of forward.
+            # Users may compute with this parameter outside of forward, and the hook also averages
+            # gradients of such uses.
             register_hook(self.sharded, register, self._grad_hook)
 
     def copied(self, memo: dict[int, Any]) -> ParamInfo:

@@ -117,7 +117,8 @@ def joined_norms(
             at least float32.
         comms: the communicators whose ranks together hold all elements.
     """
-    # torch warns when it counts nonzero complex numbers (order 0).
+    # torch warns when it counts nonzero complex numbers (order 0). A norm depends only on absolute
+    # values.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     on_host = comms[0].host.device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
@@ -175,7 +176,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if part.numel() > 0:
         value = part.amax() if largest else part.amin()
     else:
-        # A rank without elements must not change the result.
+        # A rank without elements must not change the result: it contributes the smallest value to
+        # a maximum, and the largest value to a minimum.
         least, greatest = -math.inf, math.inf
         if not part.is_floating_point():
             least, greatest = torch.iinfo(part.dtype).min, torch.iinfo(part.dtype).max
@@ -262,7 +264,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     # Below, ask torch for the gradients of the full and of the sharded parameter, of which a graph
     # may use only one. So allow None here, and raise afterwards for inputs without any gradient.
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
-    # Edges instead of the full parameters, which may be resharded (`FreedParameter`).
+    # Edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum of a
+    # parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.
     edges = [_edge(t) if id(t) in params else t for t in args[1]]
     found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
     # For each input, the gradient of the input, and of the full parameter if there is one.

@@ -26,11 +26,18 @@ class ParamOwner:
     is_in_forward = False  # whether a forward of the model is running
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``func``, called with full tensors, or NotImplemented."""
+        """Return the result of ``func``, called with full tensors in place of sharded tensors.
+
+        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor does not
+        come from parameters of the model.
+        """
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Tell the model that a backward of a use outside of forward is running."""
+        """Tell the model that a backward of a use outside of forward is running.
+
+        Called before the gradient of that use is averaged.
+        """
 
     def bring_back(self, spec: ShardSpec) -> bool:
         """Unshard a parameter's unit again for a read in backward; returns whether it did."""
@@ -172,7 +179,10 @@ class ShardSpec:
     __deepcopy__ = detached
 
     def refuse_part(self, operation: str) -> None:
-        """Raise NotImplementedError, on all ranks, if the parameter is part of a DTensor."""
+        """Raise NotImplementedError if the parameter is part of a DTensor.
+
+        Called before any communication, so all ranks raise.
+        """
         if len(self.comms) > 1:
             raise NotImplementedError(
                 f"{self.where()}: {operation} would see only this rank's part {self.shape} of a "

@@ -226,7 +226,8 @@ class LocalView(Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without autograd, as ``Tensor.data``; an assignment copies the new values."""
-        # torch's `data` has a new version counter, by which flatshard would not see writes.
+        # torch's `data` has a new version counter, so flatshard would not see writes to the shard,
+        # and would use stale unsharded buffers.
         return self.detach()
 
     @data.setter
@@ -243,7 +244,8 @@ class LocalView(Tensor):
         return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
 
 
-_set_message: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+# Makes torch raise when the memory of a storage is accessed. None: torch cannot do this.
+set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
     "code asked for its address. It has no memory of the full shape. Copy values by "
@@ -321,9 +323,9 @@ class FlatShardTensor(torch.Tensor):
         # example) would read from address 0, and so would operations on a plain tensor to whose
         # `.data` the program assigns the sharded tensor.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        if _set_message is not None:
+        if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                _set_message(self.untyped_storage()._cdata, _NO_MEMORY)
+                set_access_error(self.untyped_storage()._cdata, _NO_MEMORY)
         self.local, self.spec, self.flat, self.role = local, spec, flat, role
         self.origin = origin or Origin()
         return self  # type: ignore[no-any-return]
@@ -411,8 +413,9 @@ class FlatShardTensor(torch.Tensor):
                     alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.source)
             self.copy_(value)
 
-    # Neither ``__torch_function__`` nor ``__torch_dispatch__`` sees all collectives with a list of
-    # tensors (``dist.scatter(x, [p, p])``), which compare the tensors' dtypes first.
+    # To see a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
+    # ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
+    # torch.distributed first compares the tensors' dtypes.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
@@ -474,17 +477,11 @@ class FlatShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # A pickle would contain only this rank's elements.
-        if self.is_parameter:
-            raise RuntimeError(
-                f"parameter {self.spec.name!r} is sharded and cannot be pickled. Pass "
-                "flatshard.checkpoint.full_state_dict(model) to torch.save, or pass the sharded "
-                "state to torch.distributed.checkpoint.save."
-            )
         raise RuntimeError(
-            f"a tensor of parameter {self.spec.name!r} (optimizer state, a gradient or an entry of "
-            "sharded_state_dict()) is sharded and cannot be pickled. Call on all ranks, and pickle "
-            "the result: flatshard.checkpoint.full_optim_state_dict(model, optimizer) for an "
-            "optimizer's state, full_state_dict(model) for a model, full_tensor() for a tensor."
+            f"{self.text} is sharded and cannot be pickled. Call on all ranks, and pickle the "
+            "result: flatshard.checkpoint.full_state_dict(model) for a model, "
+            "full_optim_state_dict(model, optimizer) for an optimizer's state, full_tensor() for a "
+            "tensor. A sharded state dict is for torch.distributed.checkpoint.save."
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -541,8 +538,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # DCP calls this method on all ranks before loading, but writes nothing if this rank holds
-        # no elements. All ranks must take part in the next all-gather.
+        # A load writes to the shard, so the next unshard must all-gather again, on all ranks. DCP
+        # calls this method on all ranks before loading, but writes nothing on a rank without
+        # elements: raise the version counter here.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -594,7 +592,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # The traceback and this frame refer to each other, and to tensors.
+            # The traceback and this frame refer to each other, so the frame's tensors would live
+            # until Python's garbage collector runs.
             refused = error.with_traceback(None)
         owner = None if refused.spec is None else refused.spec.owner
         result = NotImplemented if owner is None else owner.run_full(func, args, kwargs)
@@ -674,8 +673,8 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # By the shard's version counter, the next unshard sees the write. Operations under
-    # ``__torch_dispatch__`` do not raise it themselves.
+    # By the shard's version counter, the next unshard sees that the shard was written after the
+    # last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 

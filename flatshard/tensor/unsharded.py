@@ -92,8 +92,7 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
         param.__class__ = kind
 
 
-_forbid: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-# None in torch 2.11, which cannot undo `_forbid`.
+# None in torch 2.11, which cannot undo `set_access_error`.
 _allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
@@ -102,8 +101,8 @@ def forbid(storage: int, unit: str, rank: int) -> None:
 
     ``storage`` is the address of the buffer's storage (``_cdata``).
     """
-    if _forbid is not None and _allow is not None:
-        _forbid(storage, _message(unit, rank))
+    if _allow is not None:
+        sharded_tensor.set_access_error(storage, _message(unit, rank))
 
 
 @functools.cache  # because every unit calls this function in every step
@@ -122,7 +121,10 @@ def allow(storage: int) -> None:
 
 
 class GatheredView(Tensor):
-    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies]."""
+    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
+
+    Reads work as usual. Writes raise, because they would not reach the parameter.
+    """
 
     parameter: str  # name of the parameter
 
@@ -195,7 +197,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # A tensor that is made in inference mode has no version counter.
+            # A tensor that is made in inference mode has no version counter, by which
+            # `GatheredView` notices writes.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.

@@ -212,7 +212,6 @@ _MAKERS = {
     ("torch.distributed.tensor._api", "distribute_tensor"): "distribute_tensor",
     ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
 }
-_NAMES = {name for _, name in _MAKERS}
 
 
 def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
@@ -222,21 +221,20 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not end:
-        if frame.f_code.co_name in _NAMES:
-            place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-            made = _MAKERS.get(place) or getattr(frame.f_locals.get("func"), "__name__", "")
-            if place in _MAKERS and made in ("distribute_tensor", "parallelize_module"):
+        place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if place in _MAKERS:
+            made = _MAKERS[place] or getattr(frame.f_locals.get("func"), "__name__", "")
+            if made in ("distribute_tensor", "parallelize_module"):
                 raise ValueError(
                     f"{made}() cannot follow ShardedWrapper: each rank holds only its range of the "
                     "parameters. First call parallelize_module(model, mesh['tp'], plan) or "
                     "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
                 )
-            if place in _MAKERS and made in (*_MAKERS.values(), "fully_shard", "replicate"):
+            if made in (*_MAKERS.values(), "fully_shard", "replicate"):
+                hint = _HINT if "accelerate" in sys.modules else ""
                 raise ValueError(
                     f"{made} cannot wrap a ShardedWrapper: both would shard or average the same "
-                    f"gradients. Either leave {made} out, or use {made} without ShardedWrapper."
-                    + _HINT
-                    * ("accelerate" in sys.modules)
+                    f"gradients. Either leave {made} out, or use it without ShardedWrapper.{hint}"
                 )
         frame = frame.f_back  # type: ignore[assignment]
 

@@ -19,7 +19,6 @@ Instead of a policy, ``wrap`` inside ``enable_wrap`` can make units while a mode
 import contextlib
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -187,7 +186,7 @@ class ModuleWrapPolicy:
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
-        return f"ModuleWrapPolicy({_show(self._module_classes)})"
+        return f"ModuleWrapPolicy({show(self._module_classes)})"
 
 
 class CustomPolicy:
@@ -217,12 +216,12 @@ class CustomPolicy:
         if not callable(lambda_fn):
             raise TypeError(
                 "CustomPolicy: expected a function of one module, for example "
-                f"CustomPolicy(lambda module: isinstance(module, Block)), got {_show(lambda_fn)}."
+                f"CustomPolicy(lambda module: isinstance(module, Block)), got {show(lambda_fn)}."
             )
         self._lambda_fn = lambda_fn
 
     def __repr__(self) -> str:
-        return f"CustomPolicy({_show(self._lambda_fn)})"
+        return f"CustomPolicy({show(self._lambda_fn)})"
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Keywords
@@ -235,7 +234,7 @@ class CustomPolicy:
             if not isinstance(answer, bool | dict):
                 raise ValueError(
                     f"CustomPolicy: the function must return True, False or a dict of keywords, "
-                    f"got {_show(answer)} for module {name!r} ({type(module).__name__})."
+                    f"got {show(answer)} for module {name!r} ({type(module).__name__})."
                 )
             if answer:
                 chosen[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
@@ -269,7 +268,7 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
     found = []
     for module in tree.candidates():
         if module in chosen:
-            reason = f"policy {_show(policy)}"
+            reason = f"policy {show(policy)}"
             reason += f": {reasons[module]}" if module in reasons else ""
             found.append(ChosenModule(names[module], module, dict(chosen[module]), reason))
     return found
@@ -370,12 +369,12 @@ def as_policy(policy: Any) -> Policy | None:
         raise ValueError(f"auto_wrap_policy: {expected}, got {policy!r}.{hint}")
     if isinstance(policy, type | nn.Module) or not callable(policy):
         kind = type(policy).__name__
-        raise TypeError(f"auto_wrap_policy: {expected}, got {_show(policy)} ({kind}).")
+        raise TypeError(f"auto_wrap_policy: {expected}, got {show(policy)} ({kind}).")
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"auto_wrap_policy: {expected}, got {_show(policy)}, which cannot be called with the "
+            f"auto_wrap_policy: {expected}, got {show(policy)}, which cannot be called with the "
             f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
             "with functools.partial."
         ) from error
@@ -387,35 +386,21 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
     found = tuple(classes) if are_several else (None,)
     if not all(isinstance(item, type) for item in found):
         raise TypeError(
-            f"{argument}: expected a set of classes, for example {{Block}}, got {_show(classes)}."
+            f"{argument}: expected a set of classes, for example {{Block}}, got {show(classes)}."
         )
     return found
 
 
-def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
-    """Return a warning that the policy chose no module, with classes that it could choose."""
-    by_class: Counter[str] = Counter()
-    for module in tree.candidates():
-        by_class[type(module).__name__] += numel(tree.params(module))
-    options = [f"{name} ({count:,} elements)" for name, count in by_class.most_common(5)]
-    return (
-        f"auto_wrap_policy: {_show(policy)} chose no module of {type(tree.module).__name__}, so "
-        f"all {numel(tree.params(tree.module)):,} elements of the model are one unit and are "
-        "unsharded together. A policy could choose these classes, largest first: "
-        f"{', '.join(options) or 'none'}."
-    )
-
-
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """Return a short text for a value in a message: the repr of a module could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):
-        return "{" + ", ".join(sorted(map(_show, value))) + "}"
+        return "{" + ", ".join(sorted(map(show, value))) + "}"
     if isinstance(value, functools.partial):
-        settings = [_show(item) for item in value.args]
-        settings += [f"{key}={_show(item)}" for key, item in value.keywords.items()]
-        return f"{_show(value.func)}({', '.join(settings)})"
+        settings = [show(item) for item in value.args]
+        settings += [f"{key}={show(item)}" for key, item in value.keywords.items()]
+        return f"{show(value.func)}({', '.join(settings)})"
     if isinstance(value, type) or inspect.isroutine(value):
         return value.__name__
     return repr(value)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from flatshard.memory import mapped_files
+from flatshard.extras import mapped_files
 from tests.forked_python import PYTHON
 from tests.harness import ROOT
 
@@ -64,7 +64,7 @@ LARGE_PAGES = """
 import mmap
 mmap.PAGESIZE = 65536
 import torch
-from flatshard.memory.buffers import fills_pages
+from flatshard.extras.mapped_files import fills_pages
 from flatshard.units.layout import FlatLayout
 
 layout = FlatLayout.build({"weight": torch.empty(1023, 1031)}, world_size=3, itemsize=4)

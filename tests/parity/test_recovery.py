@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import ShardedWrapper, checkpoint
+from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, diagonal
 from tests.harness import naming, on_ranks
 from tests.oracle import ROWS
 from tests.side import TOLERANCE
 from tests.ways import BASIC, select
+
+pytestmark = pytest.mark.skipif(
+    not (default_extra("summon") and default_extra("conversion")), reason="deleted extras"
+)
 
 WAYS = {**BASIC, **select("keep", "hybrid-nodes-of-one")}
 

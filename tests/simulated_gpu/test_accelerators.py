@@ -30,8 +30,8 @@ from flatshard.memory.offload_target import HostMemory
 from flatshard.module import model_plan
 from flatshard.options.precision import ParamPrecision
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.units.ignored import NOTHING
 from flatshard.units.layout import FlatLayout
+from flatshard.units.module_tree import NOTHING
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, step_and_zero

@@ -228,7 +228,7 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     # An optimizer may keep sharded tensors, as timm's LAMB does.
     momentum = [torch.zeros_like(param) for param in model.parameters()]
     for kept, remedy in (
-        (list(model.parameters()), r"full_state_dict\(model\) to torch.save"),
+        (list(model.parameters()), r"full_state_dict\(model\) for a model"),
         (momentum, r"full_optim_state_dict\(model, optimizer\) for an optimizer's state"),
         (model.sharded_state_dict(), r"full_state_dict\(model\) for a model"),
     ):

@@ -64,10 +64,14 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "secondary_shards": _over_nodes,
     "deadlock": None,
+    "advice": None,
+    "page_pool": None,
     "shared_memory": None,
     "compared_steps": None,
     "device_checks": None,
     "overrides": lambda _: MixedPrecision(overrides={"*": torch.float32}),
+    "conversion": lambda model: model.double(),
+    "summon": lambda model: ShardedWrapper.summon_full_params(model),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
     "plan": _memory_plan,
@@ -106,8 +110,8 @@ def _rank(rank: int, store: str, extra: str | None = None) -> None:
     model.load_state_dict(state)
     held = ShardedWrapper.optim_state_dict(model, optimizer)
     ShardedWrapper.optim_state_dict_to_load(model, optimizer, held, load_directly=True)
-    with ShardedWrapper.summon_full_params(model):
-        assert all(torch.equal(p, expected.state[n]) for n, p in model.named_parameters())
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected.state[name])
     model(case.batch(0, ROWS, torch.float64)[0]).sum().backward()
     model.clip_grad_norm_(1.0)
     request = REQUESTS[extra] if extra else None

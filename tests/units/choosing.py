@@ -3,8 +3,7 @@
 from torch import nn
 
 from flatshard.units import policies
-from flatshard.units.ignored import NOTHING, Ignored
-from flatshard.units.module_tree import ModuleTree
+from flatshard.units.module_tree import NOTHING, Ignored, ModuleTree
 from flatshard.units.policies import ChosenModule, Policy
 
 

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flatshard.units import policies
-from flatshard.units.ignored import Ignored
-from flatshard.units.module_tree import ModuleTree
+from flatshard.units.module_tree import Ignored
 from flatshard.units.policies import (
     ChosenModule,
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
     as_policy,
-    explain_no_match,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -508,20 +506,3 @@ def test_wrong_custom_policies() -> None:
     policy = CustomPolicy(lambda module: None)
     with pytest.raises(ValueError, match=r"got None for module '' \(Sequential\)"):
         find_units(mlp(), policy)
-
-
-# --- help ---
-
-
-def test_explain_no_match() -> None:
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=9999)
-    root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
-    assert explain_no_match(ModuleTree(root), policy) == (
-        "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
-        "Sequential, so all 169 elements of the model are one unit and are unsharded together. "
-        "A policy could choose these classes, largest first: Linear (161 elements), "
-        "Block (161 elements), LayerNorm (8 elements)."
-    )
-    assert "first: none." in explain_no_match(
-        ModuleTree(nn.Linear(2, 2)), ModuleWrapPolicy({Block})
-    )

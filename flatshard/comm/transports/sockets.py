@@ -39,7 +39,8 @@ from flatshard.comm.transports import (
     divide,
 )
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory, PooledBuffer, allocate, fills_pages
+from flatshard.memory.buffers import BufferMemory, allocate
+from flatshard.options.extras import default_extra
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 from flatshard.units.layout import as_bytes
@@ -135,11 +136,12 @@ class SocketTransport(Transport):
         # The shard's memory can be mapped into the buffer only if values are not rounded to the
         # wire dtype: with rounding, this rank's range of the buffer differs from the shard.
         is_exact = self._sent_dtype(dtype) is dtype
-        if target is not None and is_exact and fills_pages(part * dtype.itemsize):
-            start = self._members.rank * part
+        page_pool = default_extra("page_pool") if target is not None and is_exact else None
+        if page_pool and page_pool.fills_pages(part * dtype.itemsize):
+            own = range(self._members.rank * part, (self._members.rank + 1) * part)
             # If the system has no addresses left or cannot make a file, use ordinary memory below.
             with contextlib.suppress(OSError, OffloadError):
-                return PooledBuffer(numel, dtype, range(start, start + part), target)
+                return page_pool.PooledBuffer(numel, dtype, own, target)  # type: ignore[no-any-return]
         return allocate(numel, dtype, request.device)
 
     def forget(self, tag: int) -> None:

@@ -20,7 +20,6 @@ the part's memory pages. The optimizer's own step then steps only the remaining 
 
 from __future__ import annotations
 
-import inspect
 import mmap
 import os
 import tempfile
@@ -34,12 +33,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard.memory import mapped_files
+from flatshard.extras import mapped_files
 from flatshard.memory.offload_target import OffloadTarget
 from flatshard.optimizer.adapter import (
-    TORCHS_OWN,
     OptimizerExtension,
     extensions,
+    is_torchs_own,
     state_to_target,
     step_groups,
 )
@@ -191,6 +190,9 @@ class DiskMemory(OffloadTarget):
     def keep_state_of(self, param: Tensor) -> None:
         _state_disks[param] = self
 
+    def trim(self) -> None:
+        mapped_files.give_back_freed()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
         return self  # a copied model may use the same directory: each tensor has a separate file
 
@@ -298,7 +300,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     stepped, if the disk is full.
     """
     # The `step` of an optimizer from another library may count its calls.
-    if inspect.unwrap(type(optimizer).step) not in TORCHS_OWN:
+    if not is_torchs_own(optimizer):
         return False
 
     # If the disk turned out to be full in the step, which creates state, the step would end after

@@ -34,9 +34,9 @@ from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_di
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.wrappers import handles_in, unit_of, units_in
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.units.ignored import places_in
 from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import places_in
 
 # Functions that initialise each module's tensors, such as `reset_parameters`, keyed by name.
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]

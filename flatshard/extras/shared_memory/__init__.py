@@ -38,10 +38,11 @@ from flatshard.comm.transports import (
     divide,
 )
 from flatshard.comm.work import AsyncWork, WaitCondition, watched
+from flatshard.extras import mapped_files
+from flatshard.extras.mapped_files import fills_pages, own_pages
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess
-from flatshard.memory import mapped_files
-from flatshard.memory.buffers import BufferMemory, allocate, fills_pages, own_pages
+from flatshard.memory.buffers import BufferMemory, allocate
 from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import TransportOptions
 from flatshard.units.layout import as_bytes
@@ -243,7 +244,7 @@ class MappedShards(BufferMemory):
         self._nbytes = shard_numel * request.dtype.itemsize
         buffer = mapped_files.reserve_range(self._nbytes * transport.members.size)
         super().__init__(torch.frombuffer(buffer, dtype=request.dtype))
-        file, found = self._target.create_mapped(self._nbytes)
+        file, found = mapped_files.create_mapped(self._target, self._nbytes)
         os.close(file)
         # The shard is a shared mapping, so other ranks see writes to the shard.
         self.shard = torch.frombuffer(found, dtype=request.dtype)
@@ -281,7 +282,7 @@ class MappedShards(BufferMemory):
         # Not at construction, when all units would have open files at the same time: a process may
         # have few open files.
         try:
-            file, found = self._target.create_mapped(self._nbytes)
+            file, found = mapped_files.create_mapped(self._target, self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
             return -1
         try:

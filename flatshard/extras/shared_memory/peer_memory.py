@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.host_exchange import HostExchange
-from flatshard.memory import mapped_files
+from flatshard.extras import mapped_files
 
 # Number of tags in a mailbox.
 TAGS = 1 << 16

@@ -24,8 +24,7 @@ from flatshard.comm.ranks import communicator
 from flatshard.comm.settings import Settings
 from flatshard.module.model_plan import PlannedUnit
 from flatshard.options.transport_options import Collectives, TransportOptions
-from flatshard.units.ignored import Ignored
-from flatshard.units.module_tree import ParamInfo, find_params, unit_text
+from flatshard.units.module_tree import Ignored, ParamInfo, find_params, unit_text
 
 # Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
 _NATIVE = TransportOptions(Collectives.NATIVE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
-from flatshard.units.ignored import Ignored
+from flatshard.units.module_tree import Ignored
 from flatshard.units.policies import ChosenModule
 from tests.models import CASES
 from tests.units.choosing import find_units

@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.extras import mapped_files
 from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.models import Llama, Step, language_step
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Replay
 from flatshard.extras.plan.trace import checkpoint_blocks
-from flatshard.memory import mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.harness import allow_warnings, run_ranks

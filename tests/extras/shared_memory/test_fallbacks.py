@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from flatshard.extras import mapped_files
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.memory import mapped_files
 from tests.harness import on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable

@@ -23,9 +23,8 @@ from torch import nn
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
 from flatshard.engine import gradients
-from flatshard.extras import shared_memory
+from flatshard.extras import mapped_files, page_pool, shared_memory
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.memory import buffers, mapped_files
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
@@ -92,7 +91,7 @@ TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
-    return mapping(buffers.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
+    return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
 
 
 @contextmanager
@@ -256,16 +255,17 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         # be moved, they have new ones.
         case = CASES["mlp"]
         expected = trained(case, rank, world_size, **keywords)
-        last = "move_pages" if way == "sockets" else "open_of"
+        last = "_move_pages" if way == "sockets" else "open_of"
         for rank_without, name in (
             *((0, "create"), (1, "map_at"), (1, last)),
             (1, "reserve_range"),  # `ulimit -v`
         ):
             failing = mock.Mock(side_effect=OSError(12, "none"))
-            if name == "move_pages":
+            if name == "_move_pages":
                 failing = mock.Mock(return_value=False)
             fails = failing if rank == rank_without else None
-            module = peer_memory if name == "open_of" else mapped_files
+            modules = {"open_of": peer_memory, "_move_pages": page_pool}
+            module = modules.get(name, mapped_files)
             with mock.patch.object(module, name, fails or getattr(module, name)):
                 actual = trained(case, rank, world_size, **keywords)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)

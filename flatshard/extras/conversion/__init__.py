@@ -1,4 +1,7 @@
-"""``model.to()`` and ``copy.deepcopy(model)`` for sharded models: convert or copy all shards."""
+"""Extra: converts (``model.to()``) and copies (``copy.deepcopy(model)``) sharded models.
+
+Without this folder, both raise ``MissingExtraError``.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,13 @@ def convert(
     check_not_summoned(units_in(root), "converted")
     units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
-    # To convert one of several small modules that share a unit is an error. But teardown code calls
-    # `.cpu()` on parts of models that are already on the CPU.
-    if any(_changes(handle.flat_param, fn) for handle in handles):
+    # To convert one of several small modules that share a unit is an error. But allow a conversion
+    # without effect: teardown code calls `.cpu()` on parts of models that are already on the CPU.
+    changed = [handle for handle in handles if _changes(handle.flat_param, fn)]
+    if changed:
         check_has_all_modules(root, "converted")
-        for handle in handles:
-            handle.check_places()  # the conversion would drop a parameter that was replaced
+    for handle in changed:
+        handle.check_places()  # the conversion would drop a parameter that was replaced
     # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
     # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
     places = [(m._parameters, name) for handle in handles for m, name, _ in handle.places]
@@ -59,7 +63,7 @@ def convert(
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
-    for handle in handles:
+    for handle in changed:
         _convert_handle(handle, fn)
     context.refresh()
 
@@ -84,10 +88,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        before = handle.flat_param.data_ptr()
         converted = fn(handle.flat_param)
-        if converted is handle.flat_param and converted.data_ptr() == before:
-            return
         if converted.device.type == "meta":
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded model cannot move to the meta device, "
@@ -131,7 +132,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             handles = [_copied(handle, memo) for handle in unit.handles]
             unit.copy_into(memo, memo[id(unit)])
             memo[id(unit)].own(handles, Backward.receive)
-            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks.
+            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks: add them
+            # again.
             for module in memo[id(unit)].modules:
                 register_forward_hooks(memo[id(unit)], module)
     if is_outermost:

@@ -1,9 +1,12 @@
-"""Full parameters outside of a step: all-gathered copies, and ``summon_full_params``."""
+"""Extra: lets modules hold full plain parameters for a while (``summon_full_params``, ``apply``).
+
+Without this folder, both methods raise ``MissingExtraError``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -11,60 +14,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, checksum
+from flatshard.comm.settings import as_flag
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.unit import Unit
+from flatshard.engine.run_state import temporarily
+from flatshard.module.wrappers import handles_in, units_in
 from flatshard.precision import set_grad
+from flatshard.state.model_state import gather_full, worlds_of
 from flatshard.tensor import whole
-from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import GRADIENT, FlatShardTensor, local_grad, not_reduced
-from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
-
-
-def gather_full(
-    handle: FlatParamHandle, device: torch.device | None, *, is_kept: bool
-) -> list[Tensor]:
-    """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
-
-    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
-    unsharded buffer has the values already.
-    """
-    summoned = handle.summoned
-    if summoned is not None and not summoned.is_held and not handle.is_whole:
-        rank = handle.topology.world.global_rank
-        raise RuntimeError(
-            f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
-            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
-            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
-        )
-    # Inference tensors could not be written later, outside of inference mode.
-    with torch.inference_mode(False), torch.no_grad():
-        flat = handle.flat_param.detach()
-        if not handle.is_whole:
-            is_gathered = handle.is_current and handle.buffer.dtype == flat.dtype
-            flat = handle.buffer if is_gathered else handle.gather_flat(flat)
-        spans = handle.layout.spans if is_kept else ()
-        return [view_of(flat, span).to(device or flat.device, copy=True) for span in spans]
-
-
-def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
-    """Return the original parameter to which an entry of a state dict belongs, or None.
-
-    None for an ``nn.Parameter``, so that the entry stays as it is: with ``keep_vars=True``, the
-    user wants the parameters themselves instead of full tensors.
-    """
-    if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
-        return None
-    if isinstance(tensor, FlatShardTensor):
-        return next((param for param in handle.params if param.spec is tensor.spec), None)
-    tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, its local tensor
-    if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
-        return None
-    place = tensor.storage_offset(), tuple(tensor.shape)
-    return next((p for p in handle.params if (p.span.start, p.span.shape) == place), None)
 
 
 @dataclass(frozen=True)
@@ -75,6 +35,59 @@ class Request:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+
+
+@contextlib.contextmanager
+def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[None]:
+    """Let modules hold full parameters; see ``ShardedWrapper.summon_full_params``.
+
+    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
+    the request cannot be met, and at the end of the context if edits cannot be kept.
+    """
+    for keyword, value in {"recurse": recurse, **vars(request)}.items():
+        as_flag(keyword, value)
+    if request.rank0_only and request.writeback:
+        raise ValueError(
+            "summon_full_params: rank0_only=True needs writeback=False, got writeback=True: "
+            "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
+            "rank0_only=False and make the same edit on every rank."
+        )
+    units = units_in(module, nested=recurse)
+    for context in dict.fromkeys(unit.context for unit in units):
+        context.check_between_steps("summon_full_params()")
+    _check_owns_parameters(module)
+    handles = [handle for unit in units for handle in unit.handles]
+    for handle in handles:
+        _check_can_show(handle)
+    if request.with_grads:
+        _check_grads(handles)
+    opened: list[Summoned] = []
+    problems: list[str] = []
+    try:
+        # If `Summoned` raises, `finally` closes the earlier handles.
+        opened.extend(Summoned(handle, request) for handle in handles)
+        # Forwards start no all-gathers, because the modules hold full parameters.
+        with temporarily(units, is_summoned=True):
+            yield
+    finally:
+        # As in an unwrapped model, edits that were made before an exception are kept.
+        for one in reversed(opened):
+            problems += one.close()
+    if problems:
+        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
+
+
+def _check_owns_parameters(module: nn.Module) -> None:
+    """Raise RuntimeError if a unit outside of ``module`` owns a parameter in ``module``."""
+    inside = {id(param.spec) for handle in handles_in(module) for param in handle.params}
+    for part in module.modules():
+        for value in (*part._parameters.values(), *vars(part).values()):
+            if isinstance(value, FlatShardTensor) and id(value.spec) not in inside:
+                raise RuntimeError(
+                    f"summon_full_params: parameter {value.spec.name!r} belongs to "
+                    f"{unit_text(value.spec.unit)}, which is not in the given module. Pass the "
+                    "unit's ShardedWrapper, or the whole model."
+                )
 
 
 def _check_can_show(handle: FlatParamHandle) -> None:
@@ -117,37 +130,6 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
         agreed(prepare, worlds_of(handles), op_name, remedy)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
-
-
-def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
-    """Return the groups of ranks that train ``parts``, each group once."""
-    worlds = dict.fromkeys(part.topology.world for part in parts)
-    return list({world.ranks: world for world in worlds}.values())
-
-
-@contextlib.contextmanager
-def summoned(handles: Sequence[FlatParamHandle], request: Request) -> Iterator[None]:
-    """Let modules hold plain full parameters inside the context, instead of sharded parameters.
-
-    Collective at entry: one all-gather per flat parameter. Raises before the first all-gather if
-    the request cannot be met, and at the end of the context if edits cannot be kept.
-    """
-    for handle in handles:
-        _check_can_show(handle)
-    if request.with_grads:
-        _check_grads(handles)
-    opened: list[Summoned] = []
-    problems: list[str] = []
-    try:
-        # If `Summoned` raises, `finally` closes the earlier handles.
-        opened.extend(Summoned(handle, request) for handle in handles)
-        yield
-    finally:
-        # As in an unwrapped model, edits that were made before an exception are kept.
-        for one in reversed(opened):
-            problems += one.close()
-    if problems:
-        raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
 
 
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Functions to make unnamed files in memory (memfd), and to reserve and map address ranges.
+"""Unnamed files in memory (memfd) and address ranges, for the extras that map memory.
 
 Other processes on the same host can map the files, to share memory. No clean-up is needed: the
 system frees a file when no process has the file open or mapped. The files are not in ``/dev/shm``,
@@ -17,12 +17,16 @@ import os
 import sys
 from typing import Any
 
+from torch import Tensor
+
+from flatshard.memory.offload_target import OffloadTarget
+from flatshard.units.layout import PAGED_BYTES
+
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
-_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_PROT_READ_WRITE = 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MFD_NOEXEC_SEAL = 8
 
 
@@ -55,6 +59,8 @@ def _memfd() -> int:
 
 def reserve_range(nbytes: int) -> mmap.mmap:
     """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written."""
+    if not CAN_MAP:
+        raise OSError("this system maps no files")
     # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
     # reserved addresses as used memory (vm.overcommit_memory=2).
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -67,6 +73,19 @@ def mapped(number: int, nbytes: int) -> mmap.mmap:
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
+
+
+def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make, open and map a file of ``nbytes`` zeros, on the target's disk or in memory.
+
+    Returns the descriptor and the mapping.
+    """
+    number = (target.create or create)(nbytes)
+    try:
+        return number, (target.mapped or mapped)(number, nbytes)
+    except OSError:
+        os.close(number)
+        raise
 
 
 def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> None:
@@ -100,24 +119,19 @@ def want_pages(place: int, nbytes: int) -> None:
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
-def move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move pages from address ``source`` to ``place``, and return whether that worked.
+def own_pages(values: Tensor) -> None:
+    """Keep ``values``, which lie in a private mapping, when others write to the mapped file."""
+    touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
+    # At the first write to a page of a private mapping, the system copies the page.
+    touched.copy_(touched.clone())
 
-    Afterwards the range at ``source`` reads as zeros and has no memory.
+
+def fills_pages(nbytes: int) -> bool:
+    """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
+
+    Ranks on the same operating system get the same result.
     """
-    # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
-
-
-def forbid(place: int, nbytes: int) -> None:
-    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
-
-
-def allow(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range for which ``forbid`` was called."""
-    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
-        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
+    return CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 def give_back_freed() -> None:
@@ -143,6 +157,4 @@ def c_function(name: str, result: Any, *arguments: Any) -> Any:
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mmap = c_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
 _madvise = c_function("madvise", _int, _address, _size, _int)
-_mremap = c_function("mremap", _address, _address, _size, _size, _int, _address)
-_mprotect = c_function("mprotect", _int, _address, _size, _int)
 _malloc_trim = c_function("malloc_trim", _int, _size)  # None without glibc

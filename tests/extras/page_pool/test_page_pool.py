@@ -6,9 +6,8 @@ import resource
 import pytest
 import torch
 
-from flatshard.memory import buffers as buffers_module
-from flatshard.memory import mapped_files
-from flatshard.memory.buffers import POOL, PooledBuffer
+from flatshard.extras import mapped_files, page_pool
+from flatshard.extras.page_pool import POOL, PooledBuffer
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -76,7 +75,7 @@ def test_a_buffer_that_ends_in_use() -> None:
 def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows what the shard holds; what is written there stays out of the shard."""
     if not moves:
-        monkeypatch.setattr(mapped_files, "move_pages", lambda *_: False)
+        monkeypatch.setattr(page_pool, "_move_pages", lambda *_: False)
     numel = 2 * PAGE // 4
     buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     shard, own = buffer.shard, buffer.buffer[numel : 2 * numel]
@@ -106,7 +105,7 @@ def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_more_pages_than_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer then has its own ones, and gives them back."""
-    monkeypatch.setattr(buffers_module, "_MAX_CHUNKS", 0)
+    monkeypatch.setattr(page_pool, "_MAX_CHUNKS", 0)
     monkeypatch.setattr(POOL, "_idle", POOL._idle[:2])
     buffer = PooledBuffer(16 * MIB, torch.uint8)
     before = resident_bytes()
@@ -129,7 +128,7 @@ def allowed(address: int) -> str:
 def test_a_freed_buffer_is_not_zeros(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can read it, but for the shard."""
     if not moves:
-        monkeypatch.setattr(mapped_files, "move_pages", lambda *_: False)
+        monkeypatch.setattr(page_pool, "_move_pages", lambda *_: False)
     numel = PAGE // 4
     buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     places = [buffer.buffer.data_ptr() + number * PAGE for number in range(3)]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flatshard import collectives
+from tests.extras.summon.summoning import assert_trains_alike, on_ranks_each_way, summon
 from tests.harness import allow_warnings, naming
 from tests.side import pair
-from tests.state.summoning import assert_trains_alike, on_ranks_each_way, summon
 
 pytestmark = pytest.mark.by_turns
 

@@ -1,0 +1,239 @@
+"""Extra: keeps memory pages of resharded units on a CPU for the units that are unsharded next.
+
+Without this folder, unsharded buffers on a CPU come from torch's allocator, and steps are slower.
+
+[Note: pages]
+When a unit is resharded, ``PagePool`` keeps the memory pages of its unsharded buffer for the unit
+that is unsharded next. New memory would cost page faults, which take longer than filling the
+memory. The address of a buffer must never change, because autograd holds views of the buffer. So
+``mremap`` moves pages to and from the buffer's address, in a tenth of the time of page faults.
+
+Pages are moved in chunks of equal size, which the pool lends to buffers. The pages of an idle (not
+lent) chunk lie at the pool's own address. The pool grows to the largest number of chunks that were
+lent at the same time. If pages cannot be moved (another operating system, too many mappings), a
+buffer gets new pages by page faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatshard.extras import mapped_files
+from flatshard.extras.mapped_files import fills_pages, own_pages
+from flatshard.memory.buffers import BufferMemory, give_back_kept
+from flatshard.memory.offload_target import DEVICE, OffloadTarget
+
+__all__ = ["PooledBuffer", "fills_pages"]
+
+# Larger chunks are moved with fewer calls (15 us each), but waste more memory: the last chunk of a
+# buffer is rarely used in full.
+_CHUNK_BYTES = 1 << 20
+# Each lent chunk is a separate mapping, and Linux allows a process about 65,000 mappings.
+_MAX_CHUNKS = 1 << 13
+
+
+class PageLease(NamedTuple):
+    chunk: int  # the chunk's own address, at which its pages lie while the chunk is idle
+
+    # Address in a buffer to which the first ``nbytes`` of the chunk's pages were moved.
+    place: int
+    nbytes: int
+
+
+class PagePool:
+    """A pool of chunks of memory pages that are lent to buffers; see [Note: pages]."""
+
+    def __init__(self) -> None:
+        self._chunks: list[mmap.mmap] = []  # the address ranges of all chunks
+
+        # Addresses of idle chunks. Finalizers of buffers change this list between any two Python
+        # operations. Therefore each access to the list is a single operation.
+        self._idle: list[int] = []
+
+    def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
+        """Move pages of idle chunks to the address range from ``place`` to ``end``.
+
+        Appends a lease for each chunk. Returns the end of the part that got pages, which is less
+        than ``end`` if the pool has too few.
+        """
+        while place < end and (chunk := self._find_chunk()) is not None:
+            nbytes = min(end - place, _CHUNK_BYTES)
+            if not _move_pages(chunk, place, nbytes):
+                self._idle.append(chunk)
+                break
+            leases.append(PageLease(chunk, place, nbytes))
+            place += nbytes
+        return place
+
+    def _find_chunk(self) -> int | None:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()  # from the back, because chunks without pages lie at the front
+        if len(self._chunks) < _MAX_CHUNKS:
+            with contextlib.suppress(OSError):
+                self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))
+                return mapped_files.address_of(self._chunks[-1])
+        return None
+
+    def take_back(self, leases: list[PageLease]) -> None:
+        """Move the pages of all ``leases`` back to their chunks, and empty the list."""
+        # Return the last chunk first, so that the next buffer gets the chunks in the same order.
+        while leases:
+            chunk, place, nbytes = leases.pop()
+            if not _move_pages(place, chunk, nbytes):
+                mapped_files.drop_pages(place, nbytes)
+            self._idle.append(chunk)
+
+    def forget(self, leases: list[PageLease]) -> None:
+        """Take back chunks whose pages are lost, and empty ``leases``.
+
+        Called when a buffer was deleted: the system has freed the pages together with the buffer's
+        address range.
+        """
+        while leases:
+            # Insert chunks without pages at the front of the list. `lend` takes chunks from the
+            # back, so chunks that still have pages are lent first.
+            self._idle.insert(0, leases.pop().chunk)
+
+    def give_back(self) -> None:
+        """Free the pages of idle chunks, so that other programs can use the memory."""
+        for chunk in list(self._idle):
+            mapped_files.drop_pages(chunk, _CHUNK_BYTES)
+
+
+POOL = PagePool()
+give_back_kept.append(POOL.give_back)
+
+
+class PooledBuffer(BufferMemory):
+    """An unsharded buffer whose memory pages come from ``POOL``."""
+
+    # To save an all-gather's copy of this rank's shard, the memory of a large shard is a file that
+    # is also mapped into the buffer. That mapping is private: if a module writes to its unsharded
+    # parameters, the writes do not reach the shard, and are dropped when the unit is resharded.
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, own: range = range(0), target: OffloadTarget = DEVICE
+    ) -> None:
+        """Reserve the buffer's addresses, and make a file for this rank's shard in ``target``.
+
+        ``own``: range of the shard in the buffer. Empty: the shard has memory of its own.
+        """
+        nbytes = numel * dtype.itemsize
+        everything = mapped_files.reserve_range(nbytes)
+        super().__init__(torch.frombuffer(everything, dtype=dtype))
+        address = self.buffer.data_ptr()
+        end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # ``_own``: address range of this rank's shard. ``_rooms``: the address ranges before and
+        # after the shard, whose pages come from the pool.
+        start, stop = (address + at * dtype.itemsize for at in (own.start, own.stop))
+        self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
+        self._own_values = self.buffer[own.start : own.stop]
+        if own:
+            self.shard = _shown_twice(start, stop - start, dtype, target)
+        self._leases: list[PageLease] = []
+        self._is_taken = self._is_kept = False
+        self._forbid()
+        # Not when Python exits, because the end of the process frees all memory.
+        weakref.finalize(everything, POOL.forget, self._leases).atexit = False
+
+    @property
+    def held_bytes(self) -> int:
+        if not self._is_taken:
+            return 0
+        start, stop = self._own
+        return self.buffer.nbytes - (0 if self._is_kept else stop - start)
+
+    def take(self) -> None:
+        if self._is_taken:
+            return
+        # Set the flag first, without which `free` would not return pages if taking more fails.
+        self._is_taken = True
+        try:
+            for start, end in self._rooms:
+                # The system provides new pages for the rest of the range, at the first access.
+                missing = POOL.lend(start, end, self._leases)
+                if missing < end:
+                    _allow_access(missing, end - missing)
+        except MemoryError:
+            self.free()
+            raise
+
+    def renew(self) -> None:
+        self._is_kept = False
+        start, stop = self._own
+        if start < stop:
+            # Drop copies of pages, so that the next access reads the shard's file again.
+            mapped_files.drop_pages(start, stop - start)
+
+    def free(self) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            # Before `_forbid`, which frees all pages that are left in the range.
+            POOL.take_back(self._leases)
+            self._forbid()
+            self.renew()
+
+    def _forbid(self) -> None:
+        # A read of the freed buffer ends the process instead of silently returning zeros.
+        for start, end in self._rooms:
+            if start < end:
+                mapped_files.drop_pages(start, end - start)
+                _forbid_access(start, end - start)
+
+    def snapshot(self) -> None:
+        if self._is_taken:
+            own_pages(self._own_values)
+            self._is_kept = True
+
+
+def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTarget) -> Tensor:
+    """Make a file of ``nbytes``, map it twice, and return a tensor with the first mapping.
+
+    The first mapping is shared: writes to the returned tensor reach the file. The second mapping,
+    at address ``place``, is private: it shows the file, but writes do not reach the file.
+    """
+    number, found = mapped_files.create_mapped(target, nbytes)
+    try:
+        mapped_files.map_at(number, place, nbytes, private=True)
+    finally:
+        os.close(number)
+    return torch.frombuffer(found, dtype=dtype)
+
+
+# ---------------------------------------------------------------- system calls
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+
+
+def _move_pages(source: int, place: int, nbytes: int) -> bool:
+    """Move pages from address ``source`` to ``place``, and return whether that worked.
+
+    Afterwards the range at ``source`` reads as zeros and has no memory.
+    """
+    # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
+
+
+def _forbid_access(place: int, nbytes: int) -> None:
+    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
+
+
+def _allow_access(place: int, nbytes: int) -> None:
+    """Allow reads and writes of a range for which ``_forbid_access`` was called."""
+    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
+        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
+
+
+_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_mremap = mapped_files.c_function("mremap", _address, _address, _size, _size, _int, _address)
+_mprotect = mapped_files.c_function("mprotect", _int, _address, _size, _int)

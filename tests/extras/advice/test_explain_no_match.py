@@ -1,0 +1,24 @@
+"""A policy that chooses no module: the warning names the classes that it could choose."""
+
+import functools
+
+from torch import nn
+
+from flatshard.extras.advice import explain_no_match
+from flatshard.units.module_tree import ModuleTree
+from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.units.test_wrap import Block
+
+
+def test_explain_no_match() -> None:
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=9999)
+    root = nn.Sequential(nn.ModuleList([Block(), Block(4, 9)]), nn.LayerNorm(4), nn.ReLU())
+    assert explain_no_match(ModuleTree(root), policy) == (
+        "auto_wrap_policy: size_based_auto_wrap_policy(min_num_params=9999) chose no module of "
+        "Sequential, so all 169 elements of the model are one unit and are unsharded together. "
+        "A policy could choose these classes, largest first: Linear (161 elements), "
+        "Block (161 elements), LayerNorm (8 elements)."
+    )
+    assert "first: none." in explain_no_match(
+        ModuleTree(nn.Linear(2, 2)), ModuleWrapPolicy({Block})
+    )

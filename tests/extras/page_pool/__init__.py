@@ -1,0 +1,1 @@
+"""Tests of `flatshard.extras.page_pool`."""
