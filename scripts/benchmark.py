@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from lib.command_line import Parser
-from lib.output import write_json
+from lib.output import show, write_json
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
@@ -468,33 +468,23 @@ def summarize(
     }
 
 
-def show(figures: dict[str, Any]) -> None:
-    from rich import box
-    from rich import print as rich_print
-    from rich.table import Table
-
-    settings = figures["settings"]
-    title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
-        f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
-    )
-    # Remove the padding at the edges, so that the longest rows fit into 80 columns.
-    table = Table(
-        title=title, box=box.SIMPLE, pad_edge=False, caption="fwd/bwd/opt: shares of a step in %"
-    )
-    ratio = f"x {figures['baseline']} (min-max)"
-    for name in ("", "ms/step", ratio, "fwd/bwd/opt", "peak MiB", "loss diff"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+def rows_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the table. The phases are shares of a step in percent."""
+    rows = []
     for name, row in figures["implementations"].items():
         peak, loss = row["peak_bytes"], row["loss_difference"]
-        table.add_row(
-            name,
-            f"{1000 * row['seconds']:,.1f}",
-            f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})",
-            "/".join(f"{100 * share:.0f}" for share in row["shares"].values()),
-            "-" if peak is None else f"{peak / 2**20:,.1f}",
-            "-" if loss is None else f"{loss:.1e}",
+        ratio = f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
+        rows.append(
+            {
+                "": name,
+                "ms/step": f"{1000 * row['seconds']:,.1f}",
+                f"x {figures['baseline']} (min-max)": ratio,
+                "fwd/bwd/opt": "/".join(f"{100 * one:.0f}" for one in row["shares"].values()),
+                "peak MiB": None if peak is None else f"{peak / 2**20:,.1f}",
+                "loss diff": None if loss is None else f"{loss:.1e}",
+            }
         )
-    rich_print(table)
+    return rows
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -544,7 +534,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     plain = plain_loss(args)
     figures = summarize(run(args), plain, args)
-    show(figures)
+    show(
+        f"{args.preset}: {figures['parameters']:,} parameters, {args.world_size} ranks on "
+        f"{'cuda' if args.cuda else 'cpu'}, {args.strategy}",
+        rows_of(figures),
+    )
     write_json(args.json, figures)
     most = TOLERANCES[args.mixed_precision] * abs(plain)
     for name, row in figures["implementations"].items():

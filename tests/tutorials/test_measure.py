@@ -10,6 +10,7 @@ import measure
 import pytest
 import torch.distributed as dist
 import world_size
+from lib import output
 
 from tests.harness import allow_warnings, run_ranks
 
@@ -21,7 +22,7 @@ if not Path("/proc/self/clear_refs").exists():
 def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--layers", "1", "--width", "16", "--repeat", "1", "--folder", str(tmp_path)]
     args = measure.parse_args(checkpoints, options)
-    measure.show("title", run_ranks(_checkpoints, 2, args)[0])
+    output.show("title", run_ranks(_checkpoints, 2, args)[0])
     assert "fsdp2" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
