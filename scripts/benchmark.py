@@ -14,21 +14,20 @@ measured only if `--impl` names it.
 """
 
 import argparse
-import contextlib
 import ctypes
 import functools
 import gc
 import importlib.util
+import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from lib.command_line import Parser
-from lib.output import write_json
+from lib.output import show, write_json
 from torch import Tensor, nn
 
 PHASES = ("forward", "backward", "optimizer")
@@ -237,35 +236,62 @@ AUTOCAST = ("ddp", "compute")
 # ------------------------------------------------------------------------------------- what trains
 
 
+class Clock:
+    """Takes times on the device. On CUDA it records events, which do not delay the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return first.elapsed_time(second) / 1000 if self.is_cuda else second - first
+
+    def wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class Trainer:
     def __init__(self, model: nn.Module, batch: Tensor, optimizer: str, autocast: bool) -> None:
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.clock = model, batch, Clock(batch.device)
         self.optimizer = self.make_optimizer(optimizer)
         self.autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast)
 
     def train(self, steps: int) -> dict[str, Any]:
         """Train; returns seconds per step and per phase, and the loss of the first step."""
-        marks, losses = [], []
-        self.synchronize()
+        self.clock.wait()
         begin = time.perf_counter()
-        for _ in range(steps):
-            marks.append([self.now()])
-            with self.autocast:
-                logits = self.model(self.batch[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), self.batch[:, 1:].flatten())
-            marks[-1].append(self.now())
-            self.backward(loss)
-            marks[-1].append(self.now())
-            self.update()
-            marks[-1].append(self.now())
-            losses.append(loss.detach())
-        self.synchronize()
+        marks, losses = zip(*(self.step() for _ in range(steps)), strict=True)
+        self.clock.wait()
         seconds = (time.perf_counter() - begin) / steps
         phases = {
-            phase: sum(self.between(*mark[i : i + 2]) for mark in marks) / steps
+            phase: sum(self.clock.seconds(*mark[i : i + 2]) for mark in marks) / steps
             for i, phase in enumerate(PHASES)
         }
         return {"seconds": seconds, **phases, "loss": losses[0].item()}
+
+    def step(self) -> tuple[list[Any], Tensor]:
+        """Train one step; returns the times between its phases, and the loss."""
+        marks = [self.clock.now()]
+        with self.autocast:
+            logits = self.model(self.batch[:, :-1])
+        loss = loss_of(logits, self.batch)
+        marks.append(self.clock.now())
+        self.backward(loss)
+        marks.append(self.clock.now())
+        self.update()
+        marks.append(self.clock.now())
+        return marks, loss.detach()
 
     def make_optimizer(self, name: str) -> Any:
         return OPTIMIZERS[name](self.model.parameters())
@@ -276,21 +302,6 @@ class Trainer:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def synchronize(self) -> None:
-        if self.batch.is_cuda:
-            torch.cuda.synchronize()
-
-    def now(self) -> Any:
-        """The current time. On CUDA, records an event, which does not delay the step."""
-        if not self.batch.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, first: Any, second: Any) -> float:
-        return first.elapsed_time(second) / 1000 if self.batch.is_cuda else second - first
 
 
 class EngineTrainer(Trainer):
@@ -354,29 +365,20 @@ class Memory:
 # ------------------------------------------------------------------------------------------- ranks
 
 
-def run_rank(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
-    """Builds the model, then receives numbers of steps from the pipe, and trains these steps."""
-    try:
-        torch.set_num_threads(args.threads)
-        warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
-        serve(rank, name, args, store, pipe)
-    except EOFError:
-        pass  # the parent has ended
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        # Wait until the parent ends all ranks. If this rank ended now, the other ranks would fail
-        # too, and the parent might report the wrong rank.
-        with contextlib.suppress(EOFError):
-            pipe.recv()
+def run_rank(index: int, args: argparse.Namespace, folder: str, turns: Barrier) -> None:
+    """Trains one rank of an implementation in its turns, and writes the figures to the folder.
 
-
-def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Connection) -> None:
+    ``turns``: all ranks of all implementations wait there before each turn.
+    """
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")  # deprecation warnings of other wrappers
+    name, rank = args.impl[index // args.world_size], index % args.world_size
     device = torch.device("cuda", rank) if args.cuda else torch.device("cpu")
     if args.cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if args.cuda else "gloo",
-        store=dist.FileStore(store, args.world_size),
+        store=dist.FileStore(f"{folder}/{name}", args.world_size),
         rank=rank,
         world_size=args.world_size,
     )
@@ -391,86 +393,18 @@ def serve(rank: int, name: str, args: argparse.Namespace, store: str, pipe: Conn
     build(PRESETS["tiny"]).train(1)
     memory = Memory(args.cuda)
     trainer = build(args.shape)
-    pipe.send({})  # the model is built
-    pipe.send(trainer.train(pipe.recv()))  # warm-up steps
-    memory.reset()
-    while True:  # until the parent ends this process
-        pipe.send({**trainer.train(pipe.recv()), "peak_bytes": memory.peak()})
-
-
-class RankError(Exception):
-    """A rank failed. The message has the implementation, the rank and the error."""
-
-
-class Ranks:
-    """The processes of one implementation."""
-
-    def __init__(self, name: str, args: argparse.Namespace, folder: str) -> None:
-        self.name, self.pipes, self.processes = name, [], []
-        context = mp.get_context("spawn")
-        # Ctrl-C reaches all processes of the terminal. Let the ranks ignore it, because the parent
-        # ends the ranks.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for rank in range(args.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=run_rank, args=(rank, name, args, f"{folder}/{name}", theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        signal.signal(signal.SIGINT, handler)
-
-    def tell(self, steps: int) -> None:
-        for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError):  # the rank has ended: `answers` raises
-                pipe.send(steps)
-
-    def answers(self) -> list[dict[str, Any]]:
-        """The next answer of each rank.
-
-        Raises:
-            RankError: a rank failed or ended.
-        """
-        answers: dict[int, dict[str, Any]] = {}
-        while len(answers) < len(self.pipes):
-            waiting = {pipe: r for r, pipe in enumerate(self.pipes) if r not in answers}
-            for pipe in wait(list(waiting)):
-                answers[waiting[pipe]] = self.receive(waiting[pipe])
-        return [answers[rank] for rank in range(len(self.pipes))]
-
-    def receive(self, rank: int) -> dict[str, Any]:
-        try:
-            answer = self.pipes[rank].recv()
-        except (EOFError, ConnectionResetError):
-            answer = "it ended"
-        if isinstance(answer, dict):
-            return answer
-        # If a rank was killed, the other ranks fail too. Name the rank that was killed.
-        ended = wait([process.sentinel for process in self.processes], timeout=1)
-        for other, process in enumerate(self.processes):
-            if process.sentinel in ended:
-                process.join()
-                rank, answer = other, f"it ended with exit code {process.exitcode}"
-        raise RankError(f"{self.name}: rank {rank} failed: {answer}")
-
-
-@contextlib.contextmanager
-def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
-    """Starts the ranks of all implementations, and ends them after the block."""
-    everyone: list[Ranks] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for name in args.impl:
-                everyone.append(Ranks(name, args, folder))
-            yield everyone
-        finally:
-            processes = [process for ranks in everyone for process in ranks.processes]
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+    figures: list[dict[str, Any]] = []
+    for first in range(-1, args.rounds):  # the first round is a warm-up
+        for turn in range(len(args.impl)):
+            turns.wait()
+            # Rotate the order, because an implementation may be slower after a busy one.
+            if name == args.impl[(first + turn) % len(args.impl)]:
+                found = trainer.train(args.warmup if first < 0 else args.steps)
+                figures.append({**found, "peak_bytes": memory.peak()})
+                if first < 0:
+                    memory.reset()
+    Path(folder, f"{name}.{rank}").write_text(json.dumps(figures[1:]))
+    turns.wait()  # the first rank that ends removes the store's file
 
 
 # ----------------------------------------------------------------------------------------- figures
@@ -478,20 +412,20 @@ def started(args: argparse.Namespace) -> Iterator[list[Ranks]]:
 
 def run(args: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
     """Run all rounds; returns the figures by implementation, round and rank."""
-    figures: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in args.impl}
-    with started(args) as everyone:
-        for ranks in everyone:
-            ranks.answers()
-        for ranks in everyone:
-            ranks.tell(args.warmup)
-            ranks.answers()
-        for first in range(args.rounds):
-            # Rotate the order, because an implementation may be slower after a busy one.
-            for i in range(len(everyone)):
-                ranks = everyone[(first + i) % len(everyone)]
-                ranks.tell(args.steps)
-                figures[ranks.name].append(ranks.answers())
-    return figures
+    num_ranks = len(args.impl) * args.world_size
+    turns = mp.get_context("spawn").Barrier(num_ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(run_rank, (args, folder, turns), nprocs=num_ranks)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            name, rank = divmod(error.error_index, args.world_size)
+            sys.exit(f"error: {args.impl[name]}, rank {rank} failed: {error}")
+        found = {}
+        for name in args.impl:
+            files = [Path(folder, f"{name}.{rank}") for rank in range(args.world_size)]
+            of_ranks = [json.loads(file.read_text()) for file in files]
+            found[name] = [list(of_round) for of_round in zip(*of_ranks, strict=True)]
+        return found
 
 
 def summarize(
@@ -534,33 +468,23 @@ def summarize(
     }
 
 
-def show(figures: dict[str, Any]) -> None:
-    from rich import box
-    from rich import print as rich_print
-    from rich.table import Table
-
-    settings = figures["settings"]
-    title = f"{settings['preset']}: {figures['parameters']:,} parameters, " + (
-        f"{settings['world_size']} ranks on {settings['device']}, {settings['strategy']}"
-    )
-    # Remove the padding at the edges, so that the longest rows fit into 80 columns.
-    table = Table(
-        title=title, box=box.SIMPLE, pad_edge=False, caption="fwd/bwd/opt: shares of a step in %"
-    )
-    ratio = f"x {figures['baseline']} (min-max)"
-    for name in ("", "ms/step", ratio, "fwd/bwd/opt", "peak MiB", "loss diff"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+def rows_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the table. The phases are shares of a step in percent."""
+    rows = []
     for name, row in figures["implementations"].items():
         peak, loss = row["peak_bytes"], row["loss_difference"]
-        table.add_row(
-            name,
-            f"{1000 * row['seconds']:,.1f}",
-            f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})",
-            "/".join(f"{100 * share:.0f}" for share in row["shares"].values()),
-            "-" if peak is None else f"{peak / 2**20:,.1f}",
-            "-" if loss is None else f"{loss:.1e}",
+        ratio = f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
+        rows.append(
+            {
+                "": name,
+                "ms/step": f"{1000 * row['seconds']:,.1f}",
+                f"x {figures['baseline']} (min-max)": ratio,
+                "fwd/bwd/opt": "/".join(f"{100 * one:.0f}" for one in row["shares"].values()),
+                "peak MiB": None if peak is None else f"{peak / 2**20:,.1f}",
+                "loss diff": None if loss is None else f"{loss:.1e}",
+            }
         )
-    rich_print(table)
+    return rows
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -608,12 +532,13 @@ def main() -> None:
     args = parse_args()
     # The ranks inherit this variable, and their libraries read it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    try:
-        plain = plain_loss(args)
-        figures = summarize(run(args), plain, args)
-    except RankError as error:
-        sys.exit(f"error: {error}; all other ranks were stopped")
-    show(figures)
+    plain = plain_loss(args)
+    figures = summarize(run(args), plain, args)
+    show(
+        f"{args.preset}: {figures['parameters']:,} parameters, {args.world_size} ranks on "
+        f"{'cuda' if args.cuda else 'cpu'}, {args.strategy}",
+        rows_of(figures),
+    )
     write_json(args.json, figures)
     most = TOLERANCES[args.mixed_precision] * abs(plain)
     for name, row in figures["implementations"].items():

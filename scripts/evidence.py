@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
+from lib.command_line import Parser
 
 from tests.idioms import IDIOMS
 from tests.idioms.side import AUTO, STRATEGIES, difference, run
@@ -315,9 +316,7 @@ def chosen(names: Iterable[Any], words: Sequence[str]) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("registry", choices=[*REGISTRIES, "page"])
     parser.add_argument("names", nargs="*", help="entries to run, or parts of their names")
     parser.add_argument("--impl", nargs="+", choices=SIDES, default=SIDES, help="of idioms")

@@ -134,7 +134,8 @@ def place_of_part(name: str, args: argparse.Namespace) -> Place | None:
     if name == "fake":
         return Place(device, "fake", 1)
     if name == "diverge":
-        return Place(device, "nccl" if args.nccl_ranks else "gloo", 2)
+        # With a backend for the CPU, as in most programs.
+        return Place(device, "cpu:gloo,cuda:nccl" if args.nccl_ranks else "gloo", 2)
     if args.nccl_ranks:
         return Place("cuda", "nccl", args.nccl_ranks)
     if name == "nccl":

@@ -11,13 +11,12 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from lib.command_line import Parser, at_least
-from lib.output import write_json
+from lib.output import show, write_json
 
 sys.path.append(str(Path(__file__).with_name("measure")))
-NAMES = ("changes", "checkpoints", "construction", "offload", "watching", "weights", "world_size")
+NAMES = ("changes", "checkpoints", "construction", "offload", "weights", "world_size")
 
 
 def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
@@ -51,26 +50,6 @@ def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
     if not Path("/proc/self/clear_refs").exists():
         parser.error("this script needs Linux's /proc to measure RSS")
     return args
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table with a column for each key. Numbers are aligned right."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*map(text_of, row.values()))
-    console = Console()
-    Console(width=max(console.width, 16 * len(rows[0]))).print(table)
-
-
-def text_of(value: Any) -> str:
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else str("" if value is None else value)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lib.command_line import Parser
 from torch import Tensor, nn
 
 import flatshard
@@ -152,34 +153,22 @@ def train(args: argparse.Namespace) -> list[float]:
         rewards.append(float(reward.mean()))
         if rank == 0 and (step + 1) % 10 == 0:
             largest = max(norms, key=norms.__getitem__)
-            print(
-                f"step {step + 1}: reward {rewards[-1]:.2f}, "
-                f"largest gradient {norms[largest]:.3f} ({largest})"
-            )
+            gradient = f"largest gradient {norms[largest]:.3f} ({largest})"
+            print(f"step {step + 1}: reward {rewards[-1]:.2f}, {gradient}")
     if engine is not None:
         engine.close()
     if rank == 0:
-        print(
-            f"before each of {args.steps} steps the engine had the trainer's weights, bit for bit"
-        )
+        print(f"before each of {args.steps} steps the engine had the trainer's weights")
     return rewards
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: 50)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per step (default: 32)")
-    parser.add_argument(
-        "--bucket-bytes", type=int, default=1 << 14, help="bytes per bucket (default: 16384)"
-    )
-    parser.add_argument(
-        "--engines",
-        choices=("one", "all"),
-        default="one",
-        help="an engine on rank 0, or on every rank (default: one)",
-    )
+    parser = Parser(__doc__)
+    parser.add_number("--steps", 50, "optimizer steps")
+    parser.add_number("--batch", 32, "sequences per step")
+    parser.add_number("--bucket-bytes", 1 << 14, "bytes per bucket")
+    which = "an engine on rank 0, or on every rank (default: one)"
+    parser.add_argument("--engines", choices=("one", "all"), default="one", help=which)
     return parser.parse_args(arguments)
 
 

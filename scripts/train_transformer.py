@@ -38,8 +38,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add_model_and_steps(parser)
     add = parser.add_argument
     add("--bf16", action="store_true", help="compute in bfloat16; reduce gradients in float32")
-    add("--sample", type=int, default=0, metavar="N", help="continue --prompt by N bytes")
-    add("--prompt", default="The ", help="first words of the sample")
     args = parser.parse_args(arguments)
     if args.ddp and args.bf16:
         parser.error("--bf16 is for sharded parameters: remove --ddp")
@@ -188,19 +186,6 @@ def test_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: 
     return total.item() / (TEST_ROWS * args.context)
 
 
-@torch.no_grad()
-def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
-    """Returns the prompt and the model's continuation. Collective: all ranks draw the same."""
-    model.eval()
-    generator = torch.Generator().manual_seed(args.seed)
-    text = list(args.prompt.encode())
-    for _ in range(args.sample):
-        tokens = torch.tensor([text[-args.context :]], device=device)
-        chances = model(tokens)[0, -1].float().div(0.8).softmax(0).cpu()
-        text.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(text).decode(errors="replace")
-
-
 def train(args: argparse.Namespace, device: torch.device) -> None:
     plain = build(args)
     numel = sum(param.numel() for param in plain.parameters())
@@ -225,8 +210,6 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     say(f"Test loss: {tested:.4f}")
     results = {"parameters": numel, "losses": losses, "test_loss": tested, "seconds": seconds}
     training_job.write_json(args, **results)
-    if args.sample:
-        say(sample(model, args, device))
 
 
 if __name__ == "__main__":

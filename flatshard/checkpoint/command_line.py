@@ -8,10 +8,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flatshard.checkpoint.converting import FORMATS, convert
+from flatshard.checkpoint.converting import convert
 from flatshard.checkpoint.sources import open_source
 from flatshard.options.extras import default_extra
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     one = commands.add_parser("inspect", help="list the tensors in a checkpoint")
     one.add_argument("path", help="a file or a folder")
+    one.set_defaults(run=lambda options: print(describe(**options)))
     one = commands.add_parser(
         "convert",
         help="write a model's weights in another format",
@@ -30,20 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     one.add_argument("source", help="a file or a folder")
     one.add_argument("destination", help="model.safetensors, model.pt, or a folder")
-    one.add_argument("--to", choices=FORMATS, help="format to write (default: by the suffix)")
     one.add_argument("--key", help="the entry that contains the model, such as app.model")
     one.add_argument("--dtype", help="dtype for floating point tensors, such as bfloat16")
     one.add_argument("--max-shard-size", help="largest size of a safetensors file, such as 5GB")
+    one.set_defaults(run=_convert)
     one = commands.add_parser("explain", help="say what an error means, and what to do")
     one.add_argument("code", help="the code at the end of a message, such as FS-DEADLOCK")
-    planning = default_extra("plan")
-    if planning is not None:
+    one.set_defaults(run=lambda options: print(explain(**options)))
+    if (planning := default_extra("plan")) is not None:
         one = commands.add_parser(
             "plan", help="predict memory and time of training, for each sharding strategy"
         )
         planning.add_arguments(one)
-    trial = default_extra("trial_run")
-    if trial is not None:
+        one.set_defaults(run=planning.run)
+    if (trial := default_extra("trial_run")) is not None:
         one = commands.add_parser(
             "try",
             help="run your script under DDP and under flatshard, and compare",
@@ -52,32 +54,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the same, 1 differs, 2 raises, 3 cannot be compared.",
         )
         trial.verdict.add_arguments(one)
+        one.set_defaults(run=trial.verdict.start)
     options = vars(parser.parse_args(arguments))
-    command = options.pop("command")
+    command, run = options.pop("command"), options.pop("run")
     try:
-        if command == "plan":
-            assert planning is not None, "the command was parsed"
-            planning.run(options)
-        elif command == "try":
-            assert trial is not None, "the command was parsed"
-            return trial.verdict.start(options)  # type: ignore[no-any-return]
-        elif command == "inspect":
-            print(describe(**options))
-        elif command == "explain":
-            print(explain(**options))
-        else:
-            if (name := options["dtype"]) is not None:
-                options["dtype"] = getattr(torch, name, None)
-                if not isinstance(options["dtype"], torch.dtype):
-                    raise ValueError(f"--dtype: expected a dtype such as bfloat16, got {name!r}.")
-            convert(**options)
+        return run(options) or 0
     except (ValueError, OSError) as error:
         print(f"flatshard {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"flatshard {command}: interrupted", file=sys.stderr)
         return 130  # the status that shells report for an interrupt
-    return 0
+
+
+def _convert(options: dict[str, Any]) -> None:
+    if (name := options["dtype"]) is not None:
+        options["dtype"] = getattr(torch, name, None)
+        if not isinstance(options["dtype"], torch.dtype):
+            raise ValueError(f"--dtype: expected a dtype such as bfloat16, got {name!r}.")
+    convert(**options)
 
 
 def describe(path: str) -> str:

@@ -17,7 +17,6 @@ from flatshard.checkpoint.folder import log_speed, sync, zip_stream
 from flatshard.checkpoint.safetensors import as_saved, plan_files, write_whole
 from flatshard.checkpoint.sources import open_source
 
-FORMATS = ("safetensors", "torch")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -25,7 +24,6 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    to: str | None = None,
     key: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
@@ -47,10 +45,8 @@ def convert(
 
     Args:
         source: a file or a folder.
-        destination: a file, or a folder for several safetensors files. It must not exist.
-        to: the format to write: "safetensors" or "torch" (``torch.save``). None: "torch" if the
-            destination's name ends with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise
-            "safetensors".
+        destination: a file, or a folder for safetensors files. It must not exist. If its name ends
+            with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, ``torch.save`` writes the file.
         key: the entry of a nested checkpoint that contains the model ("app.model", for example).
             None: an entry called model, module, state_dict or model_state_dict, if there is one.
         dtype: dtype in which floating point tensors are written. None: as in the source.
@@ -63,11 +59,9 @@ def convert(
         OSError: a file cannot be read or written.
     """
     final = Path(destination)
-    to = to or ("torch" if final.suffix in _TORCH_SUFFIXES else "safetensors")
-    if to not in FORMATS:
-        raise ValueError(f"to={to!r}: expected one of {', '.join(FORMATS)}.")
-    if max_shard_size is not None and to != "safetensors":
-        raise ValueError(f"max_shard_size is only for safetensors, got to={to!r}. Leave it out.")
+    is_torchs = final.suffix in _TORCH_SUFFIXES
+    if max_shard_size is not None and is_torchs:
+        raise ValueError(f"max_shard_size is only for safetensors, got {final.name}. Leave it out.")
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)
@@ -87,7 +81,7 @@ def convert(
             continue
         like[name] = as_saved(one, dtype)
     begun = time.monotonic()
-    write = _write_torch if to == "torch" else partial(_write_safetensors, max_shard_size)
+    write = _write_torch if is_torchs else partial(_write_safetensors, max_shard_size)
 
     def read(name: str) -> Tensor:
         kept = ties.get(name, name)

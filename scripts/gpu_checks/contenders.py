@@ -11,7 +11,7 @@ from typing import Any
 
 import benchmark
 import torch
-from benchmark import GPT, Block, Preset, make_batch
+from benchmark import GPT, Block, Preset, Trainer, make_batch
 from torch import nn
 
 from flatshard import MixedPrecision, ShardedWrapper
@@ -26,7 +26,7 @@ from gpu_checks.places import (
     one_line,
     simulate,
 )
-from gpu_checks.training import BILLION, WARMUP, Clock, build_gpt, loss_of
+from gpu_checks.training import BILLION, WARMUP, build_gpt
 
 ROUNDS, STEPS_PER_TURN = 5, 3
 
@@ -51,55 +51,31 @@ CONTENDERS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
 }
 
 
-class Contender:
+class Contender(Trainer):
     """One implementation in training. Measures its time and memory beside other contenders."""
 
     def __init__(self, name: str, preset: Preset, device: torch.device) -> None:
         before = allocated(device)
         options = argparse.Namespace(strategy="FULL_SHARD", bf16=True)
-        self.device, self.clock = device, Clock(device)
-        self.model = CONTENDERS[name](build_gpt(preset, device), options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.batch = make_batch(preset, 0, device)
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=name == "plain")
-        for _ in range(WARMUP):
-            self.step()
-        self.clock.wait()
+        model = CONTENDERS[name](build_gpt(preset, device), options)
+        super().__init__(model, make_batch(preset, 0, device), "adamw", autocast=name == "plain")
+        self.train(WARMUP)
         gc.collect()
         self.bytes_between_steps = allocated(device) - before
-
-    def step(self) -> None:
-        with self.autocast:
-            logits = self.model(self.batch[:, :-1])
-        loss_of(logits, self.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def turn(self) -> dict[str, Any]:
         """Train some steps; returns seconds per step on device and host, and peak memory."""
         gc.collect()
-        at_start = allocated(self.device)
+        of_others = allocated(self.batch.device) - self.bytes_between_steps
         if self.clock.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        self.clock.wait()
-        first = self.clock.now()
-        for _ in range(STEPS_PER_TURN):
-            self.step()
-        last = self.clock.now()
-        self.clock.wait()
+        seconds = self.train(STEPS_PER_TURN)["seconds"]
         begin = time.perf_counter()
         self.step()  # only one step, because a full queue of kernels would delay the host
         host_seconds = time.perf_counter() - begin
         self.clock.wait()
-        peak = None
-        if self.clock.is_cuda:
-            of_others = at_start - self.bytes_between_steps
-            peak = torch.cuda.max_memory_allocated() - of_others
-        return {
-            "seconds": self.clock.seconds(first, last) / STEPS_PER_TURN,
-            "host_seconds": host_seconds,
-            "peak_bytes": peak,
-        }
+        peak = torch.cuda.max_memory_allocated() - of_others if self.clock.is_cuda else None
+        return {"seconds": seconds, "host_seconds": host_seconds, "peak_bytes": peak}
 
 
 def allocated(device: torch.device) -> int:

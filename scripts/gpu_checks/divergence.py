@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, share_gpu
+from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, join
 
 CASES = (
     "a unit is skipped",
@@ -167,20 +166,7 @@ def one_rank(rank: int, case: str, place: Place, folder: str) -> None:
 
     Exits with status 1 if the program raised, and otherwise with status 0.
     """
-    if place.is_cuda:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        if place.backend == "nccl" and place.shares_gpu:
-            share_gpu(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        f"cpu:gloo,cuda:{place.backend}" if place.is_cuda else place.backend,
-        store=dist.FileStore(f"{folder}/store", place.ranks),
-        rank=rank,
-        world_size=place.ranks,
-        timeout=timedelta(seconds=60),
-    )
-    device = torch.device("cuda") if place.is_cuda else torch.device("cpu")
+    device = join(place, rank, f"{folder}/store")
     result = run_program(case, rank, device)
     Path(folder, f"result.{rank}").write_text(json.dumps(result))
     sys.exit(1 if result["error"] else 0)

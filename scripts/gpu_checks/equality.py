@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import GPT, Block, Preset, make_batch
+from benchmark import GPT, Block, Preset, loss_of, make_batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from gpu_checks.places import FAIL, PASS, Outcome, Place, in_ranks, one_line
-from gpu_checks.training import SMALL, loss_of
+from gpu_checks.training import SMALL
 
 STEPS = 5
 LEARNING_RATE = 1e-3

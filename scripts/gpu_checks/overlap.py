@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmark import Clock
 
 from gpu_checks.places import FAIL, NO_GPU, PASS, SKIP, Outcome, Place, in_ranks
-from gpu_checks.training import MEDIUM, SMALL, WARMUP, Clock, Stepper
+from gpu_checks.training import MEDIUM, SMALL, WARMUP, Stepper
 
 Span = tuple[float, float]
 

@@ -55,7 +55,7 @@ def join(place: Place, rank: int, store: str) -> torch.device:
     if place.is_cuda:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        if place.backend == "nccl" and place.shares_gpu:
+        if "nccl" in place.backend and place.shares_gpu:
             share_gpu(rank)
     else:
         torch.set_num_threads(1)

@@ -1,13 +1,8 @@
-"""Models, training steps and clocks that several parts use."""
-
-import time
-from typing import Any
+"""Models and training steps that several parts use."""
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from benchmark import GPT, Block, Preset, make_batch
-from torch import Tensor
+from benchmark import GPT, Block, Preset, loss_of, make_batch
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
@@ -23,31 +18,6 @@ def build_gpt(preset: Preset, device: torch.device) -> GPT:
     torch.manual_seed(0)
     with device:
         return GPT(preset)
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Clock:
-    """Takes times on the device. On CUDA it records events, which do not delay the step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first: Any, second: Any) -> float:
-        return first.elapsed_time(second) / 1000 if self.is_cuda else second - first
-
-    def wait(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
 
 
 class Stepper:

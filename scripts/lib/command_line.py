@@ -9,8 +9,6 @@ from typing import NoReturn
 
 from lib.output import output_file
 
-LARGEST = 2**31 - 1
-
 
 def stop(message: str) -> NoReturn:
     """Ends this rank with exit status 2. One rank per machine prints `message`."""
@@ -54,8 +52,6 @@ def at_least(low: int) -> Callable[[str], int]:
         value = int(text)
         if value < low:
             raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
-        if value > LARGEST:
-            raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, got {value}")
         return value
 
     return integer

@@ -23,6 +23,27 @@ def write_json(path: Path | None, figures: Any, indent: int | None = 2) -> None:
         path.write_text(json.dumps(figures, indent=indent, default=str) + "\n")
 
 
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints a table with a column for each key. All columns but the first are aligned right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_text, row.values()))
+    console = Console()
+    Console(width=max(console.width, 16 * len(rows[0]))).print(table)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str("-" if value is None else value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 # ---------------------------------------------------------------- figures
 
 COLOURS = {

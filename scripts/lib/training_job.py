@@ -1,7 +1,6 @@
 """Code that the example trainers share: options, ranks, and checkpoints with restarts."""
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -13,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshard import ShardingStrategy, checkpoint
+from lib import output
+from lib.command_line import Parser
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> Parser:
     """Returns a parser with the options of strategy, transport, checkpoints and results."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = Parser(description)
     add = parser.add_argument
     add("--strategy", choices=[one.name for one in ShardingStrategy], default="FULL_SHARD")
     add("--ddp", action="store_true", help="train with DistributedDataParallel instead")
@@ -26,7 +26,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--checkpoint-dir", type=Path, metavar="DIR", help="save here, and on SIGTERM")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="from the last checkpoint in DIR, if there is one")
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_json("the results")
     return parser
 
 
@@ -79,9 +79,9 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def write_json(args: argparse.Namespace, **results: Any) -> None:
     """Writes the options and results to the file of `--json`, on rank 0."""
-    if args.json and dist.get_rank() == 0:
-        results = {"settings": vars(args), "torch": torch.__version__, **results}
-        args.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
+    if dist.get_rank() == 0:
+        about = {"settings": vars(args), "torch": torch.__version__}
+        output.write_json(args.json, {**about, **results})
 
 
 class Checkpoints:

@@ -26,9 +26,6 @@ from torch import nn
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 # --------------------------------------------------------------------------------- the three ways
 
 
@@ -75,11 +72,9 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
         tiny = Decoder(1, 16, 16)
     WAYS[way](tiny)
     torch.manual_seed(0)
-    torch.set_default_dtype(DTYPES[args.dtype])
     with torch.device("meta"):
         model = Decoder(args.layers, args.width, args.vocabulary)
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
-    total = sum(p.nbytes for p in model.parameters())
+    numel = sum(p.numel() for p in model.parameters())
     gc.collect()
     before = resident_bytes("VmRSS")
     reset_peak()
@@ -89,14 +84,7 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     seconds = time.perf_counter() - begin
     assert not any(p.is_meta for p in built.parameters())
-    return {
-        "seconds": seconds,
-        "peak": resident_bytes("VmHWM") - before,
-        "after": resident_bytes("VmRSS") - before,
-        "shards": total / args.world_size,
-        "largest_unit": max(*blocks, total - sum(blocks)),
-        "numel": total // DTYPES[args.dtype].itemsize,
-    }
+    return {"seconds": seconds, "peak": resident_bytes("VmHWM") - before, "numel": numel}
 
 
 OPTIONS = {
@@ -105,7 +93,6 @@ OPTIONS = {
     "layers": 4,
     "width": 512,
     "vocabulary": 8192,
-    "dtype": tuple(DTYPES),
     "rounds": 1,
 }
 
@@ -119,13 +106,5 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     rows = []
     for way, some in runs.items():
         best = min(some, key=lambda run: run["seconds"])
-        sizes = {
-            "peak": best["peak"],
-            "shards": best["shards"],
-            "largest unit": best["largest_unit"],
-            "peak - shards": best["peak"] - best["shards"],
-            "RSS after": best["after"],
-        }
-        mib = {name: size / MIB for name, size in sizes.items()}
-        rows.append({"": way, "seconds": best["seconds"], **mib})
-    return f"{best['numel']:,} parameters; MiB of the rank with the highest peak", rows
+        rows.append({"": way, "seconds": best["seconds"], "peak MiB": best["peak"] / MIB})
+    return f"{best['numel']:,} parameters, on the rank with the highest peak", rows

@@ -5,12 +5,10 @@
 Four blocks train under FULL_SHARD with AdamW and gradient clipping. The program traces the fourth
 step, when all caches are filled, on rank 0 and in all threads. Only functions that `def` defines
 count, without lambdas and comprehensions. All files of the package count.
-`scripts/measure/structure.py --step` starts this program and prints its figures.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
@@ -121,7 +119,10 @@ def main() -> None:
     torch.set_num_threads(1)
     executed = executed_in_a_step(transport)
     if dist.get_rank() == 0:
-        print(json.dumps(executed))
+        for name, (functions, lines) in executed.items():
+            print(f"{name:44}{functions:4} functions {lines:5} lines")
+        functions, lines = map(sum, zip(*executed.values(), strict=True))
+        print(f"{transport}: {lines} lines in {functions} functions of {len(executed)} files")
     dist.destroy_process_group()
 
 

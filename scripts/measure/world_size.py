@@ -8,9 +8,8 @@ process, which wraps a decoder of transformer blocks with one unit per block, an
 SGD.
 
 Prints the CPU seconds to wrap the model, of the first step and of a later step (the median), and
-the peak RSS. The columns "torch" are the time that torch itself needs: to create as many process
-groups, and to run the collectives of a later step (the fake backend copies a chunk for each rank).
-"before" is the RSS before the model is wrapped.
+the peak RSS. The column "torch" is the time that torch itself needs to run the collectives of a
+later step: the fake backend copies a chunk for each rank.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -82,10 +80,7 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
     # Train an unwrapped model first, so that torch's imports and first allocations do not count.
     warm_up = Decoder(1, args.width, args.vocabulary)
     step(warm_up, tokens, torch.optim.SGD(warm_up.parameters(), lr=1e-3, momentum=0.9))
-    before = resident_bytes("VmRSS")
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-        wrapped, wrap_seconds = timed(WAYS[way], model, args.strategy)
-    calls = list(new_group.call_args_list)
+    wrapped, wrap_seconds = timed(WAYS[way], model, args.strategy)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3, momentum=0.9)
     first, *later = (timed(step, wrapped, tokens, optimizer)[1] for _ in range(1 + args.steps))
     peak = resident_bytes("VmHWM")
@@ -96,12 +91,10 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
         "N": world_size,
         "parameters": numel,
         "wrap s": wrap_seconds,
-        "torch s": sum(timed(dist.new_group, *one.args, **one.kwargs)[1] for one in calls),
         "first step s": first,
         "later step s": statistics.median(later),
         "torch, step s": replay(events) if events else None,
         "peak MiB": peak / MIB,
-        "before MiB": before / MIB,
     }
 
 
@@ -111,9 +104,9 @@ def step(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimize
     optimizer.zero_grad()
 
 
-def timed(work: Callable[..., Any], *given: Any, **keywords: Any) -> tuple[Any, float]:
+def timed(work: Callable[..., Any], *given: Any) -> tuple[Any, float]:
     begin = time.process_time()
-    result = work(*given, **keywords)
+    result = work(*given)
     return result, time.process_time() - begin
 
 

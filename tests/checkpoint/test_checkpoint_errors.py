@@ -152,7 +152,7 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     torch.save(model.state_dict(), tmp_path / "net.pt")
     with pytest.raises(ValueError, match=f"json, got files of torch.save. {last}"):
         checkpoint.load(tmp_path / "net.pt", model)
-    checkpoint.convert(tmp_path / "net.pt", tmp_path / "other", to="safetensors")
+    checkpoint.convert(tmp_path / "net.pt", tmp_path / "other")
     with pytest.raises(ValueError, match=r"expected a flatshard.json, got files of safetensors"):
         checkpoint.load(tmp_path / "other", model)
     (tmp_path / "empty").mkdir()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_checks import divergence
-from lib.watch_cost import cost_of_watching
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d, fsdp
@@ -208,13 +207,6 @@ def pause(rank: int, seed: str, steps: str, longest: str) -> dict[str, Any]:
             dist.barrier()
     torch.cuda.synchronize()
     return {"error": "", "seconds": 0.0}
-
-
-def measure_watching(rank: int, blocks: str, steps: str) -> dict[str, Any]:
-    """Measure steps with and without checks for deadlocks (`scripts/measure.py watching`)."""
-    program = divergence.Program(rank, GPU)
-    program.step()
-    return {"error": "", **cost_of_watching(program.step, int(blocks), int(steps))._asdict()}
 
 
 def write_state_dict(rank: int, write: str) -> dict[str, Any]:

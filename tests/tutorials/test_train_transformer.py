@@ -1,6 +1,5 @@
 """The transformer's scripts: what they compute on the ranks of the harness."""
 
-import importlib.util
 import json
 import signal
 from pathlib import Path
@@ -40,7 +39,7 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     files = ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2", "--clip", "0.4"]
     run_ranks(_train, 1, ["--steps", "4", "--clip", "0.4", "--ddp", "--json", str(whole)])
     run_ranks(_train, 2, [*files, "--steps", "2", "--accumulate", "2"])
-    resumed = ["--resume", "--json", str(parts), "--sample", "3"]
+    resumed = ["--resume", "--json", str(parts)]
     run_ranks(_train, 3, [*files, "--steps", "4", *resumed])
     expected, found = (json.loads(path.read_text()) for path in (whole, parts))
     assert len(found["losses"]) == 4
@@ -67,22 +66,11 @@ def test_compares_strategies(tmp_path: Path) -> None:
     assert ways["FULL_SHARD"]["moved_bytes"] > ways["SHARD_GRAD_OP"]["moved_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--steps 1", "--steps must be at least 2, got 1"),
-        ("--plot x.txt", "--plot: x.txt must end in .pdf, .png or .svg"),
-        ("--plot x.png", 'matplotlib is not installed: pip install ".[examples]"'),
-    ],
-)
-def test_comparison_refuses_options(
-    options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_refuses_a_single_step(capsys: pytest.CaptureFixture[str]) -> None:
     import compare_strategies
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
-        compare_strategies.parse_args(options.split())
+        compare_strategies.parse_args(["--steps", "1"])
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert "--steps must be at least 2, got 1" in line

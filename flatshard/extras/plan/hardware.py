@@ -2,35 +2,22 @@
 
 The time of an operator follows the roofline model (Williams, Waterman and Patterson, 2009): the
 duration is the time for the arithmetic or the time for the memory traffic, whichever is longer.
-
-[Note: processor time of collectives]
-On CPUs, collectives and computation use the same cores. Background threads and the kernel send,
-receive, copy and add. If all cores are computing, this work slows the computation down, so even an
-overlapped collective has a cost. ``calibrate`` measures the processor time of this work, per byte
-and per collective.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import re
-import statistics
 import time
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from flatshard.extras import show_bytes
 from flatshard.extras.plan.trace import Op
-from flatshard.units.policies import ModuleWrapPolicy
-from flatshard.wrapper import ShardedWrapper
 
 # Fractions of a data sheet's peaks that large kernels reach: matrix products of cuBLAS, flash
 # attention (0.4 on Hopper, see arXiv 2407.08608; 0.6 on Ampere, see arXiv 2307.08691), and copies.
@@ -69,10 +56,6 @@ class Device:
         memory_rate: bytes per second that kernels read and write.
         memory_bytes: memory of the device.
         is_gpu: whether the device is a GPU, so that operators run as GPU kernels.
-        conv_flops: floating point operations per second in convolutions. 0: the same as ``flops``.
-        byte_seconds: processor time per byte that a rank sends, the work of receiving an equal
-            number of bytes included. See [Note: processor time of collectives].
-        start_seconds: processor time per collective, for any number of bytes.
     """
 
     flops: float
@@ -80,9 +63,6 @@ class Device:
     memory_rate: float
     memory_bytes: float
     is_gpu: bool = True
-    conv_flops: float = 0.0
-    byte_seconds: float = 0.0
-    start_seconds: float = 0.0
 
     @classmethod
     def of_data_sheet(
@@ -97,7 +77,6 @@ class Device:
     def seconds(self, op: Op, busy: float = 0.0) -> float:
         """Return the duration of an operator. ``busy``: seconds until running collectives end."""
         rate = self.attention_flops if op.is_attention else self.flops
-        rate = self.conv_flops or rate if "convolution" in op.name else rate
         seconds, share = op.flops / rate, COLLECTIVE_SHARE * self.is_gpu
         seconds = min(seconds / (1 - share), seconds + share * max(0.0, busy))
         return max(seconds, op.nbytes / self.memory_rate, _KERNEL_SECONDS * self.is_gpu)
@@ -121,6 +100,11 @@ DEVICES = {
     "l40s": Device.of_data_sheet(362e12, 0.864e12, 44.4 * _GIB),
     "rtx4090": Device.of_data_sheet(165e12, 1.008e12, 23.6 * _GIB),
 }
+
+
+# A core of a CPU. Predictions of memory also need speeds: a step holds more memory if more
+# reductions run at the same time.
+CPU_CORE = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
 
 
 @dataclass(frozen=True)
@@ -165,15 +149,11 @@ class Machine:
         return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()
 
 
-def calibrate(device: str = "cpu", *, seconds: float = 1.0, collectives: str = "") -> Device:
-    """Measure the speeds of a device of this machine, in about five times ``seconds``.
+def calibrate(device: str) -> tuple[float, float, float]:
+    """Measure the speeds of a device of this machine, in about three seconds.
 
-    Ranks on one machine share its memory and caches. For the speeds that ranks have in training,
-    call ``calibrate`` on all ranks at the same time.
-
-    ``collectives``: transport of the collectives on CPUs, as for ``ShardedWrapper``. ``calibrate``
-    then also measures the processor time of collectives, and is collective: all ranks of the
-    default process group. Empty: leave out this measurement.
+    Returns the ``flops``, ``attention_flops`` and ``memory_rate`` of a ``Device``. Ranks on one
+    machine share its memory and caches, so in training each rank is slower.
     """
     on_gpu = device != "cpu"
     dtype, width = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 1024)
@@ -185,76 +165,19 @@ def calibrate(device: str = "cpu", *, seconds: float = 1.0, collectives: str = "
     # Write to a second tensor, as most operators do. A write in place would be faster: CPUs read
     # memory before they write to it, and an operator in place has read the memory already.
     out = torch.empty_like(source)
-    images, kernel = torch.randn(16, 128, 16, 16), torch.randn(128, 128, 3, 3)
-    memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0.0
-    # Measure collectives first. Then all ranks begin the other measurements at the same time.
-    size = dist.get_world_size() if collectives else 1
-    added = _processor_seconds(collectives, size) if size > 1 else (0.0, 0.0)
 
     def rate(run: Any, work: float) -> float:
         run()
         count, began = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - began) < seconds:
+        while (elapsed := time.perf_counter() - began) < 1.0:
             run()
             if on_gpu:
                 torch.cuda.synchronize(device)
             count += 1
         return work * count / elapsed
 
-    return Device(
+    return (
         rate(lambda: matrix @ matrix, 2.0 * width**3),
         rate(lambda: F.scaled_dot_product_attention(heads, heads, heads), 256.0 * width**2),
         rate(lambda: torch.mul(source, 1.0, out=out), 2.0 * source.nbytes),
-        memory,
-        on_gpu,
-        0.0 if on_gpu else rate(lambda: F.conv2d(images, kernel), 2.0 * 16 * 14**2 * 9 * 128**2),
-        *added,
     )
-
-
-def _processor_seconds(collectives: str, size: int, units: int = 4) -> tuple[float, float]:
-    """Measure the processor time of collectives: per byte that a rank sends, and per collective.
-
-    Small models run forward and backward, with and without flatshard. The differences in processor
-    time come from the collectives. Collective: all ranks of the default process group, which has
-    ``size`` ranks.
-    """
-    # If ranks leave cores idle, background threads run there, and do not delay the computation.
-    # Then measure only this thread.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) * torch.get_num_threads()
-    clock = time.process_time if here >= (os.cpu_count() or 1) else time.thread_time
-    policy = ModuleWrapPolicy({nn.Linear})
-    keywords: dict[str, Any] = {"auto_wrap_policy": policy, "sharding_strategy": "SHARD_GRAD_OP"}
-    keywords |= {"collectives": collectives, "coalesce_bytes": 0, "sync_module_states": True}
-    sent, costs = [], []
-    for width in (64, 1024):
-        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
-        model = ShardedWrapper(copy.deepcopy(plain), **keywords)
-        times = []
-        for one in 15 * [plain, model]:
-            began = clock()
-            one(torch.ones(256, width)).sum().backward()
-            one.zero_grad()
-            times.append(clock() - began)
-        # Leave out the first three steps of each model, which are slower because they warm up.
-        added = statistics.median(b - a for a, b in zip(times[6::2], times[7::2], strict=True))
-        costs.append(added / (2 * units))
-        sent.append(4 * width**2 * (size - 1) / size)
-    fit = statistics.linear_regression(sent, costs)
-    return max(0.0, fit.slope), max(0.0, fit.intercept)
-
-
-@cache
-def device_of(kind: str) -> Device:
-    """Return the speeds of this machine's device. ``kind``: the device's type, such as ``cuda``.
-
-    A GPU in ``DEVICES`` is found by its name. The speeds of other devices are measured, which takes
-    less than a second.
-    """
-    if kind == "cuda":
-        found = torch.cuda.get_device_properties()
-        name = found.name.lower().replace(" ", "")
-        known = [one for key, one in DEVICES.items() if key.partition("-")[0] in name]
-        if known:
-            return min(known, key=lambda one: abs(one.memory_bytes - found.total_memory))
-    return calibrate(kind, seconds=0.05)

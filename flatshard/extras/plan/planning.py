@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatshard.extras import tabulate
-from flatshard.extras.plan.hardware import DEVICES, Machine, device_of, show
+from flatshard.extras.plan.hardware import CPU_CORE, DEVICES, Machine, show
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.shards import FlatMemory, plan_flats
@@ -277,7 +277,8 @@ class RankPlan:
 def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankPlan:
     """Predict the memory of a wrapped model in a step, and measure the model's memory now."""
     settings, units = unit_of(wrapper).settings, units_in(wrapper)
-    ranks, placement, kind = settings.ranks, settings.placement, settings.device.type
+    ranks, placement = settings.ranks, settings.placement
+    on_gpu = settings.device.type == "cuda"
     chosen = {module for unit in units if not unit.is_root for module in unit.modules}
     measured = _measure(wrapper, optimizer)
     held = measured.get("optimizer")
@@ -287,7 +288,7 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
         traced = TracedModel.of(
             lambda: wrapper.module,
             step,
-            on_gpu=kind == "cuda",
+            on_gpu=on_gpu,
             device=str(settings.device),
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
             mixed_precision=settings.mixed_precision,
@@ -303,8 +304,8 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
         )
     in_background = unit_of(wrapper).topology.intra_group.transport_for().gathers_in_background
     on_cpu = "sockets" if in_background else "native"
-    machine = Machine(device_of(kind), transport="nccl" if kind == "cuda" else on_cpu)
-    outcome = Replay(traced.trace, flats, machine).run()
+    device, transport = (DEVICES["h100"], "nccl") if on_gpu else (CPU_CORE, on_cpu)
+    outcome = Replay(traced.trace, flats, Machine(device, transport=transport)).run()
     predicted = {
         **outcome.persistent,
         "unsharded": outcome.highest.get("unsharded", 0),

@@ -37,8 +37,7 @@ class Outcome:
         persistent: bytes of parameters, gradients and optimizer state between steps.
         reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
-        compute_seconds: duration of the step's operators and of the optimizer. On CPUs, also the
-            part of the collectives' work that does not overlap with a wait.
+        compute_seconds: duration of the step's operators and of the optimizer.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
             bytes that this rank sends to other nodes.
     """
@@ -91,9 +90,7 @@ class Replay:
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)
         self._now, self._place = "start", ""
-        # `_owed`: seconds of work for collectives that a CPU still has to do. See hardware.py,
-        # [Note: processor time of collectives].
-        self.clock = self._link_free = self._owed = 0.0
+        self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
         self.state: list[Held] = []
@@ -149,20 +146,14 @@ class Replay:
     def send(self, nbytes: float, size: int, in_node: int) -> float:
         """Start a collective, and return the time at which the collective ends."""
         seconds = self.machine.collective_seconds(nbytes, size, in_node)
-        device, sent = self.machine.device, nbytes * (size - 1) / size
-        self._owed += sent * device.byte_seconds + (size > 1) * device.start_seconds
         self._link_free = max(self._link_free, self.clock) + seconds
-        self.outcome.sent_bytes[size > in_node] += sent
+        self.outcome.sent_bytes[size > in_node] += nbytes * (size - 1) / size
         return self._link_free
 
     def wait(self, ends: float) -> None:
-        # On a CPU, the processor does the work of collectives while the computation waits. Only the
-        # rest of this work delays the computation.
-        self._owed = max(0.0, self._owed - max(0.0, ends - self.clock))
         self.clock = max(self.clock, ends)
 
     def compute(self, seconds: float) -> None:
-        seconds, self._owed = seconds + self._owed, 0.0
         self.clock += seconds
         self.outcome.compute_seconds += seconds
 

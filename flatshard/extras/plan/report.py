@@ -394,10 +394,10 @@ def run(options: dict[str, Any]) -> None:
         if spec is not None:
             raise ValueError("--calibrate measures this machine and takes no SPEC. Leave out SPEC.")
         name = "cuda" if torch.cuda.is_available() else "cpu"
-        found = calibrate(name)
-        print(f"{name}: --flops {found.flops / 1e12:.2f}T")
-        print(f"{name}: attention {found.attention_flops / 1e12:.2f} TFLOP/s")
-        print(f"{name}: memory {found.memory_rate / 1e9:.1f} GB/s")
+        flops, attention, memory = calibrate(name)
+        print(f"{name}: --flops {flops / 1e12:.2f}T")
+        print(f"{name}: attention {attention / 1e12:.2f} TFLOP/s")
+        print(f"{name}: memory {memory / 1e9:.1f} GB/s")
     elif spec is None:
         raise ValueError("expected a SPEC or --calibrate. Option --help lists the kinds of SPEC.")
     else:

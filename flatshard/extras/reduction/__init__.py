@@ -110,8 +110,7 @@ def _plan(
             )
     planned = {}
     for unit in units:
-        if problem := _problem(unit, hook, dtype, is_average):
-            raise problem
+        _check(unit, hook, dtype, is_average)
         # A hook that only averages is never called: flatshard reduces in the hook's dtype.
         planned[unit] = (
             CommHook(dtype)
@@ -135,31 +134,29 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     return False, None
 
 
-def _problem(
-    unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool
-) -> Exception | None:
-    """Return the error if the unit cannot use the hook, otherwise None."""
+def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -> None:
+    """Raise if the unit cannot use the hook."""
     where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
     if any(handle.comm_hook is not None for handle in unit.handles):
-        return RuntimeError(
+        raise RuntimeError(
             f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
             "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "
             "once for each wrapper."
         )
     if any(handle.grads.waits_for(GradSync.FULL) for handle in unit.handles):
-        return RuntimeError(
+        raise RuntimeError(
             f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync, "
             "or after the backward that reduces the gradients."
         )
     if dtype is not None and precision.reduce_dtype not in (None, dtype):
-        return ValueError(
+        raise ValueError(
             f"{name} reduces in {dtype}, but {where} was wrapped with MixedPrecision(reduce_dtype="
             f"{precision.reduce_dtype}). Leave out the hook or reduce_dtype."
         )
     if is_average:
-        return None
+        return
     if precision.reduce_mode is ReduceMode.FIXED_ORDER:
-        return ValueError(
+        raise ValueError(
             f"{name} may add gradients in any order, but {where} was wrapped with MixedPrecision("
             'reduce_mode="fixed_order"). Leave out the hook or reduce_mode.'
         )
@@ -174,20 +171,19 @@ def _problem(
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{name} takes a bucket of DistributedDataParallel, and flatshard has no "
             f"buckets. {_COMPRESS}. Any other hook must have the form {expected}."
         )
     if unit.placement.hybrid:
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{where} has a HYBRID strategy, which reduces gradients in two stages. "
             f"One hook cannot replace both stages. {_COMPRESS}. To keep this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
     except TypeError:
-        return TypeError(f"expected {expected}, got {name}{signature}")
-    return None
+        raise TypeError(f"expected {expected}, got {name}{signature}") from None
 
 
 def _user_hook(
