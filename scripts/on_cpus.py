@@ -154,7 +154,7 @@ def replace_distributed() -> None:
         wrap(self, module, None, None, *args, **given)
 
     # No line of this file is a line of the program.
-    wrap_on_cpu.__code__ = wrap_on_cpu.__code__.replace(co_filename="<on_cpus>")
+    wrap_on_cpu.__code__ = wrap_on_cpu.__code__.replace(co_filename="<frozen on_cpus>")
     wrapper.__init__ = wrap_on_cpu
     sync: Any = nn.SyncBatchNorm
     sync.convert_sync_batchnorm = classmethod(lambda _, module, *__: module)

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import linecache
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -39,20 +37,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from flatshard.extras import is_program, program_line
+
 OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Parts of torch whose threads never begin a collective: data loading and compilation.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
-_LIBRARIES = (
-    f"{Path(__file__).parents[2]}{os.sep}",
-    f"{sysconfig.get_path('stdlib')}{os.sep}",
-    _TORCH,
-    "<frozen",
-)
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_LINE_LENGTH = 80  # maximum number of characters of a source line that is quoted
 
 
 class OwnCollective(NamedTuple):
@@ -108,7 +100,7 @@ def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGro
     if not names or frames[-1].f_code.co_filename != _C10D:
         return None
     group = frames[-1].f_locals.get("group") or dist.group.WORLD
-    line = _line_of(frames[-1])
+    line = program_line(frames[-1])
     name = f"torch.distributed.{names[0]}()" + (f", at {line}" if line else "")
     return (name, group) if isinstance(group, dist.ProcessGroup) else None
 
@@ -154,20 +146,8 @@ def line_of(thread: int) -> str:
     # backward runs in a thread of autograd, while the main thread waits in the program's line that
     # called `backward()`.
     for one in (thread, threading.main_thread().ident):
-        if line := _line_of(sys._current_frames().get(one or 0)):
+        if line := program_line(sys._current_frames().get(one or 0)):
             return line
-    return ""
-
-
-def _line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of the program in the stack of ``frame``, or ""."""
-    for one in _outwards(frame):
-        path, number = one.f_code.co_filename, one.f_lineno
-        if _is_program(path):
-            with contextlib.suppress(ValueError):
-                path = str(Path(path).relative_to(Path.cwd()))
-            line = linecache.getline(one.f_code.co_filename, number).strip()
-            return f"{path}:{number}" + (f": {line[:_LINE_LENGTH]}" if line else "")
     return ""
 
 
@@ -202,11 +182,7 @@ def _is_in_backward(frame: FrameType) -> bool:
 
 def _may_begin(path: str) -> bool:
     """Whether code in the file ``path`` may begin a collective."""
-    return _is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
-
-
-def _is_program(path: str) -> bool:
-    return not path.startswith(_LIBRARIES) and not any(part in path for part in _PACKAGES)
+    return is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -15,38 +15,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
+import os
 import random
 import resource
 import sys
 import time
-import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as steps
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flatshard.extras.trial_run.user_line import current_line
+from flatshard.extras import program_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
 Key = tuple[int, str, str]  # step, kind of tensor, name
-_Named = Iterable[tuple[str, Any, Any]]
+_Named = Iterable[tuple[str, Tensor]]
 _SIZE, _CHUNK = 256, 1 << 16
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # surrounds each step
-
-
-class Enough(SystemExit):
-    """Raised out of the last optimizer step, to end the script."""
 
 
 class Sketch(NamedTuple):
@@ -57,8 +51,7 @@ class Sketch(NamedTuple):
 
     shape: tuple[int, ...]
     eps: float  # of the dtype; 0 for integers
-    offset: int  # of the range, in memory order
-    numel: int  # of the range
+    range: tuple[int, int]  # first index and number of elements, in memory order
     sums: Tensor
 
 
@@ -66,33 +59,30 @@ class Sketch(NamedTuple):
 class Record:
     """What a rank has recorded, and how its run ended."""
 
+    failure: str = ""
+    failed_at: float = math.inf  # if several ranks fail, the first one is the cause
     events: dict[Key, Sketch | None] = field(default_factory=dict)  # None: no gradient
     lines: dict[Key, str] = field(default_factory=dict)  # of the program
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, what is called)
-    warned: dict[tuple[str, str], None] = field(default_factory=dict)  # (line, warning)
-    wrapped: dict[str, str] = field(default_factory=dict)  # line: name of the wrapper
-    times: list[float] = field(default_factory=list)  # of steps, without the time of recording
-    memory: int = 0  # peak
-    written: int = 0  # bytes per step
-    failure: str = ""
-    line: str = ""  # at which the run failed
-    # If several ranks fail, the first one is the cause. 0: a process that ended by itself; inf: a
-    # process that had to be killed.
-    failed_at: float = 0.0
+    remarks: Counter[tuple[str, str]] = field(default_factory=Counter)  # line, what it does
+    costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
+
+    def write(self, file: Path) -> None:
+        """Write the record into a file, of which nobody reads a part."""
+        torch.save(self, part := file.with_suffix(".part"))
+        part.rename(file)
 
 
 @torch.no_grad()
-def sketch(tensor: Tensor, param: Tensor | None = None) -> Sketch:
-    """Return the sketch of a tensor. ``param``: the parameter, if the tensor is a gradient."""
-    owner = tensor if param is None else param
+def sketch(tensor: Tensor, owner: Tensor) -> Sketch:
+    """Return the sketch of a tensor. ``owner``: the parameter if it is a gradient, or itself."""
     if isinstance(owner, FlatShardTensor):
         shape, offset = owner.spec.shape, owner.spec.offset
-        flat = owner.local.detach() if param is None else local_grad(tensor, owner.spec)
+        flat = owner.local.detach() if tensor is owner else local_grad(tensor, owner.spec)
     else:
         if tensor.is_sparse:  # an input may be too large as a dense tensor
-            tensor = tensor.coalesce().values() if param is None else tensor.to_dense()
+            tensor = tensor.coalesce().values() if tensor is owner else tensor.to_dense()
         shape, offset = tuple(tensor.shape), 0
-        order = memory_order(tensor if param is None else param)
+        order = memory_order(tensor if owner.is_sparse else owner)
         flat = tensor.detach().permute(order).reshape(-1)
     if flat.is_complex():
         shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
@@ -102,67 +92,58 @@ def sketch(tensor: Tensor, param: Tensor | None = None) -> Sketch:
         signs = 1 - 2 * ((index * 0x9E3779B97F4A7C1 >> 40) & 1)
         sums.index_add_(0, index % _SIZE, part.double().nan_to_num(1e4, 3e4, -3e4) * signs)
     eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
-    return Sketch(shape, eps, offset, flat.numel(), sums.cpu())
+    return Sketch(shape, eps, (offset, flat.numel()), sums.cpu())
 
 
 class Recorder:
     """Records the steps of one rank."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        record: Record,
-        end: Callable[[], object],
-        *,
-        perturbs: bool,
-    ) -> None:
-        """Record ``options.steps`` steps of each optimizer in ``record``, then end the script.
+    def __init__(self, options: argparse.Namespace, file: Path, *, perturbs: bool) -> None:
+        """Record ``options.steps`` steps of each optimizer, then end the process.
 
-        ``end``: writes the record, and ends the process. ``perturbs``: change the weights by one
-        unit in the last place before the first forward.
+        ``perturbs``: change the weights by one unit in the last place before the first forward.
         """
-        self.options, self.record, self._end, self._perturbs = options, record, end, perturbs
+        self.options, self._file, self._perturbs, self.record = options, file, perturbs, Record()
         self.names: dict[Tensor, str] = {}  # of parameters of wrapped models
-        self._models: list[Any] = []
-        self._counts: dict[torch.optim.Optimizer, int] = {}
-        self._aside, self._began, self._written = 0.0, 0.0, 0
-        self._baseline = _peak()
+        self._models: dict[Any, str] = {}  # and beginnings of their tensors' names
+        self._fresh: list[nn.Module] = []  # models whose weights will be changed
+        self._counts: Counter[Any] = Counter()  # of optimizers' steps
+        self._step = 1  # that runs now
+        self._depth = 0  # of optimizer steps that call another optimizer's step
+        self._aside, self._baseline = 0.0, _resident()
+        self._add_costs()
         if perturbs:
             _compute_norms_in_float64()
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
-        torch.autograd.backward = self._recording_loss(torch.autograd.backward)
+        steps.register_optimizer_step_pre_hook(self._before_step)
+        steps.register_optimizer_step_post_hook(self._after_step)
+        torch.autograd.backward = functools.partial(self._backward, torch.autograd.backward)
 
-    def _recording_loss(self, backward: Any) -> Any:
-        @functools.wraps(backward)
-        def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            is_inner = torch._C._current_graph_task_id() >= 0  # checkpointing, in a backward
-            losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
-            if len(losses) == 1 and losses[0].numel() == 1 and not is_inner:
-                self._add("loss", [("loss", losses[0], None)])
-            backward(tensors, *args, **kwargs)
-            # Record averaged gradients before the program clips or scales them, the last first.
-            if not is_inner and all(one.require_backward_grad_sync for one in self._models):
-                named = reversed(self.names.items())
-                self._add("gradient", [(name, one.grad, one) for one, name in named])
+    def end(self, failure: str = "", frame: FrameType | None = None) -> NoReturn:
+        """Write the record, and end the process. ``frame``: the innermost frame of a failure."""
+        if failure:
+            line = program_line(frame)
+            self.record.failure = failure + f"\n  at {line}" * bool(line)
+            self.record.failed_at = time.time()
+        self.record.write(self._file)
+        sys.stdout.flush()
+        os._exit(bool(failure))  # exit handlers may wait for other ranks
 
-        return recorded
+    def remark(self, what: str) -> None:
+        """Count what the program does in its current line."""
+        self.record.remarks[program_line(sys._getframe()), what] += 1
 
-    def add_model(self, model: Any, replaced: str) -> None:
-        """Record the initial values of a wrapped model, whose wrapper was called ``replaced``."""
-        prefix = f"model {len(self._models) + 1}: " if self._models else ""
-        model.__dict__["_prefix_in_trial"] = prefix
-        self._models.append(model)
-        self.record.wrapped[current_line()] = replaced
-        params = _named(model, model.named_parameters())
-        self.names |= {one: name for name, one, _ in params}
-        self._add("initial value", params, step=0)
+    def add_model(self, model: Any) -> None:
+        """Record the initial values of a wrapped model."""
+        self._models[model] = f"model {len(self._models) + 1}: " if self._models else ""
+        params = self._named(model, model.named_parameters())
+        self.names |= {param: name for name, param in params}
+        self._add("initial value", params, 0)
+        self._fresh += [model] * self._perturbs
 
     def forward(self, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a wrapped model's forward; record inputs and outputs."""
-        if self._perturbs and not model.__dict__.setdefault("_was_perturbed", False):
-            model.__dict__["_was_perturbed"] = True
-            _perturb(model)
+        while self._fresh:
+            _perturb(self._fresh.pop())
         if self.options.exact:
             args, kwargs = tree_map(_as_double, (args, kwargs))
         self._add_all("input", model, (args, kwargs))
@@ -170,82 +151,94 @@ class Recorder:
         self._add_all("output", model, out)
         return out
 
-    def _add_all(self, kind: str, model: Any, values: Any) -> None:
-        prefix = model.__dict__.get("_prefix_in_trial", "a copy: ")
-        where = "" if torch.is_grad_enabled() else f", {current_line()}"  # for lone calls
-        tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
-        named = ((f"{prefix}{kind} {n}{where}", one, None) for n, one in enumerate(tensors))
-        self._add(kind, named)
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        is_inner = torch._C._current_graph_task_id() >= 0  # checkpointing, in a backward
+        losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
+        if len(losses) == 1 and losses[0].numel() == 1 and not is_inner:
+            self._add("loss", [("loss", losses[0])])
+        backward(tensors, *args, **kwargs)
+        # Record averaged gradients before the program clips or scales them, the last first.
+        if not is_inner and all(one.require_backward_grad_sync for one in self._models):
+            self._add("gradient", [(name, one) for one, name in reversed(self.names.items())])
 
-    def _add(self, kind: str, tensors: _Named, *, step: int = -1) -> None:
-        """Record tensors of one kind: their names, the tensors, and parameters of gradients."""
-        began, line = time.perf_counter(), current_line()
-        step = max(self._counts.values(), default=0) + 1 if step < 0 else step
-        for name, tensor, param in tensors:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == len(args) == 1 and not kwargs:  # a closure will compute the gradients
+            self._add("gradient at the step", self._params(optimizer), self._counts[optimizer] + 1)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        params, most = self._params(optimizer), self.options.steps
+        self._counts[optimizer] += 1
+        step = self._counts[optimizer]
+        self._add("value", params, step)
+        for model in self._models:
+            self._add("buffer", self._named(model, model.named_buffers()), step)
+        self._add("random generator", _generators(), step)
+        if step == self._step:  # the first optimizer that makes this step
+            self._step += 1
+            self._add_costs()
+        if min(self._counts.values()) >= most or step >= 3 * most:
+            self.end()
+
+    def _params(self, optimizer: Any) -> list[tuple[str, Tensor]]:
+        kind = type(optimizer).__name__
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return [(self.names.get(p, f"{kind}, parameter {n}"), p) for n, p in enumerate(params)]
+
+    def _named(self, model: nn.Module, tensors: _Named) -> list[tuple[str, Tensor]]:
+        """Return tensors with their names in the unwrapped model."""
+        named = [([part for part in name.split(".") if part != "module"], t) for name, t in tensors]
+        return [(self._models[model] + ".".join(parts), tensor) for parts, tensor in named]
+
+    def _add_all(self, kind: str, model: Any, values: Any) -> None:
+        where = (
+            "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
+        )  # for lone calls
+        tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+        prefix = self._models.get(model, "a copy: ")
+        self._add(kind, [(f"{prefix}{kind} {n}{where}", one) for n, one in enumerate(tensors)])
+
+    def _add(self, kind: str, tensors: _Named, step: int | None = None) -> None:
+        """Record tensors of one kind, or if these are gradients, the gradients of parameters."""
+        began, line = time.perf_counter(), program_line(sys._getframe())
+        step = self._step if step is None else step
+        for name, owner in tensors:
             key, count = (step, kind, name), 1
             while key in self.record.events:
-                count += 1
-                key = (step, kind, f"{name} ({count})")
-            self.record.events[key] = None if tensor is None else sketch(tensor, param)
+                key = (step, kind, f"{name} ({(count := count + 1)})")
+            tensor = owner.grad if kind.startswith("gradient") else owner
+            self.record.events[key] = None if tensor is None else sketch(tensor, owner)
             self.record.lines[key] = line
         self._aside += time.perf_counter() - began
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_over:
-            self._end()  # the program has caught `Enough`, and goes on
-        if not (_is_nested() or len(args) > 1 or kwargs):  # a closure will compute the gradients
-            step = self._counts.get(optimizer, 0) + 1
-            grads = [(name, one.grad, one) for name, one, _ in self._params(optimizer)]
-            self._add("gradient at the step", grads, step=step)
+    def _add_costs(self) -> None:
+        """Record the time without recording, the peak memory, and the bytes written until now.
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _is_nested():
-            return
-        params, last = self._params(optimizer), max(self._counts.values(), default=0)
-        step = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        self._add("value", params, step=step)
-        for model in self._models:
-            self._add("buffer", _named(model, model.named_buffers()), step=step)
-        self._add("random generator", _generators(), step=step)
-        if step > last:  # the first optimizer that makes this step
-            now, written = time.perf_counter(), _written()
-            if self._began:
-                self.record.times.append(now - self._began - self._aside)
-            self.record.written, self._written = written - self._written, written
-            self.record.memory = _peak() - self._baseline
-            self._began, self._aside = now, 0.0
-        if self._is_over:
-            raise Enough(0)
-
-    @property
-    def _is_over(self) -> bool:
-        counts, most = self._counts.values(), self.options.steps
-        return min(counts, default=0) >= most or max(counts, default=0) >= 3 * most
-
-    def _params(self, optimizer: Any) -> _Named:
-        index = [*self._counts, optimizer].index(optimizer) + 1
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        unnamed = f"optimizer {index}, parameter"
-        return [(self.names.get(one, f"{unnamed} {n}"), one, None) for n, one in enumerate(params)]
+        Memory is torch's on a GPU, otherwise that of the process, without imports. Bytes are
+        written to files and sockets.
+        """
+        memory = _resident() - self._baseline
+        if torch.cuda.is_initialized():
+            memory = torch.cuda.max_memory_allocated()
+        written = 0
+        with contextlib.suppress(OSError):  # only Linux counts them
+            written = int(Path("/proc/self/io").read_text().split()[3])
+        self.record.costs.append((time.perf_counter() - self._aside, memory, written))
 
 
-def _named(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    """Return tensors with their names in the unwrapped model."""
-    prefix = model.__dict__["_prefix_in_trial"]
-    return [
-        (prefix + ".".join(part for part in name.split(".") if part != "module"), tensor, None)
-        for name, tensor in tensors
-    ]
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
-    for param in model.parameters():
-        if param.is_floating_point():
-            signs = torch.randint(0, 2, param.shape, generator=generator) * 2.0 - 1
-            step = signs * torch.finfo(param.dtype).eps
-            param.mul_(1 + step.to(param.device, param.dtype))
+    for param in filter(torch.is_floating_point, model.parameters()):
+        signs = 2 * torch.randint(0, 2, param.shape, generator=generator) - 1
+        param.mul_(1 + signs.to(param) * torch.finfo(param.dtype).eps)
 
 
 def _compute_norms_in_float64() -> None:
@@ -269,30 +262,11 @@ def _as_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _generators() -> Iterator[tuple[str, Tensor, None]]:
+def _generators() -> _Named:
     states = {"torch": torch.get_rng_state().tolist(), "random": random.getstate()}
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state().tolist()
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     for name, state in states.items():
-        yield name, torch.tensor(zlib.crc32(repr(state).encode()), device="cpu"), None
-
-
-def _is_nested() -> bool:
-    """Whether the running hook belongs to a step that another optimizer's step called."""
-    return sum(frame.f_code is _STEP for frame, _ in traceback.walk_stack(None)) > 1
-
-
-def _peak() -> int:
-    """Return the peak memory of this process, in bytes: torch's on a GPU, otherwise all."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _written() -> int:
-    """Return how many bytes this process has written to files and sockets."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
-    return 0
+        yield name, torch.tensor(zlib.crc32(repr(state).encode()), device="cpu")

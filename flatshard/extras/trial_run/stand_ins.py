@@ -22,132 +22,105 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from flatshard.extras import program_line
 from flatshard.extras.trial_run.recorder import Recorder
-from flatshard.extras.trial_run.user_line import OURS, current_line
 from flatshard.wrapper import ShardedWrapper
 
-# torch's own class: `install` later replaces the class in all modules outside of flatshard.
+# torch's own class: `install` replaces it in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
-_WRAPPERS: tuple[Any, ...] = (DDP, FullyShardedDataParallel, ShardedWrapper)
-_PLACES: list[tuple[Any, str, Any]] = [
-    (module, name, value)
-    for path, module in sys.modules.items()
-    if not path.startswith("flatshard.")
-    for name, value in getattr(module, "__dict__", {}).items()
-    if any(value is one for one in (*_WRAPPERS, fully_shard))
-]
-"""Where loaded modules have these names: found once, before ranks are forked."""
 
 
-class StandIns:
-    """The classes and functions that a run has under the names of all wrappers."""
+def install(recorder: Recorder, *, is_sharded: bool) -> None:
+    """Put classes that wrap and record in the place of all wrappers, in all loaded modules.
 
-    def __init__(self, recorder: Recorder, *, is_sharded: bool) -> None:
-        """Wrap by ``ShardedWrapper`` if ``is_sharded``, otherwise by DistributedDataParallel."""
-        self._recorder, self._options, self._is_sharded = recorder, recorder.options, is_sharded
-        policy = "auto" if self._options.policy == "auto" else None
-        given = {"sharding_strategy": self._options.strategy, "auto_wrap_policy": policy}
-        self._keywords = given if is_sharded else {}
+    They wrap by ``ShardedWrapper`` if ``is_sharded``, otherwise by DistributedDataParallel.
+    """
+    options = recorder.options
+    policy = "auto" if options.policy == "auto" else None
+    keywords = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
 
-    def install(self) -> None:
-        """Put the classes in the place of torch's and flatshard's, in all loaded modules."""
-        new = {one: self._class(one) for one in _WRAPPERS} | {fully_shard: self.wrap_in_place}
-        for module, name, original in _PLACES:
-            setattr(module, name, new[original])
-        for method in ("state_dict", "__call__"):
-            if self._options.lone_calls if self._is_sharded else method == "state_dict":
-                self._watch(method)
-        if self._options.wrap:
-            make = torch.optim.Optimizer.__init__
-
-            def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-                make(optimizer, *args, **kwargs)
-                self._wrap_stepped(optimizer)
-
-            torch.optim.Optimizer.__init__ = made  # type: ignore[assignment,method-assign]
-
-    def wrap_in_place(
-        self, module: nn.Module, _name: str = "fully_shard", **given: Any
-    ) -> nn.Module:
-        """Wrap a module as FSDP2's ``fully_shard`` does: the object itself becomes the wrapper."""
-        inner = object.__new__(type(module))
-        inner.__dict__, module.__dict__ = module.__dict__, {}
-        module.__class__ = self._class(ShardedWrapper, _name)
-        type(module).__init__(module, inner, **given)
-        return module
-
-    def _wrap_stepped(self, optimizer: Any) -> None:
-        """Wrap the outermost module, below DataParallel, with the parameters of the optimizer."""
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        if not held.isdisjoint(self._recorder.names):
-            return
-        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-        modules = [one for one in modules if not isinstance(one, nn.DataParallel)]
-        if users := [one for one in modules if held <= {*one.parameters()}]:
-            if not dist.is_initialized():
-                dist.init_process_group()
-            outermost = max(users, key=lambda one: len([*one.modules()]))
-            self.wrap_in_place(outermost, "--wrap", **self._keywords)
-
-    def _class(self, original: Any, name: str = "") -> Any:
-        recorder, keywords, is_ddp = self._recorder, self._keywords, original is DDP
-        base: Any = ShardedWrapper if self._is_sharded else DDP if is_ddp else _Reference
-        keeps_copy = self._is_sharded and self._options.lone_calls
-
-        def count(module: nn.Module, _: Any) -> None:
-            self._callee(module, "__call__")
-
+    def stand_in(original: Any, name: str) -> Any:
+        base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
         order = list(inspect.signature(original.__init__).parameters)[2:]
+        chosen = keywords if is_sharded and name in (DDP.__name__, "--wrap") else {}
 
         class Recorded(base):  # type: ignore[misc]
             def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
-                given |= dict(zip(order, args, strict=False))
-                if recorder.options.exact:
+                given = chosen | dict(zip(order, args, strict=False)) | given
+                if options.exact:
                     module.double()
-                plain = copy.deepcopy(module) if keeps_copy else None
-                if base is not ShardedWrapper:
-                    module.register_forward_pre_hook(count)
-                super().__init__(module, **{**(keywords if is_ddp else {}), **given})
+                plain = copy.deepcopy(module) if options.lone_calls else None
+                super().__init__(module, **given)
                 self.__dict__["_plain"] = module.__dict__["_plain"] = plain
-                recorder.add_model(self, name or original.__name__)
+                if name != ShardedWrapper.__name__:
+                    recorder.remark(f"wraps the model ({name})")
+                recorder.add_model(self)
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return recorder.forward(self, super().forward, args, kwargs)
 
-        Recorded.__name__ = Recorded.__qualname__ = original.__name__
-        Recorded.__module__ = original.__module__
-        return Recorded
+        return functools.update_wrapper(Recorded, original, updated=())
 
-    def _watch(self, method: str) -> None:
-        """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls]."""
-        real: Any = getattr(nn.Module, method)
-
-        @functools.wraps(real)
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_inner = "destination" in kwargs  # called by `state_dict` of another module
-            if not self._is_sharded:  # `full_state_dict` calls it only on rank 0
-                is_inner |= sys._getframe(1).f_code.co_filename.startswith(OURS)
-            is_watched = "_plain" in module.__dict__ and not is_inner
-            callee = self._callee(module, method) if is_watched else module
-            before = {**vars(callee)} if callee is not module else {}
-            result = real(callee, *args, **kwargs)
-            if callee is not module:  # the program may read attributes that the forward has set
-                owner = module.module if isinstance(module, ShardedWrapper) else module
-                found = {k: v for k, v in vars(callee).items() if v is not before.get(k, real)}
-                vars(owner).update(found)
-            return result
-
-        setattr(nn.Module, method, watched)
-
-    def _callee(self, module: nn.Module, method: str) -> nn.Module:
-        """Count a call of a wrapped model. Returns its copy at a line of lone calls."""
-        if method == "state_dict" or not torch.is_grad_enabled():
-            call = current_line(), method
-            if not self._is_sharded:
-                self._recorder.record.calls[call] += 1
-            elif call in self._options.lone_calls:
-                return module.__dict__["_plain"].train(module.training)  # type: ignore[no-any-return]
+    def in_place(module: nn.Module, _name: str = "fully_shard", **given: Any) -> nn.Module:
+        """Wrap a module as FSDP2's ``fully_shard`` does: the object itself becomes the wrapper."""
+        inner = object.__new__(type(module))
+        inner.__dict__, module.__dict__ = module.__dict__, {}
+        module.__class__ = stand_in(ShardedWrapper, _name)
+        type(module).__init__(module, inner, **given)
         return module
+
+    wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
+    new = {id(one): stand_in(one, one.__name__) for one in wrappers} | {id(fully_shard): in_place}
+    for path, module in [*sys.modules.items()]:
+        for name, value in [*getattr(module, "__dict__", {}).items()]:
+            if id(value) in new and not path.startswith("flatshard."):
+                setattr(module, name, new[id(value)])
+    _watch(recorder, "state_dict", "state_dict() needs every rank, calls by rank:")
+    _watch(recorder, "__call__", "forward() needs every rank, calls by rank:")
+    optimizers: Any = torch.optim.Optimizer
+    make = optimizers.__init__
+
+    def make_and_wrap(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Wrap the outermost module, below DataParallel, with the parameters of the optimizer."""
+        make(optimizer, *args, **kwargs)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        modules = [one for one in modules if not isinstance(one, nn.DataParallel)]
+        users = [one for one in modules if held <= {*one.parameters()}]
+        if users and held.isdisjoint(recorder.names):
+            if not dist.is_initialized():
+                dist.init_process_group()
+            in_place(max(users, key=lambda one: len([*one.modules()])), "--wrap")
+
+    if options.wrap:
+        optimizers.__init__ = make_and_wrap
+
+
+def _watch(recorder: Recorder, method: str, what: str) -> None:
+    """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls]."""
+    real: Any = getattr(nn.Module, method)
+
+    @functools.wraps(real)
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_other = "_plain" not in module.__dict__ or torch.compiler.is_compiling()
+        if is_other or (method == "__call__" and torch.is_grad_enabled()):
+            return real(module, *args, **kwargs)
+        caller, lone = sys._getframe(1), recorder.options.lone_calls
+        # Wrappers call their modules, and `full_state_dict` calls `state_dict` only on rank 0.
+        is_inner = caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard."))
+        if not lone and not is_inner:
+            recorder.remark(what)
+        if (program_line(caller), what) not in lone:
+            return real(module, *args, **kwargs)
+        plain = module.__dict__["_plain"].train(module.training)
+        before = {**vars(plain)}
+        result = real(plain, *args, **kwargs)
+        # The program may read attributes that the forward has set.
+        owner = module.module if isinstance(module, ShardedWrapper) else module
+        vars(owner).update({k: v for k, v in vars(plain).items() if v is not before.get(k, real)})
+        return result
+
+    setattr(nn.Module, method, watched)
 
 
 class _Reference(DDP):  # type: ignore[misc]
@@ -158,16 +131,10 @@ class _Reference(DDP):  # type: ignore[misc]
         named = {name: value for name, value in given.items() if name in known}
         super().__init__(module, **{**named, "find_unused_parameters": True})
         self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
-        params = list(module.parameters())
-        self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, params)
+        self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, [*module.parameters()])
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        return getattr(self.module, name)
+        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatshard.extras.trial_run import forked_ranks, verdict
+from flatshard.extras.trial_run import ranks, verdict
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
     return given
 
 
-def say(name: str, judged: tuple[int, str, dict[str, Any]]) -> None:
+def say(name: str, judged: tuple[str, str, dict[str, Any]]) -> None:
     code, text, figures = judged
     print(json.dumps({"name": name, "verdict": code, "text": text, **figures}), flush=True)
 
@@ -51,7 +51,7 @@ def main(folder: Path, what: str, scripts: str = "{}") -> None:
             say(f"{seed}", verdict.judge(given))
         return
     runs: dict[str, Any] = {}
-    run = forked_ranks.run
+    run = ranks.run
 
     def remembered(given: argparse.Namespace, name: str) -> Any:
         if name == "sharded":
@@ -60,9 +60,7 @@ def main(folder: Path, what: str, scripts: str = "{}") -> None:
             runs[name] = run(given, name)
         return runs[name]
 
-    forked_ranks.run = (
-        remembered  # the runs under DistributedDataParallel are the same for all faults
-    )
+    ranks.run = remembered  # the runs under DistributedDataParallel are the same for all faults
     for fault in ("", *trained.FAULTS):
         os.environ["FAULT"] = fault
         given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))

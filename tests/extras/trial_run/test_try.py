@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from flatshard.checkpoint.command_line import main
+from flatshard.extras.trial_run.verdict import DIFFERS, NOT_COMPARED, RAISES, SAME
 from tests.combinations import THOROUGH
 from tests.extras.trial_run.trained import FAULTS
 from tests.forked_python import PYTHON
 from tests.harness import ROOT
 from tests.scripts import torchrun
-
-SAME, DIFFERS, RAISES, NOT_COMPARED = range(4)
 
 HEAD = """
 import os, sys, time
@@ -46,22 +45,16 @@ def start(wrap=DDP):
 
 SCRIPTS = {
     # name: options, verdict, texts of the report, script
-    "same": (
-        ["--exact"],
-        SAME,
-        ["The same numbers", "model = wrap(make())", "runs after step 4 are not listed"],
-        "train(*start())",
-    ),
     "only_rank_0": (
         [],
         RAISES,
         [
             "The same numbers, within rounding. But as it is, the script raises",
-            "model.module.state_dict()\n      only rank 0 calls state_dict()",
-            "state = model.state_dict()\n      only rank 0 calls state_dict()",
-            "model(torch.ones(2, 16))\n      only rank 0 calls the model's forward",
-            "model.module(torch.ones(3, 16))\n      only rank 0 calls the model's forward",
-            "model(torch.ones(4, 16))\n      ranks make 6 to 9 calls of the model's forward",
+            "model.module.state_dict()\n      state_dict() needs every rank, calls by rank: [1, 0]",
+            "state = model.state_dict()\n      state_dict() needs every rank",
+            "model(torch.ones(2, 16))\n      forward() needs every rank",
+            "model.module(torch.ones(3, 16))\n      forward() needs every rank",
+            "model(torch.ones(4, 16))\n      forward() needs every rank, calls by rank: [6, 9]",
             "write: evaluate on every rank",
         ],
         """
@@ -99,7 +92,7 @@ train(model, optimizer)
     "unseeded": (
         [],
         NOT_COMPARED,
-        ["input 'input 0' of rank 0 at step 1", "Seed the random numbers"],
+        ["input 'input 0' of rank 0 at step 1", "Seed its random numbers"],
         """
 model, optimizer = start()
 for _ in range(4):
@@ -114,17 +107,6 @@ for _ in range(4):
         ["fails under DistributedDataParallel, too: RuntimeError: no data", "at "],
         "start()\nraise RuntimeError('no data')",
     ),
-    "goes_on_after_any_exception": (
-        [],
-        SAME,
-        ["The same numbers"],
-        """
-model, optimizer = start()
-for attempt in range(3):
-    try: train(model, optimizer, steps=8)
-    except BaseException: pass
-""",
-    ),
     "exits": ([], NOT_COMPARED, ["exit status 7"], "sys.exit(7)"),
     "a_rank_dies": (
         [],
@@ -135,7 +117,7 @@ for attempt in range(3):
     "hangs": (
         ["--timeout", "2"],
         NOT_COMPARED,
-        ["no end within 2 seconds (--timeout)", "time.sleep(1000)"],
+        ["Timeout (0:00:02)!", '/hangs.py", line'],
         "time.sleep(1000)",
     ),
     "never_steps": ([], NOT_COMPARED, ["ended without an optimizer step"], "start()"),
@@ -146,56 +128,17 @@ for attempt in range(3):
         "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
     ),
     "wraps": (
-        ["--wrap"],
+        ["--wrap", "--exact"],
         SAME,
-        ["The same numbers", "wraps the model (--wrap)"],
+        ["The same numbers", "wraps the model (--wrap)", "run after step 4 are not listed"],
         "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
     ),
     "too_short": ([], NOT_COMPARED, ["ended after 2 steps: give --steps 2"], "train(*start(), 2)"),
     "other_number_of_ranks": (
         [],
         NOT_COMPARED,
-        ["starts 3 ranks by itself", "Give --nproc-per-node 3"],
+        ["starts 3 ranks by itself: --nproc-per-node 3"],
         "torch.multiprocessing.spawn(print, nprocs=3)",
-    ),
-    "two_optimizers": (
-        [],
-        SAME,
-        ["The same numbers", "generator = DDP"],
-        """
-dist.init_process_group("gloo")
-generator = DDP(make())
-critic = DDP(make(1))
-both = [torch.optim.Adam(one.parameters()) for one in (generator, critic)]
-torch.manual_seed(dist.get_rank())
-for _ in range(4):
-    fake = generator(torch.randn(8, 16))
-    both[1].zero_grad()
-    (critic(fake.detach()).mean() - critic(torch.rand(8, 16)).mean()).backward()
-    both[1].step()
-    both[0].zero_grad()
-    critic(fake).mean().neg().backward()
-    both[0].step()
-""",
-    ),
-    "spawns_and_has_a_closure": (
-        [],
-        SAME,
-        ["The same numbers"],
-        """
-def work(rank, text):
-    assert rank == int(os.environ["RANK"]) and text == "text"
-    model, optimizer = start()
-    torch.manual_seed(rank)
-    for _ in range(4):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.rand(8, 16)).square().mean()
-            loss.backward()
-            return loss
-        optimizer.step(closure)
-torch.multiprocessing.spawn(work, ("text",), 2)
-""",
     ),
     "clips_a_large_gradient": (  # torch's norm of it has a rounding error of 2e-4
         ["--steps", "2"],
@@ -214,47 +157,58 @@ for _ in range(2):
     optimizer.zero_grad()
 """,
     ),
-    "fsdp1": (
+    "two_optimizers": (  # in processes that the script starts, one with a closure
         [],
         SAME,
-        ["The same numbers", "FullyShardedDataParallel"],
+        ["The same numbers", "generator = DDP"],
         """
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-model, optimizer = start(FullyShardedDataParallel)
-assert isinstance(model, FullyShardedDataParallel)
-def after(step):
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(model.state_dict())
-    model.clip_grad_norm_(1.0)
-train(model, optimizer, after=after)
+def work(rank, text):
+    assert rank == int(os.environ["RANK"]) and text == "text"
+    dist.init_process_group("gloo")
+    generator = DDP(make())
+    critic = DDP(make(1))
+    ours, others = [torch.optim.Adam(one.parameters()) for one in (generator, critic)]
+    torch.manual_seed(rank)
+    for _ in range(5):
+        fake = generator(torch.randn(8, 16))
+        def closure():
+            others.zero_grad()
+            loss = critic(fake.detach()).mean() - critic(torch.rand(8, 16)).mean()
+            loss.backward()
+            return loss
+        others.step(closure)
+        ours.zero_grad()
+        critic(fake).mean().neg().backward()
+        ours.step()
+torch.multiprocessing.spawn(work, ("text",), 2)
 """,
     ),
-    "fully_shard": (
+    "other_wrappers": (
         [],
         SAME,
-        ["The same numbers", "wraps the model (fully_shard)"],
+        ["The same numbers", "(FullyShardedDataParallel)", "the model (fully_shard)"],
         """
-from torch.distributed.fsdp import fully_shard
-dist.init_process_group("gloo")
-model = make()
-fully_shard(model[0])
-fully_shard(model)
-train(model, torch.optim.Adam(model.parameters()))
-""",
-    ),
-    "sharded_wrapper": (
-        [],
-        SAME,
-        ["The same numbers"],
-        """
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from flatshard import ShardedWrapper, checkpoint
-model, optimizer = start(ShardedWrapper)
+first, _ = start(FullyShardedDataParallel)
+assert isinstance(first, FullyShardedDataParallel)
+second = ShardedWrapper(make())
+third = make()
+fully_shard(third[0])
+fully_shard(third)
 def after(step):
-    checkpoint.full_state_dict(model), checkpoint.full_optim_state_dict(model, optimizer)
-    with ShardedWrapper.summon_full_params(model):
-        model[0].weight.norm()
-    model.clip_grad_norm_(1.0)
-train(model, optimizer, after=after)
+    with FullyShardedDataParallel.state_dict_type(first, StateDictType.FULL_STATE_DICT):
+        first.load_state_dict(first.state_dict())
+    first.clip_grad_norm_(1.0)
+    checkpoint.full_state_dict(second), checkpoint.full_optim_state_dict(second, optimizers[1])
+    with ShardedWrapper.summon_full_params(second):
+        second[0].weight.norm()
+    second.clip_grad_norm_(1.0)
+optimizers = [torch.optim.Adam(one.parameters()) for one in (first, second, third)]
+class All:
+    step = lambda _: [one.step() for one in optimizers]
+    zero_grad = lambda _: [one.zero_grad() for one in optimizers]
+train(lambda x: first(x) + second(x) + third(x), All(), after=after)
 """,
     ),
 }
@@ -278,11 +232,11 @@ def test_verdicts(tmp_path: Path) -> None:
     reports = _judge_many(tmp_path, "scripts", json.dumps(given))
     assert reports.keys() == SCRIPTS.keys()
     for name, (_, verdict, texts, _) in SCRIPTS.items():
-        said = reports[name]["text"]
-        assert reports[name]["verdict"] == verdict, f"{name}: {said}"
-        assert all(text in said for text in texts), f"{name}: {said}"
+        said = f"{reports[name]['verdict']}: {reports[name]['text']}"
+        if not (said.startswith(verdict) and all(text in said for text in texts)):
+            pytest.fail(f"{name}: expected {verdict}, {texts}, got {said}")
     # Gradients of one model in float32: a step is measured from its first optimizer to the next's.
-    assert reports["two_optimizers"]["ddp"]["written"] > 4 * 1000
+    assert [*reports["two_optimizers"]["costs"].values()][2][0] > 4 * 1000
 
 
 def test_report_in_a_file(tmp_path: Path) -> None:
@@ -292,7 +246,7 @@ def test_report_in_a_file(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, timeout=100, capture_output=True, text=True
     )
-    assert done.returncode == SAME, done.stderr
+    assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     assert report["verdict"] == "same"
     assert report["text"] == done.stdout.strip()
@@ -300,11 +254,10 @@ def test_report_in_a_file(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
-        (["none.py"], "no such script: 'none.py'"),
-        (["-m", "no_such_module"], "no module named 'no_such_module'"),
-        (["--steps", "0", __file__], "must be at least 1"),
+        (["none.py"], "SCRIPT is not a file"),
+        (["--steps", "0", __file__], "at least 1"),
     ):
-        assert main(["try", *words]) == NOT_COMPARED
+        assert main(["try", *words]) == 3
         error = capsys.readouterr().err
         assert text in error
         assert error.count("\n") == 1
@@ -358,5 +311,5 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     words = ["try", "--steps", "4", "--keep", "kept", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     status, out, err = torchrun(2, command, *words, environment=environment, cwd=tmp_path)
-    assert status == SAME, out + err
+    assert status == 0, out + err
     assert out.count("The same numbers") == 1

@@ -19,32 +19,35 @@ from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import GradReduce
 from flatshard.optimizer.adapter import BucketAdapter
 
-STEPS = 4
+STEPS = 2
+
+
+def _replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+    """Replace a method by a function, whose first argument is the method."""
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: by(method, *args, **kwargs))
 
 
 def _reduced(change: Callable[[Tensor], Any]) -> None:
     """Change the result of each reduction of gradients."""
-    finish: Any = GradReduce.finish
 
-    def changed(self: Any) -> Tensor:
-        out: Tensor = finish(self)
-        with torch.no_grad():
-            out.copy_(change(out))
-        return out
+    @torch.no_grad()
+    def changed(finish: Any, self: Any) -> Any:
+        out = finish(self)
+        return out.copy_(change(out))
 
-    GradReduce.finish = changed  # type: ignore[method-assign]
+    _replace(GradReduce, "finish", changed)
 
 
 def _gathered(change: Callable[[Tensor], Any]) -> None:
     """Change the buffer of each all-gather."""
-    finish: Any = ParamGather.finish
 
-    def changed(self: Any, buffer: Tensor) -> None:
+    @torch.no_grad()
+    def changed(finish: Any, self: Any, buffer: Tensor) -> None:
         finish(self, buffer)
-        with torch.no_grad():
-            buffer.copy_(change(buffer.clone()))
+        buffer.copy_(change(buffer.clone()))
 
-    ParamGather.finish = changed  # type: ignore[method-assign]
+    _replace(ParamGather, "finish", changed)
 
 
 class _Late:
@@ -70,33 +73,23 @@ def _zero_1_percent(tensor: Tensor) -> Tensor:
 
 
 def _local_norm() -> None:
-    reduce: Any = Communicator.reduce_scalars
-
-    def local(self: Any, values: Tensor, op: str, *, op_name: str) -> Tensor:
+    def local(reduce: Any, self: Any, values: Tensor, op: str, *, op_name: str) -> Any:
         return values if "norm" in op_name else reduce(self, values, op, op_name=op_name)
 
-    Communicator.reduce_scalars = local  # type: ignore[method-assign]
+    _replace(Communicator, "reduce_scalars", local)
 
 
 def _draw_before_forward() -> None:
-    before: Any = Forward.before_module
-
-    def drawn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        torch.rand(1)
-        return before(self, *args, **kwargs)
-
-    Forward.before_module = drawn  # type: ignore[method-assign]
+    _replace(Forward, "before_module", lambda before, *args: (torch.rand(1), before(*args))[1])
 
 
 def _decay_everything() -> None:
-    swap_in: Any = BucketAdapter.swap_in
-
-    def decayed(self: Any, optimizer: Any, groups: Any, *args: Any) -> Any:
+    def decayed(swap_in: Any, self: Any, optimizer: Any, groups: Any, *args: Any) -> Any:
         for group in groups:
             group["weight_decay"] = 0.1
         return swap_in(self, optimizer, groups, *args)
 
-    BucketAdapter.swap_in = decayed  # type: ignore[method-assign]
+    _replace(BucketAdapter, "swap_in", decayed)
 
 
 def _no_broadcast() -> None:
