@@ -72,7 +72,7 @@ class FlatParamHandle:
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
-        # Number of parameters that require a gradient, counted when modules get unsharded ones.
+        # Number of parameters that require a gradient, counted at each unshard.
         self.num_trainable = 0
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
