@@ -377,7 +377,7 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group of a reduction's second stage; it has one rank if there is no such stage."""
+        """The group of a reduction's second stage. Of one rank: there is no second stage."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:

@@ -1,7 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
-After a check, either all ranks continue or all ranks raise: the ranks would wait for one that
-raised alone.
+After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
+ranks would wait for this rank.
 """
 
 from __future__ import annotations

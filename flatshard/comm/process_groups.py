@@ -44,8 +44,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Groups made by ``new_group``, and the id of the process that made them. A forked process inherits
-# groups without their threads, and must not abort them.
+# Groups made by ``new_group``, mapped to the id of the process. A forked process inherits groups
+# without their threads, and must not abort the groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -183,7 +183,7 @@ class Backward:
     def unshard_again(self, unit: Unit) -> None:
         """Unshard all parameters of a unit, and wait for them.
 
-        Called if a recomputed forward needs the parameters, or autograd a saved view of the
+        Called if a recomputed forward needs the parameters, or autograd needs a saved view of the
         unsharded buffer. Collective, unless all parameters are unsharded already.
         """
         if unit.is_current:
@@ -240,7 +240,8 @@ class Backward:
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:
-            # Start the reduction if it is next, and finish older ones, to limit their memory.
+            # Start the reduction, if all earlier reductions have started. Finish older reductions,
+            # to limit memory.
             self.queue.add(handle)
             for extension in self._state.extensions:
                 extension.between_units()

@@ -341,8 +341,8 @@ class Forward:
         # units of backward. Otherwise one may be for a unit that did not run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
-        # Wait until no other rank reads this rank's shards: the optimizer may write them next. One
-        # wait at the end, not one per unit, lets a rank run ahead of the others.
+        # Wait until no other rank reads this rank's shards: the optimizer may write the shards
+        # next. Waiting once, and not at each unit, lets a rank run ahead.
         with self._state.span(Kind.RANKS_WAIT):
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:

@@ -38,9 +38,9 @@ class ParamGather:
         # Transports such as sockets match collectives by tag. Reductions use the same tags.
         tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
         # Separate tags for all-gathers outside of a step: if by mistake only one rank calls
-        # state_dict(), its all-gather must not match the one that the other ranks start in a
-        # forward. `read_tags` are those of full_tensors(), because programs may call state_dict()
-        # while its next all-gather is unfinished.
+        # state_dict(), its all-gather must not match the all-gather of the same parameter in the
+        # other ranks' forward. `read_tags`: for full_tensors(), because programs may call
+        # state_dict() while the next all-gather of full_tensors() is unfinished.
         self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:

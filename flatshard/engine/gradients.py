@@ -358,8 +358,8 @@ class Gradients:
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Usually `.grad` shows this rank's full gradients in `slots`. Gradients that are
-            # already averaged within the node cover only a part of the flat parameter; then `.grad`
+            # Usually `.grad` shows this rank's full gradients in `slots`. But gradients that are
+            # already averaged within the node cover only a part of the flat parameter. Then `.grad`
             # shows only this rank's shard.
             in_parts = self.intra_reduced is not None
             device = self._params[0].sharded.device

@@ -137,7 +137,7 @@ class FlatParamHandle:
             # allocate it last, after the parameters have freed their previous memory.
             memory = self.gather.allocate(padded_numel) if self.gather.reads_shard else None
             shown = None if memory is None else memory.shard
-            # The optimizer will update the shard where it is now moved to.
+            # Move the shard to the memory in which the optimizer will update the shard.
             shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
             self._set_shard(shard)
             for param in self.params:
@@ -259,7 +259,8 @@ class FlatParamHandle:
             self._free_buffer()
 
     def _free_buffer(self) -> None:
-        # So that autograd raises for a saved view of the buffer instead of reading other values.
+        # Otherwise autograd would read freed memory, or later values, through a saved view of the
+        # buffer.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.is_free_deferred = False
@@ -269,7 +270,7 @@ class FlatParamHandle:
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.
 
-        A transport that uses shared memory may have mapped their shards into the buffer.
+        A transport that uses shared memory may have mapped shards of other ranks into the buffer.
         """
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):

@@ -121,9 +121,9 @@ class ReduceQueue:
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
-        # Twice the size of the largest unit's gradients; on an accelerator only of the largest flat
-        # parameter's, because there the host runs far ahead, and the memory always rises to the
-        # limit.
+        # The limit is twice the size of the largest unit's gradients. On an accelerator, the limit
+        # is twice the largest flat parameter's gradient: the host runs far ahead there, so the
+        # memory always rises to the limit.
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
@@ -201,8 +201,8 @@ class ReduceQueue:
     def _finish_old(self) -> None:
         """Finish the reductions that are over.
 
-        If the others take more memory than ``max_bytes_in_flight``, wait for the oldest, for a
-        limited time.
+        If the unfinished reductions take more memory than ``max_bytes_in_flight``, wait for the
+        oldest reduction, for a limited time.
         """
         self._state.pending_sends.drop_sent()
         for reduction in self._in_flight.values():
@@ -218,8 +218,8 @@ class ReduceQueue:
             if not reduction.done():
                 in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
                 # A peer that lacks a gradient starts this reduction only at the end of its
-                # backward, and a wait would run into its limit. This is likely if a peer lacked one
-                # lately, or if some ranks compute no gradients at all (`join`).
+                # backward, after the time limit of a wait. This is likely if a peer lacked such a
+                # gradient lately, or if some ranks compute no gradients at all (`join`).
                 is_late = self._state.lacks_ranks or handle.number in self._uneven
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return

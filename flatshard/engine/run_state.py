@@ -124,7 +124,8 @@ class RunState:
         is_alone = self.world.size == 1
         devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # These cache sizes of buffers, or the storages, to recognise views that autograd saves.
+        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the storages, to
+        # recognise views of a buffer that autograd saves.
         for part in (self.prefetch, self.backward.queue, self.forward):
             part.refresh()
 

@@ -141,9 +141,9 @@ class SavedTensors:
             if found is None:
                 if outer is not None:
                     return outer[0](tensor)
-                # If a node of the graph saved its own output, the two would refer to each other,
-                # and only a backward would free them. Autograd reconnects the unpacked tensor to
-                # its node.
+                # If a node of the graph saved its own output, node and output would refer to each
+                # other, and only a backward would free both. Autograd reconnects the unpacked
+                # tensor to its node.
                 return tensor.detach(), tensor._version
             if not is_plain:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)

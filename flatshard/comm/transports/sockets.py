@@ -256,9 +256,9 @@ class _Average:
 
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
-        # Do not only wait: the background thread may be busy with an average of another model,
-        # which other ranks begin only after this one: a deadlock. `run` does nothing if it has
-        # begun.
+        # Do not only wait for the background thread, which may be busy with another model's
+        # average. The other ranks may begin that average only after the end of this average: a
+        # deadlock. `run` does nothing if the background thread has begun this average.
         self.run()
         self._over.result()
 

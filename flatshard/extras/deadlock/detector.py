@@ -388,8 +388,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
             (ours, own), (theirs, their_own) = _own_on_gpu(mine, group), _own_on_gpu(report, group)
-            # If a rank has begun at least as many collectives as another, but fewer of the program,
-            # it has begun one of the model where the other has begun one of the program.
+            # Suppose that a rank has begun at least as many collectives as another rank, but fewer
+            # collectives of the program. Then this rank has begun a collective of the model where
+            # the other rank has begun a collective of the program.
             is_mixed = own != their_own and (ours - theirs) * (own - their_own) <= 0
             if report.wait > 0 and is_mixed and min(own, their_own) >= 0:
                 text = (
@@ -423,8 +424,8 @@ def _all_begun() -> AllBegun:
 def _everything_begun(thread: int | None) -> AllBegun:
     """Return the collectives that this rank has begun, for all groups.
 
-    Those of flatshard, of the program, and on the GPU; without the latter two if another thread
-    than ``thread`` may begin a collective. ``thread`` is None if the program has ended.
+    The collectives of the program and on the GPU are left out if another thread than ``thread`` may
+    begin a collective. ``thread`` is None if the program has ended.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
