@@ -107,17 +107,15 @@ def _write_safetensors(
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
-    # Never hold all values in memory. Under `skip_data`, torch.save writes a file with room for the
-    # values of these empty tensors. Then the loop below writes the values, one tensor at a time,
-    # through a mapping of the file.
+    # Never hold all values in memory. Under `skip_data`, torch.save leaves room for the values of
+    # these empty tensors, and the loop below writes them one by one, through a mapping of the file.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
     try:
         with torch.serialization.skip_data(), zip_stream(beside) as stream:
             torch.save(state, stream)
-            # Reserve the room now, so that a full disk raises here. The room is a hole in the file,
-            # and SIGBUS would end the process that writes into a hole of a full disk.
+            # Otherwise the room is a hole, and a write into a hole of a full disk is a SIGBUS.
             os.posix_fallocate(stream.fileno(), 0, stream.tell())
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             state = torch.load(beside, mmap=True, weights_only=True)

@@ -1,9 +1,7 @@
 """Reads and writes files of ``torch.distributed.checkpoint`` (DCP), with torch's own classes.
 
-Reading runs no code from the files. The unpickler of the metadata accepts only a few classes, and
-all other content is loaded with ``weights_only``.
-
-Import this module inside functions, because ``torch.distributed.checkpoint`` loads slowly.
+Reading runs no code from the files: the unpickler of the metadata accepts only a few classes, and
+other content is loaded with ``weights_only``. Import inside functions, because DCP loads slowly.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ class _Metadata(pickle.Unpickler):
     """Unpickles DCP's metadata safely. Torch calls ``pickle.load``, which runs code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # The class of a path is pathlib._local.PosixPath in Python 3.13, and pathlib.PosixPath in
-        # all other versions. A Windows path must load on Linux, too. A PurePath touches no file.
+        # A path's class is pathlib._local.PosixPath in Python 3.13, otherwise pathlib.PosixPath. A
+        # Windows path must load on Linux, too. A PurePath touches no file.
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return PurePath
         if (module, name) == ("builtins", "getattr"):

@@ -1,10 +1,9 @@
 """The folder of a checkpoint: how a save completes it, and how old folders are deleted.
 
 [Note: a checkpoint is either complete or absent]
-Ranks write files into ``NAME.incomplete`` and sync the files to the disk. Then rank 0 writes the
-marker ``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. A process that is
-killed before the rename leaves ``NAME.incomplete``, which the next save removes. To delete a
-checkpoint, rank 0 first renames the checkpoint to ``NAME.incomplete``.
+Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
+``flatshard.json``, syncs the folder, and renames it to ``NAME``. A process that is killed before
+leaves ``NAME.incomplete``, which the next save removes. A deletion begins by the opposite renaming.
 """
 
 from __future__ import annotations
@@ -147,11 +146,7 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file for a rank's values that DCP's files do not contain.
-
-    The file contains the states of the rank's random number generators. Rank 0's file also contains
-    ``extra`` and the scheduler's state.
-    """
+    """Return the name of the file for a rank's values that DCP's files do not contain."""
     return f"rank-{rank:05d}.pt"
 
 
@@ -188,10 +183,7 @@ class ZipStream(io.BufferedWriter):
 
 @contextlib.contextmanager
 def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
-    """Open a file for ``torch.save``. If the disk is full, this raises the OSError of the write.
-
-    torch.save, when a write fails, raises a RuntimeError about a position in the zip file.
-    """
+    """Open a file for ``torch.save``, whose error for a full disk is the OSError of the write."""
     with ZipStream(io.FileIO(path, "w")) as stream:
         try:
             yield stream
@@ -207,8 +199,8 @@ def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    An incomplete folder is deleted only if its name differs from ``path``'s name in nothing but
-    numbers: other folders may belong to another training.
+    Only if a name differs from ``path``'s in nothing but numbers: other folders may belong to
+    another training.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -230,8 +222,7 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
 
-    Among the checkpoints whose names differ only in their numbers, the latest ``keep`` stay. If
-    ``keep`` is None, all stay.
+    The latest ``keep`` checkpoints whose names differ only in their numbers stay; None: all.
     """
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
@@ -245,8 +236,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        # Rename before deleting: if the program is killed while it deletes files, the name tells
-        # that the folder is incomplete.
+        # If the program is killed while it deletes files, the name must tell it.
         os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 

@@ -102,8 +102,8 @@ def load(
                 "load() only if latest() returned a path."
             )
         marker = _require_complete(path)
-        # Check the metadata even without ``verify``: metadata with a flipped bit may still parse,
-        # and then describes other tensors.
+        # Even without ``verify``: with a flipped bit, metadata may parse and describe other
+        # tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
@@ -278,8 +278,7 @@ def _require_complete(path: Path) -> Marker:
 def _restore_generators(found: StateDict, device: torch.device) -> None:
     """Set this rank's random number generators to the saved states.
 
-    Saved states are skipped for CUDA if the model is not on a GPU, and for numpy if the program has
-    not imported numpy.
+    Without those for CUDA if the model is on no GPU, and for numpy if it is not imported.
     """
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
@@ -292,8 +291,7 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 def _seed_generators(rank: int, found: StateDict) -> None:
     """Seed the random number generators of a rank whose states were not saved.
 
-    If fewer ranks saved the checkpoint, rank 0's saved state and the rank determine the seed. So
-    each rank gets another seed, and each resumed run the same seeds.
+    Rank 0's saved state and the rank determine the seed: it differs by rank, not by resumed run.
     """
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)

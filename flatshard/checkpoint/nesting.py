@@ -1,8 +1,8 @@
 """``pack``: turns nested values into dicts with texts as keys, in which DCP keeps every value.
 
-DCP stores a tensor of a list or of a dict by itself. But it pickles a tuple or a deque as a whole,
-turns the keys of dicts into texts, and leaves out empty dicts. ``unpack`` restores all of these
-from the ``Form`` that ``pack`` returns.
+DCP stores tensors of lists and dicts by themselves. But it pickles a tuple or a deque as a whole,
+turns keys into texts, and leaves out empty dicts. ``unpack`` restores these from ``pack``'s
+``Form``.
 """
 
 from __future__ import annotations

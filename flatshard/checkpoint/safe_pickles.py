@@ -1,8 +1,7 @@
 """``load_safely``: reads files of ``torch.save`` without running code from them.
 
 torch's ``weights_only`` refuses numpy's numbers, such as a learning rate from a numpy schedule.
-Here ``NumpyDtype`` and ``number_from_numpy`` replace the functions of numpy that rebuild such
-numbers. So the numbers load as Python's, and no code of numpy runs.
+``NumpyDtype`` and ``number_from_numpy`` load them as Python's, without code of numpy.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class Plan:
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # Sort by element size, largest first: then each tensor is aligned for its dtype, so that a
-        # reader can map the tensor from the file instead of copying it.
+        # Largest elements first: then each tensor is aligned for its dtype, so a reader can map it.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -121,8 +120,7 @@ class Plan:
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)
-            # Delete the old index before any file is replaced. If this process ended between two
-            # renames, the old index would list files of two models.
+            # Before any file is replaced: the old index could list files of two models.
             index.unlink(missing_ok=True)
         for name in self.headers:
             self.temporary(name).replace(self.folder / name)
@@ -314,9 +312,8 @@ def _pieces(
     shape, end, num_dims = place.shape, start + part.numel(), len(place.shape)
     strides = strides_of(shape, range(num_dims))
     in_file = sorted(range(num_dims), key=order.__getitem__)
-    # A row has all elements with the same index in the outermost dimension of memory. If the memory
-    # order differs from the order in the file, cut only between rows: a part of a row would be
-    # scattered over many small places in the file.
+    # If the orders in memory and in the file differ, cut only between rows (all elements with one
+    # index in memory's outermost dimension): part of a row would be scattered over the file.
     row = 1 if sorted(order) == list(order) else math.prod(shape[d] for d in order[1:])
     piece = max(1, PIECE_BYTES // place.dtype.itemsize // max(1, row)) * max(1, row)
     cuts = [start, *range((start // piece + 1) * piece, end, piece), end]
@@ -324,8 +321,8 @@ def _pieces(
         for box in boxes_of(shape, low, high, order):
             sizes = [box.sizes[d] for d in order]
             values = part[low - start + box.position :][: box.numel].view(sizes).permute(in_file)
-            # In the dimensions after `split`, the box has the full size of the tensor. So its
-            # elements along `split` and all later dimensions are contiguous in the file.
+            # After `split`, the box is as large as the tensor, so its elements from there on are
+            # contiguous in the file.
             split = max((d for d in range(num_dims) if box.sizes[d] != shape[d]), default=0)
             for steps in itertools.product(*map(range, box.sizes[:split])):
                 at = map(operator.add, box.offsets, (*steps, *[0] * num_dims))
@@ -387,9 +384,8 @@ def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], star
 def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
     """Write all of ``values`` into the file, or overwrite all of them with the file's values.
 
-    ``first`` is the index, in the file's tensor, of the first element of ``values``. ``move``
-    writes or reads bytes at a position in the file, and returns the number of bytes. ``move`` is
-    called until no bytes are left.
+    ``first``: index of the first element in the file's tensor. ``move`` writes or reads bytes at a
+    position in the file, and returns their number. It is called until no bytes are left.
     """
     at = place.offset + first * place.dtype.itemsize
     # A view of the tensor's bytes, without a copy. Numpy may not be installed.
@@ -430,7 +426,6 @@ class OpenFiles:
     def __exit__(self, _: object, error: object, __: object) -> None:
         for file in self._files.values():
             os.close(file)
-        # Add the path to the error: reads and writes use the descriptor of an open file, so the
-        # error does not know the path.
+        # Reads and writes of a descriptor raise errors without the path.
         if isinstance(error, OSError):
             error.filename = error.filename or self._used

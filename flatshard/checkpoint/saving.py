@@ -159,8 +159,8 @@ class Snapshot:
     def own_file(self, rank: int) -> bytes:
         """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
 
-        These are the states of the random number generators. Rank 0 adds ``extra``, the scheduler's
-        state, the kinds of the optimizers, and their state that DCP would not restore.
+        The random number generators; on rank 0 also ``extra``, the scheduler, the kinds of the
+        optimizers, and their state that DCP would not restore.
 
         Raises:
             TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
@@ -185,10 +185,7 @@ class Snapshot:
                 yield f"{_OPTIMIZERS}{'.'.join(names)}", leaf
 
     def sharded(self) -> dict[str, str]:
-        """Return a text with the shape of each sharded tensor, keyed by name.
-
-        All ranks must have the same texts, because every rank must save its part of each tensor.
-        """
+        """Return the shape of each sharded tensor, as a text by name, which ranks compare."""
         return {
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)
@@ -265,8 +262,7 @@ class PendingSave:
 
     def __init__(self, path: Path, write: Callable[[], None]) -> None:
         self.path = path
-        # Use an executor, because Python waits for the threads of executors at the end of a
-        # program.
+        # Python waits for the threads of executors at the end of a program.
         thread = ThreadPoolExecutor(1, "flatshard-checkpoint")
         self._written = thread.submit(write)
         thread.shutdown(wait=False)  # the thread ends when the save ends
@@ -302,8 +298,7 @@ def _at_exit() -> None:
     try:
         wait_for_pending()
     except Exception:
-        # Python only prints an exception of an exit handler, and ends with status 0. So print the
-        # exception here, run the other exit handlers, and end with status 1.
+        # Python only prints an exception of an exit handler, and ends with status 0.
         traceback.print_exc()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -330,8 +325,8 @@ class Save:
         write = partial(self._write, snapshot, own)
         _pending = PendingSave(self.path, write) if async_ else None
         if not async_:
-            # `dcp_files.Files` computes a checksum of each file, so torch need not compute others.
-            # An async save leaves the setting alone: the program may call torch.save meanwhile.
+            # `dcp_files.Files` computes checksums already. An async save leaves the setting alone:
+            # the program may call torch.save meanwhile.
             config: Any = serialization.config
             with config.patch("save.compute_crc32", False):
                 write()
@@ -388,8 +383,7 @@ class Save:
         writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.global_rank}")
-            # Suppress the warning of DCP in a single process: saving without other processes is
-            # intended.
+            # DCP warns in a single process, where saving without others is intended.
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     snapshot.tensors,

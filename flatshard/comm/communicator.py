@@ -1,17 +1,15 @@
 """``Communicator``: the collectives of one process group.
 
-A communicator has several transports. A transport is one way to move bytes between ranks: shared
-memory, sockets, or the native collectives of the process group's backend (NCCL, gloo).
-
-``Topology``: the communicators over which one unit shares its parameters and gradients.
+A transport is one way to move bytes between ranks: shared memory, sockets, or the native
+collectives of the process group's backend (NCCL, gloo). ``Topology`` has the communicators over
+which one unit shares its parameters and gradients.
 
 [Note: sums]
 With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
-even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
-gradients, in the backend's order and in the dtype of the gradients. If the user requests a fixed
-order (``ReduceMode.FIXED_ORDER``), the backend only exchanges the gradients, and flatshard adds
-the gradients. An all-reduce in a fixed order, or of gradients narrower than fp32, consists of two
-collectives: a reduce-scatter whose sums flatshard computes, then an all-gather of the averages.
+even if they are sent in a narrower dtype. With the native transport, the backend adds gradients, in
+its own order and in their dtype; in a fixed order (``ReduceMode.FIXED_ORDER``), the backend only
+exchanges them, and flatshard adds. An all-reduce in a fixed order, or of gradients narrower than
+fp32, is a reduce-scatter whose sums flatshard computes, then an all-gather of the averages.
 """
 
 from __future__ import annotations
@@ -78,9 +76,8 @@ class Communicator(Members):
     With a group of one rank, collectives send nothing.
     """
 
-    # Whether this process is in a `copy.deepcopy` of a model. If so, `new_tag` takes tags from a
-    # separate series. Perhaps only one rank copies a model: its usual series must not advance, so
-    # that models which all ranks make later still get the same tags on all ranks.
+    # Whether this process is in a `copy.deepcopy` of a model, and takes tags from a separate
+    # series: perhaps only one rank copies, and later models must get the same tags on all ranks.
     is_copying = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> None:
@@ -100,9 +97,8 @@ class Communicator(Members):
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
         self.transport_reason = ""
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions whose second stage (between nodes, with hybrid strategies) will use this group
-        # and has not begun yet. The second stages begin in the order of this queue, which is the
-        # same on all ranks.
+        # Reductions whose second stage (between nodes) uses this group and has not begun, in an
+        # order that is the same on all ranks.
         self.second_stages: deque[Any] = deque()
         # Tags for models (even), and for copies of models (odd, see `is_copying`).
         self._tags = count(2, 2), count(3, 2)
@@ -122,15 +118,13 @@ class Communicator(Members):
     def side_group(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        The second communicator has process groups of its own. So a rank may exchange a value
-        between any two collectives of this communicator without changing their order.
-
-        Collective at the first access, which makes the process groups: all ranks of the group.
+        With process groups of its own, a rank may exchange a value between any two collectives of
+        this communicator. Collective at the first access, which makes the groups: all ranks.
         """
         if self.group is None or self.size == 1:
             return self
-        # Wait for all ranks here, before `new_group`. If a rank does not arrive, deadlock detection
-        # can end this wait, but not the wait inside of `new_group`, which is in torch's store.
+        # If a rank does not arrive, deadlock detection can end this wait, but not the wait inside
+        # of `new_group`, in torch's store.
         self.host.meet("meeting for numbers in the middle of backward")
         with named(self.meeting):
             group = new_group(self.group, on_host=True)
@@ -139,8 +133,8 @@ class Communicator(Members):
     def new_tag(self, owner: object) -> int:
         """Return a new tag: a number that identifies a flat parameter in messages between ranks.
 
-        All ranks must request tags in the same order. Then every flat parameter has the same tag
-        on all ranks. No communication. Once ``owner`` is freed, nothing about the tag is kept.
+        All ranks must request tags in the same order, to get the same tags. No communication. Once
+        ``owner`` is freed, nothing about the tag is kept.
         """
         tag = next(self._tags[self.is_copying])
         for transport in self.transports:
@@ -151,8 +145,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # The tensor's size does not matter for the choice: no transport is faster than another for
-        # small tensors but slower for large tensors (1 MB takes 0.4 ms with each transport).
+        # The size does not matter: no transport is faster only for small tensors (1 MB takes 0.4 ms
+        # with each).
         for transport in self.transports:
             if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
@@ -213,8 +207,8 @@ class Communicator(Members):
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``values``.
 
-        Collective: all ranks of the group, in the same order of calls. If ranks call different
-        operations, all ranks raise CollectiveError.
+        Collective: all ranks of the group. If ranks call different operations, all ranks raise
+            CollectiveError.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
@@ -222,10 +216,9 @@ class Communicator(Members):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """Combine a few numbers over the ranks, in place, and wait for the result.
 
-        An error occurs if ranks call this method with different ``op_name``. If the host waits for
-        the result (numbers on the CPU, or gloo), all ranks raise CollectiveError. If a CUDA stream
-        waits, the method does not raise: all ranks get NaN (-1 for integers), and the end of the
-        next backward raises.
+        If ranks pass different ``op_name``, an error occurs. If the host waits for the result
+        (numbers on the CPU, or gloo), all ranks raise CollectiveError. If a CUDA stream waits, all
+        ranks get NaN (-1 for integers), and the end of the next backward raises.
 
         Collective: all ranks of the group, in the same order of calls.
 
@@ -246,16 +239,14 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # Check on the device that all ranks pass the same `op_name`: a comparison on the host would
-        # make the host wait for the stream. For the check, each rank computes a few numbers from
-        # the name (marks) and reduces the marks together with the values. If the reduced marks show
-        # that names differ, the device overwrites the result with NaN or -1.
+        # A comparison on the host would wait for the stream. So each rank computes a few numbers
+        # (marks) from the name, and reduces them together with the values. If the reduced marks
+        # show that names differ, the device overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Concatenate the values and the marks only if the values are few. A large tensor would be
-        # slow to copy, so reduce its marks in a collective of their own.
+        # A large tensor would be slow to concatenate, so reduce its marks separately.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         # A stream waits for the collective, not the host.
@@ -271,20 +262,19 @@ class Communicator(Members):
     def broadcast(self, tensor: Tensor, *, op_name: str, source: int = 0) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source`` of the group, and wait.
 
-        ``tensor`` must be contiguous. ``op_name`` names the operation in errors. Collective: all
-        ranks of the group, in the same order of calls.
+        ``tensor`` must be contiguous. Collective: all ranks of the group, in the same order of
+        calls.
 
-        An error occurs if ranks pass different ``op_name``. If the host waits for the result, all
-        ranks raise CollectiveError. If a CUDA stream waits, the method does not raise: all bytes of
-        ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed integers), and the end
-        of the next backward raises.
+        If ranks pass different ``op_name``, an error occurs as in ``reduce_scalars``: on a CUDA
+        stream, all bytes of ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed
+        integers).
         """
         if self.size == 1:
             return
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
-            # Reduce instead of a broadcast, because reductions compare `op_name` on the device. All
-            # ranks except the source send zeros, so the maximum of each byte is the source's byte.
+            # Reductions compare `op_name` on the device. Other ranks send zeros, so the maximum of
+            # each byte is the source's.
             self._reduce_on_stream(as_bytes(tensor).mul_(self.rank == source), "MAX", op_name)
         else:
             collective = partial(dist.broadcast, src=self.ranks[source])
@@ -306,8 +296,8 @@ class Communicator(Members):
             op_name: name of the operation, for errors.
 
         Returns:
-            A pair: the unfinished collective, and a tensor that contains the received bytes,
-            concatenated in rank order, once the collective was waited for.
+            The unfinished collective, and a tensor that will contain the received bytes in rank
+            order.
         """
         self.note("all_to_all", op_name, sent.nbytes)
         wire = sent.to(self.host.device) if self.is_gloo or sent.is_cpu else sent
@@ -353,10 +343,8 @@ class Topology:
     A flat parameter is divided into ``shard.size`` parts, and this rank holds part ``index``.
     Parameters are all-gathered over ``intra_group``.
 
-    Gradients are reduced in up to two stages. The first stage is a reduce-scatter over
-    ``intra_group``. If ``inter_group`` has several ranks, the second stage is a reduce-scatter over
-    ``inter_group``. If ``replicate`` has several ranks, the second stage is an all-reduce over
-    ``replicate``. Otherwise there is no second stage.
+    Gradients are reduce-scattered over ``intra_group``. Then, if the groups have several ranks,
+    they are reduce-scattered over ``inter_group``, or all-reduced over ``replicate``.
     """
 
     world: Communicator  # all ranks of the model
@@ -365,11 +353,10 @@ class Topology:
 
     # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
-    # With HYBRID_SHARD_OP, one rank of each node. These ranks reduce-scatter gradients after the
-    # reduction over `intra_group`.
+    # With HYBRID_SHARD_OP, one rank of each node: they reduce-scatter after `intra_group`.
     inter_group: Communicator = ALONE
-    # With `reshard_after_forward=k`, the `k` ranks that all-gather the unit for backward, from the
-    # parts that each rank kept after forward. None: backward all-gathers as forward does.
+    # With `reshard_after_forward=k`, the `k` ranks that all-gather for backward, from the parts
+    # kept after forward. None: the same ranks as for forward.
     post_forward_group: Communicator | None = None
 
     @property
@@ -390,17 +377,14 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group over which the second stage of a reduction runs.
-
-        If reductions have no second stage, the returned group has one rank.
-        """
+        """The group of a reduction's second stage. Of one rank: there is no second stage."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Open the backend's connections for reductions of gradients on ``device``.
 
-        Only backends for which a CUDA stream waits, such as NCCL, need this call. Without the call
-        these backends would open the connections in the first backward, where ranks could deadlock.
+        Without this call, backends for which a CUDA stream waits, such as NCCL, would open the
+        connections in the first backward, where ranks could deadlock.
 
         Collective: all ranks of the unit's groups. ``fixed_order``: the backend only exchanges
         gradients, and flatshard adds the gradients in rank order.

@@ -1,7 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
 After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
-ranks would wait for this rank in the next collective.
+ranks would wait for this rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def check_same_model(
         ValueError: the ranks' models or settings differ. All ranks raise, with the first
             difference.
     """
-    # Put the position of each setting, tensor and unit in the name of the fact, so that ranks also
-    # compare the order.
+    # A position in the name of each fact: ranks also compare the order.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["the list of ignored tensors"] = repr(list(ignored))
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -67,8 +66,7 @@ def _describe(tensor: Tensor) -> str:
     shape = tuple(tensor.shape)
     text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     if isinstance(tensor, nn.Parameter):
-        # Strides of parameters must be the same, because they decide the order of elements in the
-        # flat parameter. Strides of buffers may differ.
+        # Strides of parameters decide the order of elements in the flat parameter.
         text += f", strides {strides_of(shape, memory_order(tensor))}"
     return text
 
@@ -76,9 +74,7 @@ def _describe(tensor: Tensor) -> str:
 def raise_everywhere(
     error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise the same error on every rank if at least one rank passes an error.
-
-    If several ranks pass an error, all ranks raise the error of the first of these ranks.
+    """Raise the same error, the first rank's that has one, on every rank.
 
     Collective: all ranks of each of ``comms``, with and without an error.
 
@@ -118,8 +114,7 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    Collective: all ranks of each of ``comms``. If ``comms`` is empty, the call communicates
-    nothing.
+    Collective: all ranks of each of ``comms``; without any, nothing is communicated.
 
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
@@ -192,8 +187,8 @@ def check_same_state(
 ) -> None:
     """Raise ValueError on all ranks if ranks hold different values under the same name.
 
-    The values may differ if the optimizer itself calls collectives: such an optimizer may update a
-    parameter's state on one rank, and not on the others.
+    They may differ if the optimizer itself calls collectives: it may update a parameter's state on
+    one rank only.
 
     Collective: all ranks of ``ranks``.
 
@@ -256,8 +251,8 @@ def checksum(tensor: Tensor) -> Checksum:
         return (0, 0)
     words = words_of(tensor)
     # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of the
-    # columns' sums, each multiplied by the column's number. The second result is the same for the
-    # rows. Words that do not fill a row are added separately.
+    # columns' sums, each multiplied by its number; the second the same for the rows. Words that do
+    # not fill a row are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (
@@ -270,8 +265,8 @@ def checksum(tensor: Tensor) -> Checksum:
 def sample(tensor: Tensor) -> list[int]:
     """Return a few words of a tensor's memory, to find out later whether the tensor was written.
 
-    The words are spread over the whole memory. This takes a few microseconds. The list is empty for
-    a tensor on an accelerator, because a read would wait for the device.
+    The words are spread over the memory. This takes a few microseconds. Empty for a tensor on an
+    accelerator, because a read would wait for the device.
     """
     words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()

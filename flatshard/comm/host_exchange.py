@@ -1,14 +1,13 @@
 """``HostExchange``: exchanges small values between ranks, and compares the name of each exchange.
 
 [Note: frames]
-gloo matches collectives only by their order. If two ranks begin different collectives, the ranks
-receive each other's values, or wait for ever, or end by SIGABRT if the sizes differ. Therefore
-every exchange begins with the same collective: an all-reduce (MAX) of a message of fixed size, the
-frame (``FRAME_BYTES``). A frame contains a digest of the exchange's name, and the complement
-(255 - byte) of each byte of the digest. If all names are equal, the maximum of a digest byte and
-the maximum of its complement add up to 255. If names differ, the sum is larger for at least one
-byte, and every rank sees this. Then all ranks send each other their names, and all ranks raise
-before any rank has used a value. All ranks have run the same collectives, so later exchanges still
+gloo matches collectives only by their order. If two ranks begin different collectives, they receive
+each other's values, or wait for ever, or end by SIGABRT if the sizes differ. Therefore every
+exchange begins with the same collective: an all-reduce (MAX) of a frame of fixed size
+(``FRAME_BYTES``). A frame contains a digest of the exchange's name, and the complement (255 - byte)
+of each byte. If all names are equal, the maxima of a byte and of its complement add up to 255;
+otherwise, the sum is larger for at least one byte. Then all ranks send each other their names, and
+raise before any has used a value. All have run the same collectives, so later exchanges still
 match.
 
 Short maxima are sent in the frame itself. Other values follow in a second collective. The kind and
@@ -33,8 +32,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 HOST = torch.device("cpu")
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of a value that is sent in the frame. The rest of the frame contains a
-# digest of the exchange's name, and the complements of the digest's bytes.
+# Maximum number of bytes of a value in the frame, beside the digest and its complements.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
@@ -51,13 +49,10 @@ def with_complements(data: Iterable[int]) -> bytes:
 def differ(maxima: bytes) -> list[bool]:
     """Return, for each byte passed to ``with_complements``, whether the byte differs between ranks.
 
-    A rank that has no value for a byte sends zero for the byte and zero for the complement. Such a
-    rank does not count as different.
-
-    ``maxima``: the result of an all-reduce (MAX) of each rank's bytes from ``with_complements``.
+    ``maxima``: the result of an all-reduce (MAX) of each rank's bytes from ``with_complements``. A
+    rank that has no value sends zeros for both, and does not count as different.
     """
-    # The maxima of a byte and of its complement add up to 255 if all ranks sent the same byte, and
-    # to 0 if no rank has a value for the byte.
+    # The maxima add up to 255 if all ranks sent the same byte, and to 0 if no rank has a value.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
 
 
@@ -66,7 +61,7 @@ def compared_name(op_name: str) -> str:
 
     ``"saving: /data/0"`` becomes ``"saving"``.
     """
-    # Do not compare the rest of the name, which may be a path or another detail of this rank.
+    # The rest may be a path or another detail of this rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
@@ -98,9 +93,8 @@ class HostExchange:
         self.device, self._ranks = device, [0]
         if group is None:
             return
-        # `_kind`: key under which `History` counts the collectives of this exchange. The key
-        # contains the device, because a group may have both gloo and NCCL, and each backend matches
-        # only its own collectives.
+        # Key under which `History` counts this exchange's collectives. A group may have both gloo
+        # and NCCL, and each backend matches only its own.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
@@ -171,10 +165,10 @@ class HostExchange:
             self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError. The message contains each rank's exchange and program line.
+        """Raise CollectiveError, with each rank's exchange and program line.
 
-        Collective: after a frame whose names differ, every rank sees the difference and calls this
-        method. ``name``: name and kind of this rank's exchange.
+        Collective: after a frame whose names differ, every rank sees this. ``name``: this rank's
+            exchange.
         """
         line = watch().program_line()
         places = self._gather(
@@ -184,10 +178,7 @@ class HostExchange:
         raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
-        """Return the maximum over the ranks for each byte of ``data``.
-
-        ``data`` must be equally long on all ranks.
-        """
+        """Return the maximum over the ranks for each byte of ``data`` (same length on all)."""
         sent = bytearray(data)
         maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         self._run(maximum, torch.frombuffer(sent, dtype=torch.uint8), op_name)

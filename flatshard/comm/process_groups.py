@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Tag of the receives with which `abort` aborts a group. No rank ever sends with this tag, so the
-# receives time out.
+# Tag of the receives with which `abort` aborts a group. No rank sends with it, so they time out.
 _NO_TAG = (1 << 31) - 1
 _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 
@@ -29,19 +28,15 @@ def abort(group: dist.ProcessGroup) -> None:
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # gloo aborts a group only when a receive times out. A receive from a rank that has died fails
-    # before the timeout, and leaves the connections to the other ranks open. So try to receive from
-    # every rank.
+    # gloo aborts a group only when a receive times out. One from a dead rank fails earlier, and
+    # leaves the other connections open. So receive from every rank.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return the text of a list of ranks, for messages.
-
-    Up to 16 ranks are listed in full. Longer lists become a few ranks and the total number.
-    """
+    """Return the text of a list of ranks, for messages: up to 16 in full, otherwise a few."""
     listed = list(ranks)
     if len(listed) <= _LISTED:
         return ", ".join(map(str, listed))
@@ -49,26 +44,20 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Groups made by ``new_group``, mapped to the id of the process that made the group. A forked
-# process inherits the groups of the parent process without their threads, and must not abort the
-# groups.
+# Groups made by ``new_group``, mapped to the id of the process. A forked process inherits groups
+# without their threads, and must not abort the groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """Return the existing groups that ``new_group`` made in this process.
-
-    In a forked process, the groups of the parent process are left out.
-    """
+    """Return the existing groups that ``new_group`` made in this process, not in its parent."""
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
 def new_group(
     parent: dist.ProcessGroup, ranks: Sequence[int] | None = None, *, on_host: bool = False
 ) -> dist.ProcessGroup:
-    """Make a process group with the timeout and backend of ``parent``.
-
-    Collectives on the new group match independently of collectives on ``parent``.
+    """Make a process group with the timeout and backend of ``parent``, and its own order of calls.
 
     Collective: all members of the new group, and no other ranks.
 
@@ -85,10 +74,8 @@ def new_group(
     if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    # Only the members of the new group call this function. But if the default group is bound to a
-    # device, torch makes an NCCL group by splitting NCCL's communicator of the default group, and
-    # all ranks of the default group must call the split. So unbind the default group during the
-    # call.
+    # If the default group is bound to a device, torch splits NCCL's communicator of the default
+    # group, and all ranks would have to call this function, not only the members. So unbind it.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and not has_all_ranks:
@@ -110,13 +97,9 @@ def new_group(
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group's collectives, or None if the backend has no timeout.
-
-    ``new_group`` passes the timeout to ``dist.new_group``, which would use a default otherwise.
-    """
+    """Return the timeout of a group's collectives, or None if the backend has no timeout."""
     for device in ("cpu", "cuda"):
-        # Try the next device after two kinds of errors: RuntimeError, if the group has no backend
-        # for this device, and AttributeError, if the backend has no options.
+        # RuntimeError: the group has no backend for this device. AttributeError: no options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
@@ -142,19 +125,16 @@ _controls = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return a group for exchanges of small values between the ranks of ``group``, and a device.
+    """Return a group of the same ranks as ``group`` for small values, and the device to send from.
 
-    The returned group has the same ranks, and its backend can send tensors on the returned device.
-    The device is the CPU, unless torch was built without gloo.
-
-    Collective at the first call for a group that cannot send CPU tensors: all ranks of ``group``.
+    The device is the CPU, unless torch was built without gloo. Collective at the first call for a
+    group that cannot send CPU tensors: all ranks of ``group``.
     """
     if backend_for(group, "cpu") is not None:
         return group, torch.device("cpu")
     if not dist.is_gloo_available():
         return group, current_cuda(group)
-    # Make a gloo group, so that small values are exchanged in host memory. With NCCL the host would
-    # have to read the values from the GPU, and would wait for all work queued on the GPU.
+    # With NCCL the host would have to wait for all work queued on the GPU.
     if group not in _controls:
         _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")
@@ -171,23 +151,20 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 # ---------------------------------------------------------------- the end of the program
 
 # [Note: end of the program]
-# While Python shuts down, Python ends every thread that requests the GIL, except the main thread,
-# by unwinding the thread's stack (from Python 3.14 on, the thread blocks for ever instead). If the
-# thread is in the middle of a backend's C++ code at this time, the process ends with SIGABRT, even
-# if the program was successful. Two kinds of threads request the GIL: flatshard's own threads, when
-# a wait for other ranks ends, and gloo's threads, which free the tensors of a collective after gloo
-# has reported the end of the collective. So both kinds must be idle before Python shuts down.
-# `come_to_rest` waits for this.
+# While Python shuts down, it ends every thread that requests the GIL, except the main thread, by
+# unwinding the thread's stack (from Python 3.14 on, the thread blocks for ever). If the thread is
+# in a backend's C++ code, the process ends with SIGABRT, even if the program was successful. Two
+# kinds of threads request the GIL: flatshard's own, when a wait for other ranks ends, and gloo's,
+# which free the tensors of a collective after its end. `come_to_rest` waits until both are idle.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 
-# Texts in Linux's `/proc/self/task/*/status`, one file per thread: the first line of the file of a
-# gloo thread, and the lines that count how often a thread was given a core.
+# In Linux's `/proc/self/task/*/status`: the name of a gloo thread, and the counts of switches.
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-# How long `come_to_rest` sleeps between two looks at the threads: twice Python's switch interval,
-# the time after which a running thread must give the GIL to a thread that waits for the GIL.
+# Sleep between two looks at the threads: twice Python's switch interval, after which a running
+# thread gives the GIL to a waiting thread.
 _REST_SECONDS = 0.01
 _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
@@ -195,16 +172,15 @@ _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
     """Abort all collectives of ``groups``, and wait until flatshard's and gloo's threads are idle.
 
-    Called when the program ends; see [Note: end of the program]. The collectives also fail on the
-    other ranks. This rank must not begin another collective on ``groups`` afterwards.
+    Called when the program ends; see [Note: end of the program]. Collectives also fail on the other
+    ranks, and this rank must not begin another one on ``groups``.
     """
     for group in groups:
         abort(group)
     deadline = time.monotonic() + _END_SECONDS
     before: list[list[str]] | None = None
-    # While this thread sleeps, the GIL is free, so every thread that only needs the GIL or a core
-    # runs. A thread that did not run during the sleep therefore waits for another event, and will
-    # not request the GIL.
+    # While this thread sleeps, the GIL is free. A thread that did not run waits for another event,
+    # and will not request the GIL.
     while time.monotonic() < deadline:
         now = _what_threads_did()
         if not now or (now == before and all("State:\tS (sleeping)" in one for one in now)):
@@ -214,10 +190,9 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _what_threads_did() -> list[list[str]]:
-    """Return the state and the number of context switches of each thread of flatshard and gloo.
+    """Return the state and the number of context switches of flatshard's and gloo's threads.
 
-    Each entry has the lines of Linux's status file of one thread. Two results are equal if no
-    thread ran between the two calls. On other systems than Linux, the list is empty.
+    Two results are equal if no thread ran between them. Empty on other systems than Linux.
     """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []

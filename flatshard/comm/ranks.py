@@ -33,8 +33,7 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The user's shard group and replicate group. None: the user passed only one group, so HYBRID
-    # strategies divide the ranks by node.
+    # The user's shard group and replicate group. None: HYBRID strategies divide by node.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: not known
     mode: TransportOptions  # the user's choice of transport
@@ -85,17 +84,15 @@ class Ranks:
         shard, replicate = self.grid or self._by_node()
         group = _post_forward_group(shard, placement)
         if placement.over_all:
-            # HYBRID_SHARD_OP: gradients are reduce-scattered among the ranks of a node, and then
-            # each rank's part is reduce-scattered among the nodes.
+            # HYBRID_SHARD_OP: reduce-scatter among the ranks of a node, then among the nodes.
             return Topology(
                 world, world, ALONE, shard, inter_group=replicate, post_forward_group=group
             )
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return this rank's shard group and replicate group for a HYBRID strategy.
+        """Return the group of this node's ranks, and the group of one rank of each node.
 
-        The shard group has all ranks of this node. The replicate group has one rank of each node.
         Collective at the first call: all ranks.
         """
         size = self.ranks_per_node
@@ -163,8 +160,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     Args:
         process_group: a process group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh, a 2-D mesh, or None. The dimensions of a 2-D mesh are (replicate,
-            shard). If they have these names, their order does not matter.
+        device_mesh: a 1-D mesh, a 2-D mesh (replicate, shard), or None. If the dimensions have
+            these names, their order does not matter.
         mode: the user's choice of transport.
 
     Raises:
@@ -196,7 +193,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
         return ()
     is_pair = isinstance(process_group, tuple | list)
     groups = tuple(process_group) if is_pair else (process_group,)
-    # `dist.new_group` returns NON_GROUP_MEMBER instead of a group on ranks that are not members.
+    # `dist.new_group` returns NON_GROUP_MEMBER on ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} is not in this group. Call ShardedWrapper only "
@@ -229,10 +226,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # If the dimensions have no names, assume the order of torch's FSDP: (replicate, shard). Refuse
-    # dimensions with other names, such as a dimension for tensor parallelism: ranks along such a
-    # dimension hold different parameters or compute on the same inputs, so parameters must not be
-    # sharded over these ranks.
+    # Without names, assume the order of torch's FSDP. Refuse other names, such as a dimension for
+    # tensor parallelism, whose ranks hold different parameters or compute on the same inputs.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -248,9 +243,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # Trust SLURM_NTASKS_PER_NODE only if srun started the ranks, that is, if SLURM_NTASKS equals
-    # the world size. SLURM also sets these variables in the shell of a job, in which torchrun or a
-    # script may start another number of ranks.
+    # SLURM also sets these variables in the shell of a job, in which torchrun or a script may start
+    # another number of ranks. srun started the ranks if SLURM_NTASKS equals the world size.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -291,9 +285,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     """Check that all ranks passed the same options, and that their groups form a grid.
 
     In a grid the rows are the shard groups and the columns are the replicate groups. A rank sends
-    the members of its replicate group to the ranks of its shard group, and the members of its shard
-    group to the ranks of its replicate group. So each rank checks all groups that share a rank with
-    its own groups, and no rank needs to know every group of the grid.
+    the members of its replicate group to its shard group, and the reverse. So each rank checks all
+    groups that share a rank with its own, and no rank needs every group.
 
     Collective: all ranks of the groups.
 
@@ -307,8 +300,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: options differ, or groups form no grid. All ranks of the groups raise.
     """
-    # Compare before making communicators: the mode decides how many process groups a communicator
-    # makes. If one rank made fewer process groups, the other ranks would wait for ever.
+    # Before making communicators: with another mode, a rank would make fewer process groups, and
+    # the others would wait for ever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -330,8 +323,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Perhaps only some ranks see a problem. If only these ranks raised, the other ranks would wait
-    # for ever in their next collective. So tell the problem to the other ranks first.
+    # Perhaps only some ranks see a problem, and the others would wait for ever in their next
+    # collective.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
@@ -349,8 +342,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
-    # Make a set of each group once, before the loop over all pairs: the intersection of two sets
-    # iterates only over the smaller set, and so is faster than a comparison of two sequences.
+    # Make each set once: the intersection of two sets iterates only over the smaller.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
@@ -363,8 +355,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
 
 # ---------------------------------------------------------------- communicators of groups
 
-# The communicator of each process group and choice of transport. Later models on the same group use
-# the same communicator, so that flatshard does not make new process groups for every model.
+# The communicator of each process group and choice of transport, for all models on the group.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
@@ -377,9 +368,8 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Users may destroy process groups and make new ones, many times in one process. Drop the
-        # communicators of destroyed groups now: otherwise the threads of their transports would
-        # stay alive.
+        # Users may destroy and make process groups many times. The threads of the destroyed groups'
+        # transports would stay alive.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
@@ -395,8 +385,8 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # After an error, this rank may have begun a collective that another rank never begins.
-            # The destructor of a gloo group would wait for such a collective until the timeout.
+            # After an error, this rank may have begun a collective that another rank never begins,
+            # for which the destructor of a gloo group would wait until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 

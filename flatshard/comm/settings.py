@@ -61,8 +61,7 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# The keywords that can be read without the module and without the ranks. Each function returns the
-# value for the field of `Settings` with this name, or raises an error that names the keyword.
+# The keywords that can be read without the module and the ranks, each by a function.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": as_cpu_offload,
@@ -101,8 +100,7 @@ def find_device(
         return _read_device(device_id)
     left_alone = ignored.ids()
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # Skip tensors on the meta device: all ranks must find the same device, even if only some ranks
-    # have their tensors on the meta device.
+    # All ranks must find the same device, even if only some have tensors on the meta device.
     device = next((param.device for param in present if not param.is_meta), None)
     if (device is None or device.type == "cpu") and torch.cuda.is_available():
         types = {"cpu"} if group is None else {str(device) for device in group._device_types}
@@ -113,8 +111,8 @@ def find_device(
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:
     try:
-        # Make a tensor, which fails if this host lacks the device. The tensor's device has an
-        # index: "cuda" without an index means the current device, which a thread may change.
+        # Making a tensor fails if this host lacks the device. Its device has an index: "cuda"
+        # without one means the current device, which a thread may change.
         return torch.empty(0, device=torch.device(device_id)).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
@@ -175,8 +173,7 @@ class Settings:
 
     def describe(self) -> str:
         """Return a text with the settings that must be the same on every rank, for comparison."""
-        # Compare the groups only for HYBRID strategies. With other strategies, nodes may have
-        # different numbers of ranks.
+        # Other strategies work on nodes with different numbers of ranks.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "

@@ -1,15 +1,13 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-Two kinds of records are kept. Each process group has a ``History``: the collectives begun by this
-rank. Each thread has a list of its present waits for other ranks (``watched``).
+Each process group has a ``History``, the collectives begun by this rank. Each thread has a list of
+its present waits for other ranks (``watched``).
 
-The optional package ``flatshard/extras/deadlock`` (below: the extra ``deadlock``) finds
-deadlocks between ranks. The extra reads both records from a separate thread, so training steps do
-not call the extra. ``CollectiveWatch`` is the extra's interface. Without the extra, the lists of
-waits are not used. The histories are used without the extra too: if a backend matches collectives
-only by order, ranks compare their histories at the end of backward
-(``flatshard/engine/end_of_backward.py``), to notice that a rank has received data of a different
-collective.
+The extra ``deadlock`` (``flatshard/extras/deadlock``) reads both from a separate thread, so
+training steps do not call it; ``CollectiveWatch`` is its interface. The histories are used without
+the extra too: if a backend matches collectives only by order, ranks compare their histories at the
+end of backward (``flatshard/engine/end_of_backward.py``), to notice that a rank has received data
+of a different collective.
 """
 
 from __future__ import annotations
@@ -92,10 +90,8 @@ class WaitCondition(NamedTuple):
 class History:
     """Record of the collectives begun by this rank in one process group.
 
-    The collectives are counted by kind; the n-th collective of a kind on one rank matches the n-th
-    on every other rank. If the backend matches collectives only by order, collectives also have a
-    description, to compare between ranks. The history keeps the last descriptions, and a digest of
-    all descriptions.
+    The n-th collective of a kind on one rank matches the n-th on every other rank. If the backend
+    matches collectives only by order, they also have descriptions, to compare between ranks.
     """
 
     def __init__(
@@ -115,33 +111,27 @@ class History:
         # Kinds to drop from `begun`, each with `begun[_meeting]` at the call of `forget`.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
-        # Makes the error that every later collective of this process group raises, because ranks
-        # began different collectives. None: no error.
+        # Makes the error of every later collective, after ranks began different collectives.
         self.make_error: Callable[[], CollectiveError] | None = None
-        # Whether ranks may compare descriptions before they begin a collective. False inside
-        # `join()`: a rank without input begins a collective only after another rank has begun it,
-        # so the other rank must not wait for a comparison.
+        # Whether ranks may compare descriptions before they begin a collective. Not inside
+        # `join()`: a rank without input begins a collective only after another rank has begun it.
         self.announces = True
         self.described: Hashable = None  # kind (see `begin`) of the collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
-        # Time at which this rank began the first of the collectives that ranks have not compared
-        # yet. 0: ranks have compared all collectives.
+        # When this rank began the first collective that ranks have not compared yet. 0: none.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
 
-        # For each pair of consecutive descriptions, the description of the collective that has
-        # always followed the pair. "": different collectives have followed the pair.
+        # For each pair of consecutive descriptions, the one that has always followed, or "".
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition:
-        """Count one more collective, and return the condition that ends a wait for the collective.
-
-        The condition is that all other ranks of the process group have begun the collective.
+        """Count one more collective, and return the condition that all other ranks have begun it.
 
         Args:
             group: the process group on which the collective runs.
@@ -169,8 +159,8 @@ class History:
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of ``kinds``, whose flat parameter is gone, once no rank needs them."""
         # Another rank may still wait in a collective of the model, and deadlock detection needs the
-        # count to see whether this rank has begun the collective. Once all ranks have met after
-        # this call, no rank waits there any more. The n-th meeting is over when the next begins.
+        # count. Once all ranks have met after this call, no rank does. The n-th meeting is over
+        # when the next begins.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -179,44 +169,38 @@ class History:
     def is_usual(self, what: str) -> bool:
         """Whether collective ``what`` may begin without a comparison between ranks.
 
-        True if only ``what`` has ever followed the last two collectives. Then every other rank
-        also begins ``what`` next, or first compares its different collective with all ranks. All
-        ranks get the same result, because all ranks call ``learn`` after each comparison.
+        True if only ``what`` has ever followed the last two collectives. Then every other rank also
+        begins ``what``, or first compares a different collective with all ranks. The result is the
+        same on all ranks, because all call ``learn`` after each comparison.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record ``what`` as the collective after the last two collectives.
-
-        Called on all ranks, after all ranks have compared ``what``.
-        """
+        """Record ``what`` as the collective after the last two, once all ranks have compared it."""
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
-        # Each model has tags of its own in its descriptions, so each new model adds entries. Drop
-        # the oldest entry. All ranks add the same entries in the same order, so all ranks drop the
-        # same entry, and get the same results from `is_usual`.
+        # Each new model adds entries. All ranks add and drop the same entries in the same order.
         if len(self._next) > _KNOWN:
             del self._next[next(iter(self._next))]
 
     def to_compare(self) -> bytes:
         """Return a digest of the collectives that this rank has begun, in order.
 
-        Marks these collectives as compared, so the caller must compare the digest with the digests
-        of the other ranks. Different digests mean that ranks began different collectives.
+        Marks them as compared: the caller must compare the digest between ranks. Different digests
+        mean that ranks began different collectives.
         """
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # Copy the deque in one operation: `list` would raise if another thread appended meanwhile.
+        # One operation: `list` would raise if another thread appended meanwhile.
         return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     """Return a sentence about the first collective that differs between ranks, or None.
 
-    None means that the collectives with the same number are the same on all ranks. ``recent``: for
-    each rank, the last collectives that the rank has begun.
+    ``recent``: for each rank, the last collectives that the rank has begun.
     """
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
@@ -256,16 +240,14 @@ class _Own(threading.local):
         _by_thread[self.waits.thread] = self.waits
 
 
-# The `ThreadWaits` of each thread, keyed by the thread's identifier. Use weak references, so that
-# an entry disappears when its thread ends.
+# The `ThreadWaits` of each thread, by the thread's identifier, while the thread runs.
 _by_thread: weakref.WeakValueDictionary[int, ThreadWaits] = weakref.WeakValueDictionary()
 _own = _Own()
 
 
 def waits_by_thread() -> list[ThreadWaits]:
     """Return the ``ThreadWaits`` of each running thread that has ever waited for other ranks."""
-    # Iterate over `valuerefs`, which returns a list: other threads may add entries to `_by_thread`
-    # during the loop.
+    # `valuerefs` returns a list: other threads may add entries during the loop.
     return [waits for known in _by_thread.valuerefs() if (waits := known()) is not None]
 
 
@@ -361,8 +343,7 @@ class AsyncWork(named):
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
     _: KW_ONLY
-    # For error messages: for each of ``works``, the rank that sends the data. May be shorter than
-    # ``works``.
+    # For error messages: for each of ``works`` (or fewer), the rank that sends the data.
     peers: Sequence[int] = ()
     # Called once after the wait for ``works``, to compute the result from the received data.
     then: Callable[[], None] | None = None
@@ -430,10 +411,7 @@ class AsyncWork(named):
         return self.op_name
 
     def is_sent(self) -> bool:
-        """Return whether the other ranks have received all data of this rank.
-
-        If they have, also release the tensors of the collective.
-        """
+        """Whether the other ranks have all data of this rank. Then also release the tensors."""
         if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
@@ -454,7 +432,7 @@ class AsyncWork(named):
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether the collective still needs the memory of ``tensor``, and keeps it alive."""
-        # Compare the storages instead of the tensors: views of a shard share the shard's storage.
+        # Views of a shard share the shard's storage.
         storage = tensor.untyped_storage()._cdata
         return any(
             isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
@@ -464,11 +442,9 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # A rank has its result as soon as all other ranks have sent their data. At this time the other
-    # ranks may not have received this rank's data yet, so this rank must not overwrite the tensor
-    # that it sends. But this rank need not stop: if every rank waited here, the fastest rank would
-    # wait at every unit. So the unfinished sends are collected in this object, and the engine waits
-    # for the sends at the end of a forward or backward, before shards may be written.
+    # A rank has its result as soon as all other ranks have sent their data, but they may not have
+    # received this rank's. If every rank waited for this, the fastest would wait at every unit. So
+    # the engine waits at the end of a forward or backward, before shards may be written.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []

@@ -1,32 +1,28 @@
 """``Backward``: the second half of a step, from the first gradient of an output to ``.grad``.
 
-Autograd runs the hooks that ``hooks`` registered on outputs, parameters and inputs of units. The
-hooks call this class:
+Autograd calls this class through the hooks of outputs, parameters and inputs of units:
 
-1.  The gradient of a unit's output is computed. ``enter`` unshards the unit again and waits,
-    because the next nodes of the graph read the parameters. Then the all-gather of the unit whose
-    backward is expected next starts, and overlaps with this unit's backward. The first call in a
-    backward also begins the backward (``begin``).
+1.  The gradient of a unit's output is computed. ``enter`` unshards the unit and waits, because the
+    next nodes of the graph read the parameters. Then the all-gather of the unit whose backward is
+    expected next starts, and overlaps with this unit's backward.
 2.  The gradient of a parameter is computed. ``receive`` moves the gradient from the parameter to
     the ``Gradients`` of the flat parameter.
 3.  All gradients of a flat parameter have arrived. Its reduction starts, in one order on all ranks
-    (``reduce_queue``), and overlaps with the rest of backward. If the unfinished reductions take
-    too much memory, this rank waits for the oldest reduction, for a limited time.
-4.  The gradients of the unit's inputs have arrived too. Now no computation needs the unit's
-    parameters, and the unit is resharded. Steps 1 to 4 repeat for every unit.
+    (``reduce_queue``), and overlaps with the rest of backward.
+4.  The gradients of the unit's inputs have arrived too. No computation needs the unit's parameters
+    any more, so the unit is resharded.
 5.  Autograd has run the last node, and calls ``_end``. The ranks reduce the remaining gradients,
-    this rank waits for all reductions, and ``.grad`` gets the averages; see the note below.
+    this rank waits for all reductions, and ``.grad`` gets the averages.
 
-Extensions (``StepExtension``), which are optional features, may act in a backward, at the lines
-below that call an extension. Watchers are extensions that only watch a step, such as reports.
+Extensions (``StepExtension``) are optional features that may act in a backward. Watchers are
+extensions that only watch a step, such as reports.
 
 [Note: the end of backward]
-At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
-another. So the ranks exchange which parameters each rank used (``end_of_backward``). If any rank
-used a unit, all ranks reduce the unit's gradients, in one order. Parameters that no rank used keep
-their ``.grad``. At the end of backward, a rank may wait for a reduction without a time limit. An
-earlier wait without a limit could be a deadlock: a peer that lacks a gradient starts the reduction
-only at the end of its own backward.
+A parameter may be used on one rank and unused on another. So at the end of a backward, the ranks
+exchange which parameters each rank used (``end_of_backward``). If any rank used a unit, all ranks
+reduce the unit's gradients, in one order. Parameters that no rank used keep their ``.grad``. Only
+here may a rank wait for a reduction without a time limit: a peer that lacks a gradient starts the
+reduction only at the end of its own backward, so an earlier wait could be a deadlock.
 """
 
 from __future__ import annotations
@@ -49,18 +45,13 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
 from flatshard.tensor.sharded_tensor import untraced
 
-# The ``Backward`` of each model whose backward is running or has failed. If one backward computes
-# gradients of two models, the second model starts its reductions only after all of the first
-# model's reductions, so that transports which match reductions by order do not mix the two models
-# (see `Backward._may_reduce_early`).
+# The ``Backward`` of each model whose backward is running or has failed (see
+# `Backward._may_reduce_early`).
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 class Backward:
-    """Runs the backward passes of one model.
-
-    The methods below are in the order in which a backward calls them.
-    """
+    """Runs the backward passes of one model. The methods are in the order of their calls."""
 
     def __init__(self, state: RunState, prefetch: Prefetch) -> None:
         self._state, self._prefetch = state, prefetch
@@ -90,9 +81,9 @@ class Backward:
         )
 
     def begin(self) -> bool:
-        """Begin this model's backward, unless this model's backward has begun already.
+        """Begin this model's backward, unless it has begun already.
 
-        Returns whether autograd is running a backward. If not, this method does nothing.
+        Returns False, and does nothing, if autograd is running no backward.
         """
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
@@ -110,9 +101,8 @@ class Backward:
         self._is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
-        # Autograd calls `_end` after the last node, or drops the callback if the backward fails.
-        # Keep only a weak reference to the callback: a dead reference shows the failure. Python
-        # calls `_fail` when autograd drops the callback.
+        # Autograd calls `_end` after the last node. If the backward fails, autograd drops the
+        # callback: then the weak reference is dead, and Python calls `_fail`.
         callback = partial(self._end)
         self._end_callback = weakref.ref(callback, self._fail)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -128,10 +118,9 @@ class Backward:
 
         One backward may compute gradients of two models. If a transport (the native backend, for
         example) matches reductions by order, the second model's reductions must not start between
-        the first model's reductions: a rank that lacks a gradient starts the first model's
-        reductions only at the end of the backward, and reductions of different models would be
-        matched with each other. So all reductions of the second model start in the second model's
-        ``_end``, which runs after the first model's ``_end``.
+        those of the first: a rank that lacks a gradient starts the first model's reductions only at
+        the end, and reductions of different models would be matched. So all reductions of the
+        second model start in its ``_end``, which runs after the first model's ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for handle in self._state.handles
@@ -140,8 +129,8 @@ class Backward:
     def run_empty(self) -> None:
         """Run a backward that computes no gradients on this rank. Collective.
 
-        The rank takes part in the end of the backward, where gradients are reduced. Gradients that
-        the rank has accumulated in earlier backwards are reduced, too.
+        The rank takes part in the reductions at the end of the backward, also with gradients that
+        it has accumulated in earlier backwards.
         """
         for handle in self._state.handles:
             handle.count_trainable()
@@ -160,8 +149,7 @@ class Backward:
     def enter(self, unit: Unit, call: Call, _: Tensor) -> None:
         """Unshard a unit at the beginning of the backward of ``call``. Collective.
 
-        Autograd calls this hook when the gradient of an output of ``call`` is computed. ``call`` is
-        one call of the unit's module in forward.
+        Autograd calls this hook when the gradient of an output of ``call`` is computed.
         """
         self.begin()
         unit.begin_call_backward(call)
@@ -174,32 +162,29 @@ class Backward:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard the parameters that a unit's backward reads, and wait for them. Collective."""
-        # In backward(create_graph=True), gradients are enabled, and backward records a graph that
-        # needs the unsharded buffers later. So let the unit keep the buffers (`keep_unsharded`).
+        # backward(create_graph=True) records a graph that needs the unsharded buffers later.
         if torch.is_grad_enabled() and not unit.running and self.is_running:
             unit.keep_unsharded()
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # Call users' communication hooks here. A hook needs every rank, and all ranks reach
-            # this place, because the all-gather below needs every rank, too.
+            # Call users' communication hooks here. A hook needs every rank, like the all-gather
+            # below.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
             self._state.unshard(unit, "backward")
         else:
             # Backward reads no parameter of the unit (an embedding table, for example), so start no
-            # all-gather. But a recomputed forward uses the modules, so let the modules hold the
-            # unsharded parameters.
+            # all-gather. But a recomputed forward reads the unsharded parameters from the modules.
             unit.wait_unshard()
         unit.phase = Phase.BACKWARD
 
     def unshard_again(self, unit: Unit) -> None:
         """Unshard all parameters of a unit, and wait for them.
 
-        Called if a recomputed forward needs the parameters, or if autograd needs a saved tensor
-        that was a view of the unsharded buffer. Collective, unless all parameters are unsharded
-        already.
+        Called if a recomputed forward needs the parameters, or autograd needs a saved view of the
+        unsharded buffer. Collective, unless all parameters are unsharded already.
         """
         if unit.is_current:
             return
@@ -208,10 +193,10 @@ class Backward:
             unit.phase = Phase.BACKWARD
 
     def bring_back(self, unit: Unit) -> bool:
-        """Unshard parameters that were expected not to be read in backward, and return True.
+        """Unshard parameters that backward was not expected to read, and return True.
 
-        For example, backward does not read an embedding table, unless an operation other than a
-        lookup used the table. If the unit's backward is not running, do nothing and return False.
+        An example is an embedding table that an operation other than a lookup used. If the unit's
+        backward is not running, do nothing and return False.
         """
         if unit.phase is not Phase.BACKWARD or not self.is_running:
             return False
@@ -234,8 +219,8 @@ class Backward:
         self: Backward = unit.backward
         if grads.shown:
             grad = grads.take_back(handle.params[index], grad)
-        # Remove the gradient from the parameter. Otherwise autograd would add the next gradient in
-        # place, into a tensor that `grads` may have kept without a copy.
+        # Otherwise autograd would add the next gradient in place, into a tensor that `grads` may
+        # have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -246,8 +231,7 @@ class Backward:
             )
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        # Begin the backward before the buffer records this gradient as arrived: `begin` clears the
-        # record of arrived gradients, which may still contain the gradients of the last backward.
+        # Begin the backward first: `begin` clears the record of arrived gradients.
         if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
         grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
@@ -256,8 +240,8 @@ class Backward:
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:
-            # Start the reduction, if all earlier reductions have started. Then finish older
-            # reductions, to limit the memory of unfinished reductions.
+            # Start the reduction, if all earlier reductions have started. Finish older reductions,
+            # to limit memory.
             self.queue.add(handle)
             for extension in self._state.extensions:
                 extension.between_units()
@@ -274,8 +258,7 @@ class Backward:
         if not unit.ends_backward:
             return
         unit.reshard(ReshardPoint.AFTER_BACKWARD)
-        # By now, the last views of buffers that were resharded earlier may be gone. Try again to
-        # free these buffers.
+        # By now, the last views of buffers that were resharded earlier may be gone.
         for handle in self._deferred:
             if handle.is_free_deferred:
                 handle.reshard(though_held=False)
@@ -301,20 +284,18 @@ class Backward:
         finally:
             for unit in state.units:
                 # Leave a unit in phase FORWARD unsharded: a forward may run a backward inside (to
-                # compute forces, for example) and then continue. No computation of this backward is
-                # left, so also free the buffers that kept their memory only because views of the
-                # buffers existed.
+                # compute forces, for example) and then continue. Of all other units, also free the
+                # buffers that kept their memory only because views existed.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(ReshardPoint.BACKWARD_OVER)
                 if is_outermost:
                     unit.end_iteration()
-            # After a failure, the next step calls `_drop`. Set this last: `_drop` must also reshard
-            # the units that an interrupted loop has left out.
+            # Set this last: if the loop was interrupted, the next step's `_drop` reshards the rest.
             self._is_active = failed
-        # If autograd drops the end callback before it has run, `_fail` is called. It has run now.
+        # Autograd drops the callback next, which would call `_fail`.
         self._end_callback = NoneType
-        # Wait until the other ranks have received this rank's data, because the optimizer may write
-        # the shards next. If this backward is inside a forward, the end of that forward waits.
+        # Wait until the other ranks have received this rank's data: the optimizer may write the
+        # shards next. If this backward is inside a forward, the end of that forward waits.
         if is_outermost:
             with self._state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
@@ -323,16 +304,14 @@ class Backward:
             if handle.unit.sync is not GradSync.FULL:
                 handle.grads.show()
         self._run_hooks(used)
-        # Watchers come last in `EXTRAS`. So no other rank waits for this rank if Python is
-        # configured to raise a watcher's warning as an error.
+        # Watchers come last in `EXTRAS`: if Python raises their warnings as errors, no rank waits.
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
 
     def _reduce_rest(self) -> dict[FlatParamHandle, list[bool]]:
         """Reduce all remaining gradients, and publish the averages in ``.grad``. Collective.
 
-        Returns, for each flat parameter, one flag per original parameter: whether any rank used the
-        parameter.
+        Returns, for each flat parameter, whether any rank used each original parameter.
         """
         agreed = self.queue.reduce_rest()
         # Raising is safe here: all ranks raise, and no collective is under way.
@@ -364,21 +343,18 @@ class Backward:
     def _fail(self, _: object) -> None:
         """Let the modules hold sharded parameters again, because this backward has failed.
 
-        Called before the caller of ``backward()`` sees the exception. So no code of the caller
-        finds an unsharded parameter in a module: a value written there would be lost.
+        Called before the caller of ``backward()`` sees the exception: a value that the caller
+        writes to an unsharded parameter would be lost.
         """
-        # Only do work that cannot wait or raise, because the destructor of autograd's graph task
-        # calls this method: Python would only print an exception. With accelerators, the destructor
-        # may run on a device's thread. That is safe, because the thread holds Python's lock, and no
-        # hook of this backward runs any more. `_drop` does the rest later, such as all waits.
+        # Only do work that cannot wait or raise: the destructor of autograd's graph task calls this
+        # method, so Python would only print an exception. With accelerators, the destructor may run
+        # on a device's thread. That is safe, because the thread holds Python's lock, and no hook of
+        # this backward runs any more. `_drop` does the rest later, such as all waits.
         for unit in self._state.units if self._is_active else ():
             unit.leave_failed_backward()
 
     def recover(self) -> None:
-        """Drop the gradients and reductions of the last backward, if it failed.
-
-        While a backward is running, this method does nothing.
-        """
+        """Drop the gradients and reductions of the last backward, if it failed."""
         if self._is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 

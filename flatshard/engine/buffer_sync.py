@@ -24,13 +24,12 @@ class BufferSync:
     """Broadcasts the same buffers as DistributedDataParallel, before the same forwards.
 
     [Note: buffers that are replaced]
-    A forward or a user may replace a buffer by another tensor, and then the new buffer is
-    broadcast. All ranks must know the size of the broadcast message, but an exchange of sizes in
-    every forward would be slow. So the exchange at the end of each backward (``end_of_backward``)
-    compares whether the buffers have the same dtypes, shapes and devices on all ranks. If ranks
-    differ, later broadcasts keep the message size on which the ranks agreed last, and skip buffers
-    whose shape has changed since then. For example, a position table that each rank extends to the
-    length of its own batches stays local.
+    A forward or a user may replace a buffer by another tensor, which is then broadcast. All ranks
+    must know the size of the message, but an exchange of sizes in every forward would be slow. So
+    the exchange at the end of each backward (``end_of_backward``) compares the buffers' dtypes,
+    shapes and devices. If ranks differ, later broadcasts keep the last agreed size, and skip
+    buffers whose shape has changed: a position table that each rank extends to its own batches
+    stays local.
     """
 
     def __init__(
@@ -45,42 +44,38 @@ class BufferSync:
             number: identifies the model; the same on all ranks.
         """
         self._world, self._span, self._buffers = world, span, buffers
-        # If ranks run different models (a teacher and a student, for example), the buffers may
-        # have the same size. Then only the number shows that the ranks' models differ.
+        # If ranks run different models (a teacher and a student), only the number shows it.
         self._op_name = f"the model's buffers, model {number}"
         self.is_due = True
         self.source = 0  # source rank of the broadcast
 
-        # The buffers at the last comparison in which dtypes, shapes and devices were equal on all
-        # ranks. Later broadcasts use the sizes of these buffers.
+        # The buffers at the last comparison that found no difference: they set the message's size.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
-        # Whether a forward ran since the ranks last compared the dtypes, shapes and devices. If no
-        # forward ran, a changed buffer was replaced by the user's program, on all ranks alike.
+        # Whether a forward ran since the last comparison. If not, the user's program replaced a
+        # changed buffer, on all ranks alike.
         self._has_run = False
 
     def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
         """Broadcast the buffers before the forward of the root, if ``is_due``.
 
         ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``.
-        ``recomputes``: whether activation checkpointing runs the forward again, in backward; then
-        the buffers are not broadcast. ``under_no_sync``: whether this forward is under ``no_sync``.
-        Collective if the buffers are broadcast.
+        ``recomputes``: activation checkpointing runs the forward again, so nothing is broadcast.
+        ``under_no_sync``: of this forward. Collective if the buffers are broadcast.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._span(Kind.RANKS_WAIT):
                 self.broadcast(self._op_name)
         self._has_run = True
-        # As in DistributedDataParallel, broadcast in the next forward only if a reduction follows
-        # this forward. No reduction follows a forward in evaluation or under no_sync.
+        # As in DistributedDataParallel, broadcast before the next forward only if this one is
+        # followed by a reduction.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The user's program replaced buffers between two forwards, so compare the buffers of
-            # all ranks again. All ranks take part, because all ranks run the same program.
+            # The program replaced buffers between two forwards, on all ranks: compare again.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():
@@ -129,7 +124,7 @@ def broadcast_buffers(
                 continue
             pieces = flat.split([buffer.numel() for buffer in group])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, group, strict=True)]
-            # Keep the version counters. Otherwise autograd would treat the copy as an in-place edit
-            # of tensors saved for backward, and raise on all ranks except the source.
+            # Otherwise autograd would see an in-place edit of tensors saved for backward, and
+            # raise.
             with _unsafe_preserve_version_counter(tuple(group)):
                 torch._foreach_copy_(group, theirs)

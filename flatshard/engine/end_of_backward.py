@@ -1,11 +1,10 @@
 """The exchange between all ranks at the end of a backward.
 
-At the end of a backward, ranks may differ: a parameter may be used on one rank and unused on
-another. So all ranks take part in one all-reduce of bytes. The bytes say which parameters each rank
-used, and which reductions each rank still has to do. The bytes also show whether all ranks run the
-same program, and whether the ranks all-gathered the same units in the same order. The order matters
-because some transports (the classes that move bytes between ranks) match all-gathers only by order.
-With these transports, ranks with different orders would receive parameters of other units.
+A parameter may be used on one rank and unused on another. So at the end of a backward, all ranks
+take part in one all-reduce of bytes, which say which parameters each rank used, and which
+reductions each rank still has to do. The bytes also show whether all ranks run the same program,
+and all-gathered the same units in the same order: transports that match all-gathers only by order
+would deliver parameters of other units.
 """
 
 from __future__ import annotations
@@ -33,30 +32,25 @@ _SYNCS = list(GradSync)
 class Agreement:
     """The result of the exchange at the end of a backward.
 
-    All ranks have the same result, except for the flags of units that train only on some ranks
-    (experts, for example).
+    All ranks have the same result, except for units (experts) that train only on some ranks.
     """
 
-    # For each flat parameter, one flag per original parameter: whether at least one rank that
-    # trains the unit used the original parameter.
+    # For each flat parameter, whether any rank that trains it used each original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters with gradients, on at least one rank, that no planned reduction includes: the
-    # gradients arrived after the flat parameter was reduced, or were accumulated before the user
-    # froze the parameters.
+    # Flat parameters with gradients on any rank that no planned reduction includes: they arrived
+    # after the reduction, or were accumulated before the user froze the parameters.
     left_over: list[FlatParamHandle]
-    # Numbers of the flat parameters whose reduction some ranks, but not all, started before the end
-    # of backward.
+    # Flat parameters (numbers) whose reduction only some ranks started before the end of backward.
     uneven: list[int]
-    # Units in which the user, on at least one rank, edited accumulated gradients, or edited
-    # parameters during forward.
+    # Units in which the user edited, on any rank, accumulated gradients, or parameters in forward.
     edited: list[Unit]
 
 
 def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     """Exchange with all ranks what this backward did on each rank. Collective.
 
-    All ranks call this function after each backward that reduces gradients. Each rank sends bytes,
-    called votes. All ranks receive the maximum over the ranks of each byte.
+    All ranks call this after each backward that reduces gradients. Each rank sends bytes, called
+    votes, and receives the maximum over the ranks of each byte.
 
     Args:
         state: the state of the model's steps.
@@ -68,13 +62,10 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
             orders. All ranks raise.
     """
     handles = state.handles
-    # Voters are other parts of a step that send bytes in this exchange: the synchronization of
-    # buffers, and the extensions. All ranks have the same voters in the same order, except for
-    # extensions without votes.
+    # Voters: the synchronization of buffers, and the extensions, in the same order on all ranks.
     buffers = [state.buffers] if state.buffers else []
     voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
-    # Call `votes()` before the exchange below, and not during the exchange: `votes()` may run a
-    # collective, and all ranks must run all collectives in the same order.
+    # Before the exchange below: `votes()` may run a collective itself.
     voter_votes = [one.votes() for one in voters]
     engine_votes: list[Sequence[int]] = [
         _program(state),
@@ -83,9 +74,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         # uneven if the first vote is yes on some rank, and the second vote on another rank.
         [number not in rest for number in range(len(handles))],
         [number in rest for number in range(len(handles))],
-        # Whether the user edited accumulated gradients, or parameters in forward, which is an
-        # error. Vote instead of raising here: if only this rank raised, the other ranks would wait
-        # for this rank's reductions.
+        # Edits of accumulated gradients, or of parameters in forward. If this rank raised here, the
+        # other ranks would wait for its reductions.
         [
             any(h.grads.was_edited or h in state.edits.found for h in unit.handles)
             for unit in state.units
@@ -97,8 +87,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         [i in h.grads.used_by_rank for h in handles for i in range(len(h.params))],
     ]
     all_votes = [*engine_votes, *voter_votes]
-    # Send all votes in one message: the votes are small, and every further message would cost one
-    # more network latency.
+    # One message: the votes are small, and each further message costs a network latency.
     with state.span(Kind.RANKS_WAIT):
         also = "".join(one.exchange_name for one in state.extensions)
         op_name = f"used parameters of all units{also}, backward"
@@ -112,10 +101,9 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for handle in handles}
     for handle in handles:
-        # Some units (experts, for example) train only on the ranks of a smaller process group.
-        # Ranks outside of the group have a different unit at the same index, so the maxima above
-        # mix votes on different units. So the ranks of the group exchange the flags of their unit
-        # again, without the other ranks.
+        # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks
+        # have a different unit at this index, so the maxima above mix two units. The ranks of the
+        # group exchange their flags again.
         if handle.topology.world.size < state.world.size:
             used_by[handle] = _used_within(handle)
     return Agreement(
@@ -140,10 +128,9 @@ def _used_within(handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    The bytes identify the model, how often each state was loaded or written, the steps of
-    optimizers, and the flat parameters that this backward reduces. Each byte is followed by its
-    complement. The exchange takes the maximum over the ranks, and ``differ`` finds the bytes whose
-    two maxima show a difference between ranks.
+    They identify the model, the counts of loads and writes, the steps of optimizers, and the flat
+    parameters that this backward reduces. Each byte is followed by its complement: from the two
+    maxima over the ranks, ``differ`` finds the bytes that differ.
     """
     loads = sum(unit.loads_sum for unit in state.units)
     reduced = bytes(_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles)
@@ -154,8 +141,7 @@ def _program(state: RunState) -> bytes:
 def _check_program(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks run different programs; see ``_program``.
 
-    If the programs differ, this function is collective: before all ranks raise, the ranks exchange
-    what they loaded and wrote.
+    Then the ranks first exchange what they loaded and wrote. Collective if the programs differ.
     """
     model, *digest = differ(maxima)
     if not (model or any(digest)):
@@ -184,11 +170,9 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _different_loads(state: RunState) -> str:
-    """Name the state that ranks have loaded or written different numbers of times, for an error.
+    """Name, with each rank's number, the last state that ranks have loaded or written unequally.
 
-    The text lists the number of loads or writes on each rank. If several states differ, the text
-    names the last of these states. If no state differs, the text is empty. All ranks return the
-    same text. Collective: all ranks of the model.
+    Empty if no state differs. All ranks return the same text. Collective: all ranks of the model.
     """
     loads = {f"{k} of {unit_text(u.name)}": n for u in state.units for k, n in u.loads.items()}
     everyone = state.world.host.gather(loads, "what was loaded or written")
@@ -204,15 +188,14 @@ def _different_loads(state: RunState) -> str:
 def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
-    Returns no bytes if the transport (sockets, for example) matches all-gathers by tag, because
-    then the order does not matter. Collective in each smaller group in which units all-gather.
+    No bytes if the transport (sockets, for example) matches all-gathers by tag. Collective in each
+    smaller group in which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Each group has a digest of the collectives that the group has begun. Compare the digest of a
-    # smaller group inside the group: if the exchange of all ranks contained the digests of all
-    # groups, the message would grow with the number of ranks.
+    # Compare the digest of a smaller group's collectives inside the group: in the exchange of all
+    # ranks, the message would grow with the number of groups.
     differs = [
         len({*group.host.gather(group.history.to_compare(), "the order of all-gathers")}) > 1
         for group in state.gather_groups
@@ -224,9 +207,8 @@ def _order(state: RunState) -> bytes:
 def _check_order(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
-    ``maxima``: for each byte of ``_order``, the maximum over the ranks. If the orders differ, this
-    function is collective: before all ranks raise, the ranks exchange their recent all-gathers, so
-    that the message can name the first difference. Otherwise this function does not communicate.
+    ``maxima``: for each byte of ``_order``, the maximum over the ranks. Collective if the orders
+    differ: the ranks exchange their recent all-gathers, to name the first difference.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return

@@ -1,32 +1,30 @@
 """``Forward``: the first half of a step, from the call of the outermost module to its return.
 
-Torch's module hooks (``hooks``) call ``before_module`` and ``after_module`` around the forward of
-every unit's module:
+Torch's module hooks call ``before_module`` and ``after_module`` around each unit's forward:
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
     sets how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
-2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
-    the all-gather already, and waits: the module is about to read the parameters. Then the unit's
-    modules hold unsharded parameters, and the all-gather of the next unit starts.
+2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has, and
+    waits: the module reads the parameters next. The unit's modules hold unsharded parameters, and
+    the all-gather of the next unit starts.
 3.  The module computes, while the next all-gather is under way. Where autograd saves a view of an
-    unsharded buffer, ``saved_tensors`` saves the position of the view in the buffer instead.
+    unsharded buffer, ``saved_tensors`` saves the view's position in the buffer instead.
 4.  The module returns. ``check`` raises if the module edited its unsharded parameters, because
     resharding would lose the edit.
 5.  ``leave`` lets the modules hold sharded parameters again, and reshards the unit if the strategy
-    reshards after forward. Steps 2 to 5 repeat for every unit; units may be nested.
-6.  The outermost module returns. ``end`` reshards units that were prefetched but did not run. Then
-    ``end`` waits until no other rank reads this rank's shards, because an optimizer may write the
-    shards next.
+    reshards after forward.
+6.  The outermost module returns. ``end`` reshards units that were prefetched but did not run, and
+    waits until no other rank reads this rank's shards: an optimizer may write the shards next.
 
-Extensions (``StepExtension``), which are optional features, may act in a forward, at the lines
-below that call an extension. Watchers are extensions that only watch a step, such as reports.
+Extensions (``StepExtension``) are optional features that may act in a forward. Watchers are
+extensions that only watch a step, such as reports.
 
 [Note: recomputation]
 Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
-not reshard the unit, because backward needs the parameters next. Such a forward does not record the
-order of units, either. A non-reentrant checkpoint stops the forward with an exception once all
-saved tensors are recomputed, and later units do not run. So a recomputed forward prefetches no
-unit, unless a reentrant checkpoint recomputes the full model: then every unit runs.
+not reshard it, because backward needs the parameters next. Neither does it record the order of
+units. A non-reentrant checkpoint stops the forward with an exception once all saved tensors are
+recomputed, and later units do not run. So a recomputed forward prefetches no unit, unless a
+reentrant checkpoint recomputes the full model: then every unit runs.
 """
 
 from __future__ import annotations
@@ -52,11 +50,7 @@ from flatshard.units.module_tree import unit_text
 
 
 class Forward:
-    """Runs the forward passes of one model.
-
-    The methods below are in the order in which a forward calls them. ``root_module`` checks the
-    outermost module (``RootChecks`` in ``flatshard/module/run.py``).
-    """
+    """Runs the forward passes of one model. The methods are in the order of their calls."""
 
     def __init__(
         self, state: RunState, backward: Backward, prefetch: Prefetch, root_module: Any
@@ -64,9 +58,8 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
-        # Units that were unsharded for an operation outside of the unit's own forward, in the order
-        # of the operations. Each unit comes with the depth of the operation: the number of nested
-        # forwards around the operation.
+        # Units that were unsharded for an operation outside of their own forward, in order, each
+        # with the number of nested forwards around the operation.
         self._used_outside: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
@@ -101,8 +94,7 @@ class Forward:
         """
         state = self._state
         self.recover()
-        # Check before any communication. A failing check raises on all ranks, so no rank is left
-        # waiting in a collective.
+        # A failing check raises on all ranks, before any communication.
         self._root_module.check()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
@@ -114,15 +106,12 @@ class Forward:
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
-            # As in DistributedDataParallel, `no_sync` around the forward decides how backward
-            # reduces gradients.
+            # As in DistributedDataParallel, `no_sync` around the forward decides.
             state.plan_syncs()
         else:
-            # Free cached memory: evaluation needs no memory for gradients, and often runs larger
-            # batches.
+            # Evaluation needs no memory for gradients, and often runs larger batches.
             self.give_back()
-        # All-gathers across nodes are slow. Start those of all units now, so that the all-gathers
-        # overlap with the forward.
+        # All-gathers across nodes are slow. Start those of all units now, to overlap with forward.
         with self._state.span(Kind.STARTING, purpose="forward"):
             for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
@@ -149,13 +138,12 @@ class Forward:
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed
         for tensor in tensors_in((*given, *named.values())):
-            # Skip parameters that are passed as inputs: autograd accumulates gradients of
-            # parameters long after this unit's backward is over.
+            # Autograd accumulates gradients of parameters long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # A leaf tensor outlives the graph and keeps its hooks, so hooks would pile up on an
-                # input that is used in every step. Remove the hook when the call is freed.
+                # A leaf tensor outlives the graph, so hooks would pile up on an input of every
+                # step. Remove the hook when the call is freed.
                 if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
         return changed
@@ -174,8 +162,7 @@ class Forward:
         try:
             if output is not None:
                 self.check(unit, module)
-                # Cast before `protect` copies views of unsharded buffers: the result of a cast is
-                # not a view of a buffer, so `protect` need not copy the result.
+                # Cast before `protect` copies views of unsharded buffers: a cast makes no view.
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 if torch.is_grad_enabled():
@@ -192,20 +179,19 @@ class Forward:
     def enter(self, unit: Unit) -> Call:
         """Unshard a unit before the forward of a module of the unit. Collective.
 
-        Returns the record of this call of the module. In backward, the record counts the gradients
-        of the call's inputs.
+        Returns the record of this call, which counts the gradients of the call's inputs in
+        backward.
         """
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # A forward outside of the model's forward and backward is usually a new outermost
-            # forward. But if the full model is in a reentrant activation checkpoint, backward
-            # begins with a recomputation of the model, which is this forward.
+            # This is usually a new outermost forward. But if the full model is in a reentrant
+            # activation checkpoint, backward begins with this recomputation of the model.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
         recomputes = backward.is_running
-        # Broadcast buffers here, before any module reads the buffers. If the program called only a
-        # part of the model, and not the root, do not broadcast.
+        # Broadcast before any module reads the buffers, but not if only a part of the model is
+        # called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(recomputes, state.under_no_sync)
         for watcher in state.watchers:
@@ -221,17 +207,16 @@ class Forward:
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            # Do not record units that ranks may skip. Otherwise the ranks would predict different
-            # orders, and prefetch different units.
+            # Do not record units that ranks may skip: ranks would predict and prefetch different
+            # units.
             if not unit.may_diverge:
                 self._prefetch.order.record(unit.index)
-            # Start the all-gather, or use the all-gather that a prefetch has started, and wait: the
-            # module reads the parameters next.
+            # The module reads the parameters next, so wait.
             self.unshard(unit)
             if len(unit.running) == 1:
                 state.edits.begin(unit)
-            # Prefetch only now, after this unit's all-gather is complete. So this unit's all-gather
-            # had the full bandwidth, and the next all-gather overlaps with this unit's computation.
+            # Prefetch only now: this unit's all-gather had the full bandwidth, and the next one
+            # overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
@@ -258,8 +243,7 @@ class Forward:
             return
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
-            # Also check the units that operations inside this forward have unsharded. Units with
-            # another depth belong to another forward, whose end checks these units.
+            # Units with another depth belong to another forward, whose end checks them.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:
@@ -298,8 +282,8 @@ class Forward:
         """End all forwards under way, which ended with an exception that is no ``Exception``.
 
         After ``KeyboardInterrupt`` and ``SystemExit``, torch does not call ``leave``. The exception
-        may have come at any line, also in the middle of a method of this class. So this method
-        relies on no count, and may be called again.
+        may have come at any line, also of this class. So this method relies on no count, and may be
+        called again.
         """
         state = self._state
         was_running, state.depth = state.depth > 0, 0
@@ -310,8 +294,7 @@ class Forward:
             unit.running.clear()
         if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
             return
-        # First let all modules hold sharded parameters, and only then wait for all-gathers: the
-        # user may interrupt the wait, too.
+        # Wait for all-gathers only afterwards: the user may interrupt the wait, too.
         for unit in state.units:
             unit.put_back()
         for unit in state.units:
@@ -321,10 +304,7 @@ class Forward:
             self.end(failed=True)
 
     def reshard_used_outside(self) -> None:
-        """Reshard units that were unsharded outside of their own forward.
-
-        This is done for units that were unsharded in a forward that has ended.
-        """
+        """Reshard units that an ended forward had unsharded outside of their own forward."""
         while self._used_outside and self._used_outside[-1][0] > self._state.depth:
             _, unit = self._used_outside.pop()
             unit.backward_follows = self._state.expects_backward
@@ -337,8 +317,8 @@ class Forward:
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        # Plan the reductions here: a reentrant checkpoint runs the original forward without
-        # gradients, so `begin` has planned no reductions.
+        # A reentrant checkpoint runs the original forward without gradients, so `begin` has planned
+        # no reductions.
         self._state.plan_syncs()
         return self._backward.begin()
 
@@ -353,18 +333,16 @@ class Forward:
         """
         for extension in self._state.extensions:
             extension.end_forward(output, failed)
-        # A unit of several small modules is resharded after as many calls as in the last forward.
-        # If this forward made fewer calls, the unit is still unsharded, so reshard the unit now.
+        # A unit of several modules is resharded after as many calls as in the last forward. This
+        # forward may have made fewer.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # If the forward ran the units in the order of the last forward, all-gathers under way are
-        # for the first units of backward, so keep them. Otherwise an all-gather under way may be
-        # for a unit that did not run.
+        # If units ran in the order of the last forward, all-gathers under way are for the first
+        # units of backward. Otherwise one may be for a unit that did not run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
-        # Wait until no other rank reads this rank's shards, because the optimizer may write the
-        # shards next. Wait once at the end, and not at each unit, so that a rank that is ahead of
-        # the others can continue.
+        # Wait until no other rank reads this rank's shards: the optimizer may write the shards
+        # next. Waiting once, and not at each unit, lets a rank run ahead.
         with self._state.span(Kind.RANKS_WAIT):
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:
@@ -379,13 +357,11 @@ class Forward:
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
-                    # Resharding waits for the all-gather, which still writes into the buffer. So
-                    # reports must count this time as a wait for all-gathers.
+                    # Resharding waits for the all-gather, which still writes into the buffer.
                     with self._state.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    # If the forward itself failed, do not raise this second error, which would hide
-                    # the error of the forward.
+                    # Do not hide the error of the forward.
                     if not failed:
                         raise
 

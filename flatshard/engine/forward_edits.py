@@ -1,26 +1,23 @@
 """``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
 
-Resharding the unit would lose the edit. Autograd's version counter shows that a forward may have
-edited parameters in place, and a changed address shows that the forward assigned a tensor to
-``p.data``. But a forward may also write the values that were there before: registering a
-parametrization raises the version, for example. So only other values count as an edit
-([Note: changed versions]). A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither the
-version nor the address. So after some forwards, the parameters are compared with their values
-before the forward.
+Resharding the unit would lose the edit. Autograd's version counter shows edits in place, and a
+changed address shows an assignment to ``p.data``. But a forward may also write the values that were
+there before (registering a parametrization does), so only other values count as an edit ([Note:
+changed versions]). A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither version nor
+address. So after some forwards, the parameters are compared with their earlier values.
 
 [Note: which forwards]
-A comparison of all values reads the unsharded buffer twice, which takes some percent of a step's
-time. So all values of most units are compared only in the 1st, 2nd, 10th, 100th, ... forward;
-forwards with and without gradients are counted separately. The 2nd forward is compared because the
-first update of a momentum encoder may change nothing. After the first edit is found, all values of
-every unit are compared in every forward. All values of frozen parameters that were written after
-the unit's first forward are also compared in every forward: such parameters probably belong to a
-momentum encoder, and the program may run the encoder's update inside of the forward in any step.
+A comparison of all values reads the unsharded buffer twice, which takes some percent of a step. So
+all values of most units are compared only in the 1st, 2nd, 10th, 100th, ... forward, counted
+separately with and without gradients (2nd: the first update of a momentum encoder may change
+nothing). After the first edit is found, all values of every unit are compared in every forward; so
+are those of frozen parameters that were written after the unit's first forward, probably a momentum
+encoder's, which the program may update inside of any forward.
 
 In the other forwards of a unit, 32 values of each frozen flat parameter are compared, which shows
 updates of all values. This takes 10 to 30 microseconds, 2 % of a step with many small units, so
-trainable flat parameters are compared only in every 8th forward. On accelerators, a read would wait
-for the device, so the extra ``device_checks`` compares these values on the device.
+trainable flat parameters are compared only in every 8th. On accelerators, a read would wait for the
+device, so the extra ``device_checks`` compares there.
 
 [Note: changed versions]
 If a forward changes the version, the values are compared. Usually all values were read before the
@@ -56,14 +53,13 @@ class ForwardEdits:
     """Records parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
-        # For each flat parameter, how the unsharded buffer was read at the beginning of the unit's
-        # latest forward: the function that reads the values, and the function's result.
+        # For each flat parameter, the function that read the buffer at the beginning of the unit's
+        # latest forward, and its result.
         self._before: dict[FlatParamHandle, tuple[Look, object]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
-        # For each frozen flat parameter, the version of the shard at the first forward of the unit.
-        # If the version has changed since, the program writes the parameters ([Note: which
-        # forwards]).
+        # For each frozen flat parameter, the version of the shard at the unit's first forward. If
+        # it has changed, the program writes the parameters ([Note: which forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
         # Flat parameters whose version a forward has changed ([Note: changed versions]).
         self._rewritten: set[FlatParamHandle] = set()
@@ -77,8 +73,7 @@ class ForwardEdits:
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         for handle in unit.handles:
-            # If the shard itself is the buffer, an edit changes the shard and is not lost, so there
-            # is nothing to check.
+            # If the shard itself is the buffer, an edit is not lost.
             if handle.is_aliased:
                 continue
             is_close = handle in self._rewritten or not handle.num_trainable

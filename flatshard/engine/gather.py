@@ -24,30 +24,23 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
 class ParamGather:
-    """All-gathers one flat parameter.
-
-    The object keeps the unfinished all-gather and copies of the shard. The state of the step is in
-    ``FlatParamHandle`` (``ShardState``) and ``Unit`` (``Phase``).
-    """
+    """All-gathers one flat parameter: keeps the unfinished all-gather and copies of the shard."""
 
     def __init__(self, plan: FlatParamPlan) -> None:
         """Prepare to all-gather the planned flat parameter. The caller must call ``move_to`` next.
 
-        Takes new tags from the process groups, so all ranks must make their flat parameters in the
-        same order.
+        Takes new tags from the process groups, so all ranks make flat parameters in one order.
         """
         self._plan, self._topology = plan, plan.topology
         self._precision, self._targets = plan.precision, plan.targets
         topology, gather_dtype = plan.topology, plan.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        # The transport (sockets, for example) matches collectives of different ranks by tag.
-        # Reductions use the same tags.
+        # Transports such as sockets match collectives by tag. Reductions use the same tags.
         tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
-        # Separate tags for all-gathers outside of a step, such as for state_dict(). If by mistake
-        # only one rank calls state_dict(), that rank's all-gather must not match the all-gather of
-        # the same parameter that the other ranks start in a forward. `read_tags` are the tags of
-        # full_tensors(), because programs may call state_dict() while an all-gather of
-        # full_tensors() for the next item is unfinished.
+        # Separate tags for all-gathers outside of a step: if by mistake only one rank calls
+        # state_dict(), its all-gather must not match the all-gather of the same parameter in the
+        # other ranks' forward. `read_tags`: for full_tensors(), because programs may call
+        # state_dict() while the next all-gather of full_tensors() is unfinished.
         self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
@@ -62,28 +55,23 @@ class ParamGather:
         self._packed: Tensor | None = None
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """From now on, all-gather shards of ``dtype`` into buffers on ``device``.
-
-        Drops the copies of the shard that this object keeps.
-        """
+        """From now on, all-gather shards of ``dtype`` into buffers on ``device``."""
         self._device = device
         self._is_offloaded = not self._targets.shard.is_device and device.type != "cpu"
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # Do not cast the shard before the all-gather in two cases. On one rank, the all-gather is a
-        # copy, which also casts. And float8 values must be computed from the uncast shard.
+        # Do not cast the shard before the all-gather in two cases: on one rank, the all-gather is a
+        # copy, which also casts; float8 values are computed from the uncast shard.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
         # Whether all-gathers read the shard itself, in host memory, and not a copy of the shard.
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
-        # Whether the shard is the unsharded buffer. Then modules compute with the sharded
-        # parameters, and no separate full parameters exist.
+        # Whether the shard is the unsharded buffer: modules compute with the sharded parameters.
         self.is_aliased = is_alone and not (is_cast or self._is_offloaded)
-        # Copy of an offloaded shard that stays on the device between all-gathers, and the version
-        # of the shard when the copy was made.
+        # Copy of an offloaded shard that stays on the device, and the shard's version then.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
@@ -91,9 +79,8 @@ class ParamGather:
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        If the shard is the unsharded buffer (``is_aliased``), return the memory of ``shard``. If
-        all-gathers read the shard itself (``reads_shard``), the transport may map this rank's shard
-        into the buffer: then the result also has memory for the shard.
+        With ``is_aliased``, returns the memory of ``shard``. With ``reads_shard``, the transport
+        may map this rank's shard into the buffer: then the result also has memory for the shard.
         """
         if shard is not None and self.is_aliased:
             return BufferMemory(shard)
@@ -105,8 +92,7 @@ class ParamGather:
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Start the all-gather into the buffer of ``memory``. Collective: all ranks of the group.
 
-        ``version`` is the version counter of ``shard``. The counter shows whether an earlier copy
-        of the shard (a secondary shard, or a copy on the device) is stale.
+        ``version``: the counter of ``shard``, which shows whether an earlier copy is stale.
         """
         with on_copy_stream(self._device) if self._is_offloaded else NOTHING:
             if self.secondary is not None:
@@ -120,9 +106,7 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # Float8 values are smaller than the buffer's elements, so all-gather the values
-                # into separate memory. `finish` unpacks the values into the buffer once all values
-                # have arrived.
+                # All-gather the smaller float8 values into separate memory. `finish` unpacks them.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
@@ -137,20 +121,16 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Return a copy of an offloaded shard on the device.
-
-        Returns the kept copy if the shard has not been written since that copy was made.
-        """
+        """Return a copy of an offloaded shard on the device, the kept one if it is not stale."""
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
-        # Copy first, and cast on the device. A cast on the host would write to unpinned memory, and
-        # a copy from unpinned memory does not overlap with compute.
+        # Cast on the device: a cast on the host would write to unpinned memory, from which a copy
+        # does not overlap with compute.
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, and the host does not wait for this stream.
-        # So register the copy as an unfinished send: the end of the forward or backward waits on
-        # the host until the copy has read the shard.
+        # The optimizer writes the shard on the host, and the host does not wait for this stream. As
+        # an unfinished send, the copy is awaited at the end of the forward or backward.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         AsyncWork([], self._plan.unit_name, [shard], sends=[copied]).wait(self._plan.pending_sends)
         self._targets.shard.page_out(shard)
@@ -177,9 +157,8 @@ class ParamGather:
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:
-            # The compute stream must not read the buffer before the copy stream has filled the
-            # buffer. Make the compute stream wait only here, and not in `start`: until here,
-            # kernels that do not need the parameters can run.
+            # The compute stream must wait until the copy stream has filled the buffer, but only
+            # here: until now, it can run kernels that do not need the parameters.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if self._packed is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -189,9 +168,8 @@ class ParamGather:
     def start_full(self, part: Tensor, out: Tensor, tags: tuple[int, ...] = ()) -> AsyncWork:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
-        ``out``: ``(padded_numel,)``, in the dtype of ``part``, because nothing is cast. ``tags``:
-        message tags. By default, tags for all-gathers that the caller finishes at once; pass
-        ``read_tags`` if other all-gathers of the flat parameter may run in the meantime.
+        ``out``: ``(padded_numel,)``, in the dtype of ``part``. ``tags``: pass ``read_tags`` if
+        other all-gathers of the flat parameter may run before the caller finishes this one.
 
         Collective: all ranks that share the flat parameter.
         """

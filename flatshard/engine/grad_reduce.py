@@ -1,20 +1,18 @@
 """``GradReduce``: reduces the gradients of one flat parameter, in up to three stages.
 
 [Note: stages]
-1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps a part of the
-    result.
-2.  If the model trains on more ranks than the intra group has, a second group averages the parts.
-    If the second group is an inter group, a reduce-scatter splits the parts further. If the second
-    group is a replicate group, an all-reduce leaves the whole part on every rank, because every
-    replica needs the whole part.
-3.  In the all-reduce of stage 2, the backend adds up the gradients. If flatshard must add up the
-    gradients itself (in rank order, or in a wider dtype), stage 2 is a reduce-scatter over the
-    replicate group instead, and stage 3 all-gathers the result.
+1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps a part.
+2.  If the model trains on more ranks, a second group averages the parts: an inter group by a
+    reduce-scatter, which splits the parts further; a replicate group by an all-reduce, because
+    every replica needs the whole part.
+3.  In the all-reduce, the backend adds up the gradients. If flatshard must add them itself (in rank
+    order, or in a wider dtype), stage 2 is a reduce-scatter over the replicate group instead, and
+    stage 3 all-gathers the result.
 
-Under ``GradSync.SHARD_ONLY``, a backward runs only the first stage, and ``Gradients`` adds up the
-results. The second stage runs in a later backward. The first two stages send gradients in the
-reduce dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded to the reduce
-dtype before the second stage.
+Under ``GradSync.SHARD_ONLY``, a backward runs only the first stage, ``Gradients`` adds up the
+results, and a later backward runs the rest. The first two stages send gradients in the reduce
+dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded before the second
+stage.
 """
 
 from __future__ import annotations
@@ -40,10 +38,9 @@ class CommHook:
 
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # The function, called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and
-    # the name of the unit. The function returns this rank's shard of the average over all ranks,
-    # `(shard_numel,)` in any dtype. The function is collective, and returns when the average is
-    # complete. None: the usual reduction.
+    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the unit's
+    # name. Returns this rank's shard of the average over all ranks, `(shard_numel,)` in any dtype,
+    # once it is complete. Collective. None: the usual reduction.
     reduce: Callable[[Tensor, str], Tensor] | None = None
 
 
@@ -70,31 +67,28 @@ class ReducePlan:
         self.flat, self.device, self.tags = flat, device, tags
         reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
         self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
-        # Cache that reuses the memory of published gradients once users have dropped the gradients.
-        # None: published gradients are offloaded to host memory or disk, so no memory on the device
-        # can be reused.
+        # Reuses the memory of published gradients once users have dropped them. None: published
+        # gradients are offloaded.
         self.output = BufferCache() if flat.targets.gradient.is_device else None
         self.fixed_order = flat.precision.fixed_order  # whether flatshard adds, in rank order
         intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
-        # Number of elements that this rank has after the first stage, and the index of the first of
-        # these elements in the flat parameter.
+        # Number of elements that this rank has after the first stage, and their place.
         self.intra_numel = flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         # Size of the unsharded gradients.
         self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
-        # Estimate the memory of an unfinished reduction. Usually the gradients take memory twice:
-        # to send, and to receive. NCCL adds each part when the part arrives, like all backends for
-        # which a stream waits and not the host. So count the gradients once there, except with
-        # `fixed_order`, which receives all parts before it adds. Then two reductions of the largest
-        # bucket together take at most `ReduceQueue.max_bytes_in_flight`, and may run at once.
+        # Memory of an unfinished reduction: usually twice the gradients, to send and to receive.
+        # NCCL, like all backends for which a stream waits and not the host, adds each part on
+        # arrival, so count the gradients once there, except with `fixed_order`, which receives all
+        # parts first. Then two reductions of the largest bucket stay below
+        # `ReduceQueue.max_bytes_in_flight`, and may run at once.
         waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.second_group = flat.topology.second_group  # the group of the second stage
         # Dtypes of the sums in the first and in the second stage.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.second_sum_dtype = self._sum_dtype(self.second_group)
-        # Whether flatshard, and not the backend, adds up the averages of the replicas. If so, the
-        # reduction has stage 3 of [Note: stages].
+        # Whether flatshard, and not the backend, adds up the replicas' averages in a stage 3.
         sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
@@ -102,8 +96,7 @@ class ReducePlan:
     def is_unordered(self) -> bool:
         """Whether ranks may start reductions in different orders.
 
-        True if there is no communication hook, and transports match the collectives of all stages
-        by tag instead of by order.
+        True if there is no communication hook, and transports match all collectives by tag.
         """
         topology = self.flat.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
@@ -122,8 +115,7 @@ class ReducePlan:
             self.output.give_back()
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Take only the result of the last stage from the cache: only this result is published, and
-        # the cache reuses memory once users have dropped the published gradients.
+        # Take only the last stage's result from the cache: only this result is published.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
@@ -145,8 +137,7 @@ class ReducePlan:
         """
         assert self.hook is not None, "a plan with a communication hook"
         with torch.no_grad():
-            # Zero the padding: a hook may have added noise to all elements, and padding must stay
-            # zero.
+            # A hook may have added noise to all elements, but padding must stay zero.
             reduced = self.hook(full, self.flat.unit_name)
             return self.zero_padding(reduced, self.flat.topology.index)
 
@@ -172,9 +163,8 @@ class GradReduce:
             self._computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
         self._work = AsyncWork([], plan.flat.unit_name)
-        # `to_come`: functions that start the stages after the first stage, in order. `_turns`: all
-        # reductions, of this model and of others, whose second stage uses the same group and has
-        # not started. Second stages start in the order of this queue.
+        # `to_come`: functions that start the later stages. `_turns`: the reductions, also of other
+        # models, whose second stage uses the same group and has not started, in the order of start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = second.second_stages
         self._read_on_side_stream: list[object] = []
@@ -190,12 +180,11 @@ class GradReduce:
         self.to_come.append(self._second_stage)
         if second is plan.flat.topology.replicate and plan.adds_replicas:
             self.to_come.append(self._gather_replicas)
-        # First stages may finish in different orders on different ranks. So second stages start
-        # in the order in which the first stages started, which is the same on all ranks.
+        # First stages may finish in different orders on different ranks, so second stages start in
+        # the order of the first, which is the same on all ranks.
         self._turns.append(self)
-        # Queue all stages now if a stream, and not the host, waits for the collectives. The
-        # transport decides this, and not the device: gloo also moves tensors of an accelerator,
-        # and with gloo the host would wait here.
+        # Queue all stages now if a stream waits for the collectives. The transport decides this,
+        # not the device: with gloo, the host would wait here for an accelerator's tensors, too.
         device = self._out.device
         if second.transport_for(device).stream_waits(device):
             self._cross_behind(full)
@@ -212,9 +201,8 @@ class GradReduce:
 
     def _cross_behind(self, full: Tensor) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
-        # Until `finish`, keep references to the memory that the collectives on the side stream
-        # read. The current stream does not wait for the side stream before `finish`, so without the
-        # references, the current stream could reuse the memory too early.
+        # The current stream does not wait for the side stream before `finish`, and could reuse the
+        # memory too early without these references.
         self._read_on_side_stream = [full, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -223,10 +211,9 @@ class GradReduce:
                 self._begin_next()
 
     def cross(self) -> None:
-        """Wait for the first stage and start the second stage, if the reduction has a second stage.
+        """Wait for the first stage and start the second stage, if there is one.
 
-        Second stages start in one order on all ranks, so this method first starts the second stages
-        of earlier reductions.
+        First starts the second stages of earlier reductions, for one order on all ranks.
         """
         while self in self._turns:
             self._turns[0]._begin_next()
@@ -241,14 +228,12 @@ class GradReduce:
     def _second_stage(self) -> AsyncWork:
         """Start the second stage: average over the ranks of the group ``second_group``.
 
-        Starts an all-reduce if the backend adds up the averages of the replicas. Otherwise starts a
-        reduce-scatter, which leaves a part of the average on each rank.
+        An all-reduce if the backend adds up the replicas, otherwise a reduce-scatter.
         """
         plan, second = self._plan, self._plan.second_group
         self._turns.popleft()
         if self._intra_reduced is not None:
-            # Add before the cast to the reduce dtype: the sums in `_out` and `_intra_reduced` may
-            # have a wider dtype, and would lose precision if the sums were rounded first.
+            # Add before the cast: both may have a wider dtype than the reduce dtype.
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
@@ -276,11 +261,10 @@ class GradReduce:
         """
         while self in self._turns and self._turns[0]._work.done():
             self._turns[0]._begin_next()
-        # The third stage uses the same group as the second stages of other reductions. Gloo
-        # matches collectives by order, but ranks see the end of a second stage at different
-        # times, so a third stage that starts here could match another rank's second stage. So
-        # with gloo (`reports_end` is False), the third stage starts in `finish`, in the same
-        # order on all ranks. Transports that match by tag can start the third stage here.
+        # Second stages of other reductions use the same group, and gloo matches collectives by
+        # order, but ranks see the end of a second stage at different times. So with gloo
+        # (`reports_end` is False), the third stage starts in `finish`, in the same order on all
+        # ranks.
         has_crossed = self not in self._turns
         if has_crossed and self.to_come and self._work.reports_end and self._work.done():
             self._begin_next()
@@ -303,8 +287,7 @@ class GradReduce:
     def finish(self) -> Tensor:
         """Wait for the last stage, and return the result of the reduction.
 
-        Starts all stages that were not started yet. So this method is collective, and all ranks
-        must finish their reductions in the same order.
+        Starts the remaining stages. Collective: all ranks finish reductions in the same order.
         """
         self.is_finished = True
         if self.to_come:
@@ -320,8 +303,7 @@ class GradReduce:
     def abandon(self) -> None:
         """After a backward that failed, wait until no collective writes to the gradients."""
         if not self.is_finished:
-            # Suppress errors of the collectives: such an error would hide the error that made the
-            # backward fail.
+            # Do not hide the error that made the backward fail.
             with contextlib.suppress(CollectiveError):
                 self.finish()
 
@@ -347,9 +329,9 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """Return a stream for later stages, which waits for the current stream of ``tensor``'s device.
+    """Return a stream that waits for the current stream of ``tensor``'s device.
 
-    On this stream, later stages can wait for the first stage, while the compute stream continues.
+    On this stream, later stages wait for the first stage, while the compute stream continues.
     """
     if tensor.device not in _side_streams:
         _side_streams[tensor.device] = torch.cuda.Stream(tensor.device)

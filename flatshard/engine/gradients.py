@@ -81,17 +81,16 @@ class Gradients:
         # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
         # Indices of the parameters whose gradients this rank has computed since `.grad` was last
-        # published. After a `GradSync.SHARD_ONLY` reduction, also the parameters that other ranks
-        # used, whose gradients are in `intra_reduced`.
+        # published; after a `GradSync.SHARD_ONLY` reduction, also those that other ranks used.
         self.used_by_rank: set[int] = set()
         # Sum of the `GradSync.SHARD_ONLY` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
-        # Whether the user edited an accumulated gradient on this rank. All ranks raise together at
-        # the end of the next backward that reduces gradients.
+        # Whether the user edited an accumulated gradient on this rank: all ranks raise together at
+        # the end of the next backward that reduces.
         self.was_edited = False
         # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
-        # `.grad`, the tensor's version, and whether `show` made the tensor. False: the tensor is a
-        # reduced gradient of an earlier step, which `show` has left in `.grad`.
+        # `.grad`, its version, and whether `show` made it (False: a reduced gradient of an earlier
+        # step).
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
         # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
         # in the target, and `_copies` has the events of the copies under way.
@@ -102,8 +101,8 @@ class Gradients:
         # For each aliased parameter (the shard is the unsharded buffer), the `.grad` from before
         # the running backward; see `hold_earlier`.
         self._earlier_grads: dict[OriginalParam, Tensor] = {}
-        # Factor by which published gradients are multiplied. Differs from 1 only if some ranks
-        # compute no gradients (`join`), because the reduction divides by the number of all ranks.
+        # Factor of published gradients. Differs from 1 only if some ranks compute no gradients
+        # (`join`), because the reduction divides by the number of all ranks.
         self.scale = 1.0
         self._use(plan)
 
@@ -151,10 +150,9 @@ class Gradients:
     def hold_earlier(self) -> None:
         """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
 
-        Called when a backward begins, only if the shard is the unsharded buffer (``is_aliased``).
-        Then modules compute with the sharded parameters, and autograd would add unreduced gradients
-        to the ``.grad`` of these parameters. Autograd never writes to the ``.grad`` of other
-        sharded parameters.
+        Called when a backward begins, if the shard is the unsharded buffer (``is_aliased``). Then
+        modules compute with the sharded parameters, and autograd would add unreduced gradients to
+        their ``.grad``.
         """
         for param in self._params:
             param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
@@ -164,21 +162,20 @@ class Gradients:
     def take_all_back(self) -> None:
         """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
 
-        If the user has removed or zeroed a gradient in ``.grad``, drop the accumulated gradient,
-        too. If the user has changed ``.grad`` in another way, set ``was_edited``.
+        If the user has removed or zeroed ``.grad``, drop the accumulated gradient, too. If the user
+        has changed it in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self.shown.items():
-                # The user may have kept a reference to the tensor. Outside of `.grad`, the tensor
-                # is an ordinary tensor, so operations on the tensor no longer raise an error.
+                # The user may have kept the tensor, which is ordinary outside of `.grad`.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown
                 if is_replaced or (not is_dropped and local._version != version):
-                    # If all values are zero, the edit was zero_grad(set_to_none=False), so drop the
-                    # gradient. Any other edit is an error, because the edit changed only this
-                    # rank's contribution to the average, and the user expects to edit the average.
+                    # If all values are zero, the edit was zero_grad(set_to_none=False). Any other
+                    # edit is an error: it changed only this rank's contribution to the average, and
+                    # not the average.
                     is_dropped = not is_replaced and not local.any()
                     self.was_edited |= not is_dropped
                 if is_view and not is_replaced:
@@ -196,8 +193,8 @@ class Gradients:
         """Add gradients that the program assigned to the accumulated gradients.
 
         Called when a backward begins, for parameters that every rank holds whole. These are plain
-        parameters, so nothing records an assignment to their ``.grad``. Instead, every ``.grad``
-        that flatshard did not put there itself counts as assigned.
+        parameters, so nothing records an assignment: every ``.grad`` that flatshard did not put
+        there counts as assigned.
         """
         for param in self._params:
             if param.sharded.grad is not param.published():
@@ -206,8 +203,8 @@ class Gradients:
     def _take_assigned(self, param: OriginalParam) -> None:
         grad = param.sharded.grad
         if grad is not None:
-            # As DistributedDataParallel does, average the assigned tensor together with the
-            # gradients of the backward.
+            # As DistributedDataParallel does, average it together with the gradients of the
+            # backward.
             self.receive(param.index, grad.detach().to(self._plan.device, copy=True))
             self.arrived.clear()  # not a gradient of this backward
             param.sharded.grad = None
@@ -228,30 +225,27 @@ class Gradients:
         slot = self.slots.get(index)
         if slot is not None:
             if slot.dtype is not self.dtypes.accum_dtype:
-                # Add in the accumulation dtype. In the reduce dtype, which may be narrower, the sum
-                # would lose small gradients.
+                # In the reduce dtype, which may be narrower, the sum would lose small gradients.
                 slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
                 self._separate.add(index)
             slot.add_(grad)
             return
         span = self._layout.spans[index]
-        # If more gradients follow, and the accumulation dtype is wider than the reduce dtype, do
-        # not round this gradient to the reduce dtype yet.
+        # If more gradients follow, do not round this one to a narrower reduce dtype yet.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
         is_small = grad.nbytes < _SMALL_BYTES
         if not (is_small or may_widen or self._is_single):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # `take` views the gradient as one dimension, in memory order. So do not keep a lazily
-        # conjugated or negated tensor, whose memory does not contain the tensor's values.
+        # `take` views the gradient in memory order, so a lazily conjugated or negated tensor, whose
+        # memory has other values, does not fit.
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits:
-            # Make a dense copy, in the parameter's strides. An expanded gradient, for example, has
-            # strides of 0.
+            # An expanded gradient, for example, has strides of 0.
             grad = grad.new_empty_strided(span.shape, span.strides).copy_(grad)
-        # Keep the tensor without a copy. This is safe because `Backward.receive` has removed the
-        # tensor from `.grad`, so autograd does not add to the tensor. `take` casts later.
+        # Safe without a copy: `Backward.receive` has removed the tensor from `.grad`, so autograd
+        # does not add to it. `take` casts later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -277,8 +271,7 @@ class Gradients:
     def mark_used(self, used: list[bool]) -> None:
         """Record which parameters were used on any rank, after a ``GradSync.SHARD_ONLY`` reduction.
 
-        The result of the reduction contains gradients of other ranks, so this rank has gradients
-        also of parameters that only other ranks used.
+        The result contains gradients of parameters that only other ranks used.
         """
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 
@@ -300,10 +293,7 @@ class Gradients:
                 self.intra_reduced = None
 
     def accumulated_shard(self) -> Tensor:
-        """Return a copy of this rank's shard of the accumulated gradients.
-
-        The copy has the dtype of ``.grad``.
-        """
+        """Return a copy of this rank's shard of the accumulated gradients, in ``.grad``'s dtype."""
         part = torch.zeros(
             self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._plan.device
         )
@@ -322,16 +312,16 @@ class Gradients:
     def take(self) -> Tensor:
         """Return all accumulated gradients, ``(padded_numel,)`` in the reduce dtype; keep none.
 
-        The tensor is zero for parameters without a gradient.
+        Parameters without a gradient are zero.
         """
         spans, dtype = self._layout.spans, self.dtypes.reduce_dtype
         if self._is_single and self.slots:
-            # This gradient is the whole flat gradient, and may be large. So send it without a copy.
+            # This gradient is the whole flat gradient, and may be large: send it without a copy.
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
             return whole.to(dtype)
-        # Join the gradients by one kernel: a kernel per parameter would take longer than copies.
-        # All stored gradients are dense, so 1-D views with the elements in memory order exist.
+        # One kernel joins them all: a kernel per parameter would take longer. All are dense, so 1-D
+        # views in memory order exist.
         indices = sorted(self._separate)
         slots = [self.slots[index] for index in indices]
         flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
@@ -368,10 +358,9 @@ class Gradients:
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Usually `.grad` shows this rank's gradients of the full parameters, which are in
-            # `slots`. But gradients that were already averaged within the node are in
-            # `intra_reduced`, which covers only a part of the flat parameter. Then `.grad` shows
-            # only this rank's shard of the gradients.
+            # Usually `.grad` shows this rank's full gradients in `slots`. But gradients that are
+            # already averaged within the node cover only a part of the flat parameter. Then `.grad`
+            # shows only this rank's shard.
             in_parts = self.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = self.accumulated_shard().to(device) if in_parts else None
@@ -380,9 +369,9 @@ class Gradients:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # Mark the gradient as unreduced, so that an optimizer step raises an error. Also
-                # mark a reduced gradient of an earlier step: if an optimizer step used only this
-                # gradient, the accumulated gradients would be missing in the step.
+                # An optimizer step with an unreduced gradient raises. Also mark a reduced gradient
+                # of an earlier step: a step that used only this gradient would miss the accumulated
+                # ones.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self.shown[original] = grad, local_range(grad)._version, is_view
@@ -407,15 +396,13 @@ class Gradients:
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Take ``grad``, which autograd left in ``.grad``; return a tensor for ``receive``.
 
-        Between backwards, ``.grad`` may show the accumulated gradient. If autograd added the new
-        gradient to the shown gradient in place, the returned tensor already contains the
-        accumulated gradient. Then this method drops the accumulated gradient in ``slots``, and
-        returns a copy, which ``receive`` can keep because no other code can reach the copy.
+        If autograd added the new gradient in place to the accumulated one that ``.grad`` shows, the
+        sum already contains it. Then this method drops the accumulated gradient in ``slots``, and
+        returns a copy of the sum, which ``receive`` can keep.
         """
         if param not in self.shown or self.shown[param][0] is not grad:
             return grad
-        # Autograd has added the new gradient to the shown gradient in place, before this backward
-        # could remove the shown gradient. So do not add the accumulated gradient again.
+        # Autograd has added in place, before this backward could remove the shown gradient.
         _, _, is_view = self.shown.pop(param)
         if is_view:
             self.forget(param.index)
@@ -436,10 +423,7 @@ class Gradients:
             self._target.page_out(total, part)
 
     def _copied_to_target(self, reduced: Tensor) -> Tensor:
-        """Start a copy of ``reduced`` to the offload target (host memory or disk).
-
-        Returns the copy, which is complete only after ``_finish_copies``.
-        """
+        """Start a copy of ``reduced`` to the offload target, complete after ``_finish_copies``."""
         place = self._cache.take(reduced.numel(), reduced.dtype, torch.device("cpu"))
         self._target.page_in(place)
         if reduced.device.type == "cpu":
@@ -450,10 +434,9 @@ class Gradients:
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append(event)
-            # The caller drops `reduced` while the copy still reads the memory, so `record_stream`
-            # delays the reuse of the memory until the copy is over. Keeping a reference until
-            # `_finish_copies` would be safe, too, but would keep all gradients of the model on the
-            # device until the end of backward.
+            # The caller drops `reduced` while the copy still reads the memory. `record_stream`
+            # delays the reuse; a reference until `_finish_copies` would keep all gradients of the
+            # model on the device until the end of backward.
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
@@ -488,8 +471,8 @@ class Gradients:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
-                    # Reuse the object of an earlier gradient: creating a new object of a subclass
-                    # of Tensor takes several times as long.
+                    # Reuse the object: creating one of a subclass of Tensor takes several times as
+                    # long.
                     grad: Tensor = kept
                     kept.__dict__ = {"flat": reduced, "spec": param.spec, "role": GRADIENT}
                 else:
@@ -511,10 +494,7 @@ class Gradients:
                 self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Set ``.grad`` to ``grad`` plus the present ``.grad``.
-
-        The present ``.grad`` comes from an earlier backward or from the user.
-        """
+        """Set ``.grad`` to ``grad`` plus the present ``.grad``, which may be the user's."""
         before = get_grad(param)
         if before is not None:
             if isinstance(before, FlatShardTensor) and not before.is_alike:

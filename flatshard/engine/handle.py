@@ -31,8 +31,7 @@ from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of
 
-# A place where the model holds a parameter: a module, the name of the module's attribute, and the
-# parameter.
+# A place where the model holds a parameter: module, name of the attribute, parameter.
 Place = tuple[nn.Module, str, OriginalParam]
 
 
@@ -73,8 +72,7 @@ class FlatParamHandle:
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
-        # Number of parameters that require a gradient, counted whenever modules get the unsharded
-        # parameters.
+        # Number of parameters that require a gradient, counted at each unshard.
         self.num_trainable = 0
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
@@ -94,13 +92,11 @@ class FlatParamHandle:
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        # Version of the buffer at which the buffer had the values from the all-gather. Another
-        # version shows that a forward may have edited the parameters in place.
+        # Version of the buffer after the all-gather. Another version shows a possible edit.
         self.clean_version = -1
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
-        # Version of the shard at the last all-gather. If the shard has another version now, the
-        # buffer is stale.
+        # Version of the shard at the last all-gather. If it has changed, the buffer is stale.
         self.gathered_version = -1
         self._targets = plan.targets
         self.gather = ParamGather(plan)
@@ -131,27 +127,25 @@ class FlatParamHandle:
     def adopt(self, shard: Tensor) -> None:
         """Make ``shard``, ``(layout.shard_numel,)``, the handle's shard, in the offload target.
 
-        The sharded parameters become views of the shard. The full parameters become views of a new
-        unsharded buffer, which has memory only while the parameters are unsharded.
+        The sharded parameters become views of the shard, the full parameters views of a new
+        unsharded buffer, which has memory only while they are unsharded.
         """
         padded_numel = self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # If all-gathers read the shard itself (`reads_shard`), the transport may map this
-            # rank's shard into the buffer: then allocate the buffer first, and keep the shard in
-            # the memory that comes with the buffer. Otherwise allocate the buffer last, after the
-            # parameters have freed their previous memory.
+            # If all-gathers read the shard itself (`reads_shard`), the transport may map the shard
+            # into the buffer: then allocate the buffer first, with the shard's memory. Otherwise
+            # allocate it last, after the parameters have freed their previous memory.
             memory = self.gather.allocate(padded_numel) if self.gather.reads_shard else None
             shown = None if memory is None else memory.shard
-            # Move the values to the memory in which the shard stays: the optimizer will update the
-            # shard there.
+            # Move the shard to the memory in which the optimizer will update the shard.
             shard = self._targets.shard.take_in(shard) if shown is None else shown.copy_(shard)
             self._set_shard(shard)
             for param in self.params:
                 param.show_chunk(self.flat_param, is_whole=self.is_whole)
             self.memory = memory or self.gather.allocate(padded_numel, self.flat_param)
             # The buffer, `(layout.padded_numel,)`, keeps its storage object for life, because
-            # autograd saves views of the buffer (`weight.t()`, for example). While the unit is
-            # sharded, the storage has zero bytes, or has addresses without memory.
+            # autograd saves views of it (`weight.t()`, for example). While the unit is sharded, the
+            # storage has zero bytes, or addresses without memory.
             self.buffer, self.is_aliased = self.memory.buffer, self.gather.is_aliased
             self._storage = self.buffer.untyped_storage()._cdata
             for param in self.params:
@@ -194,8 +188,7 @@ class FlatParamHandle:
         if self.state is not ShardState.SHARDED:
             if self.gathered_version == version:
                 return False
-            # The shard was written after the all-gather, so the buffer is stale. All-gather again
-            # into the same memory.
+            # The shard was written after the all-gather. All-gather again into the same memory.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
@@ -204,12 +197,10 @@ class FlatParamHandle:
         unsharded.allow(self._storage)
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
-        # Set the version only after `start` has returned. If `start` raises, because memory is
-        # exhausted for example, the buffer is still stale and must not count as current.
+        # Not before: if `start` raises (out of memory), the buffer is still stale.
         self.gathered_version, self.clean_version = version, self.buffer._version
         self.state = ShardState.UNSHARDING
-        # Resharding has not freed the buffer, because some code holds a view of it. That code may
-        # read the view without a call of `wait_unshard`, so wait for the all-gather here.
+        # Code that holds a view of the buffer may read it without `wait_unshard`, so wait here.
         if self.is_free_deferred:
             self.is_free_deferred = False
             self.wait_unshard()
@@ -231,8 +222,8 @@ class FlatParamHandle:
             self._free_buffer()
             raise
         if buffer._version != version:
-            # Preserve the buffer's version. Otherwise autograd would treat the all-gather as an
-            # in-place edit of saved views of the buffer, and raise an error in backward.
+            # Otherwise autograd would treat the all-gather as an in-place edit of saved views, and
+            # raise in backward.
             torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         unsharded.set_accessible(self.fulls, True)
         self.state = ShardState.UNSHARDED
@@ -240,8 +231,8 @@ class FlatParamHandle:
     def gather_flat(self, shard: Tensor) -> Tensor:
         """All-gather ``shard`` into a new tensor, ``(layout.padded_numel,)``, without a cast.
 
-        ``shard`` is the handle's shard, or a tensor of the same shape such as the gradient's shard.
-        Collective: all ranks of the shard group.
+        ``shard``: the handle's shard, or a tensor of its shape. Collective: all ranks of the shard
+        group.
         """
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
@@ -253,7 +244,7 @@ class FlatParamHandle:
         """UNSHARDED -> SHARDED: free the unsharded buffer, if it has memory. No communication.
 
         With ``though_held=False``, a buffer whose views are still in use keeps its memory until a
-        later call. Meanwhile, ``is_free_deferred`` is True.
+        later call (``is_free_deferred``).
         """
         if self.state is not ShardState.SHARDED:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
@@ -261,16 +252,15 @@ class FlatParamHandle:
             self.is_free_deferred = not self.is_aliased
             if not self._targets.shard.is_device:
                 self.page_out()
-        # With `though_held=False`, keep memory that views still use: the recomputed forward of
-        # activation checkpointing saves views of the buffer without flatshard's saved-tensor hooks.
-        # Some ranks may free the buffer now and other ranks later, because freeing needs no
-        # communication.
+        # The recomputed forward of activation checkpointing saves views of the buffer without
+        # flatshard's saved-tensor hooks. Ranks may free the buffer at different times, because
+        # freeing needs no communication.
         if self.is_free_deferred and (though_held or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
 
     def _free_buffer(self) -> None:
-        # Increment the version, so that autograd raises an error for a saved view of the buffer
-        # instead of reading freed memory, or the values of a later all-gather.
+        # Otherwise autograd would read freed memory, or later values, through a saved view of the
+        # buffer.
         torch.autograd.graph.increment_version(self.buffer)
         self.memory.free()
         self.is_free_deferred = False
@@ -280,8 +270,7 @@ class FlatParamHandle:
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.
 
-        A transport that uses shared memory may map shards of other ranks into the buffer. Then this
-        method copies these shards.
+        A transport that uses shared memory may have mapped shards of other ranks into the buffer.
         """
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):
@@ -301,7 +290,7 @@ class FlatParamHandle:
         """Copy tensors that users assigned to ``p.data`` into the shard.
 
         Needed only if this rank holds the whole flat parameter: then the sharded parameters are
-        plain parameters in the shard's memory, and an assignment gives a parameter other memory.
+        plain parameters in the shard's memory.
         """
         if not self.is_whole:
             return
@@ -311,8 +300,7 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # Use new memory for the shard: the user may have kept the previous `p.data`, to assign the
-        # same tensor again later.
+        # New memory: the user may have kept the previous `p.data`, to assign it again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.is_aliased:
@@ -327,8 +315,8 @@ class FlatParamHandle:
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # The parameters became views of the shard by assignment to `.data`. Such views do not
-            # share the shard's version counter, so add up all counters.
+            # Assignment to `.data` made the parameters views of the shard with counters of their
+            # own.
             return sum([param.sharded._version for param in self.params], self.flat_param._version)
         return self.flat_param._version
 
@@ -346,10 +334,7 @@ class FlatParamHandle:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of memory that the unsharded buffer and the secondary shard occupy now.
-
-        The shard is not counted, even if it is mapped into the unsharded buffer, or is the buffer.
-        """
+        """Bytes of the unsharded buffer and the secondary shard now, without the shard."""
         is_freed = self.state is ShardState.SHARDED and not self.is_free_deferred
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
         return (0 if is_freed else self.memory.held_bytes) + secondary
@@ -412,8 +397,7 @@ class FlatParamHandle:
         for module in self._rnns:
             names = module._flat_weights_names
             module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-            # RNN modules compare these weak references with their weights, to detect replaced
-            # weights. For None, RNN modules skip the comparison.
+            # RNN modules use these weak references to detect replaced weights. None: no check.
             module._flat_weight_refs = [None] * len(names)
 
     # ------------------------------------------------------------ gradients
@@ -433,8 +417,7 @@ class FlatParamHandle:
     def set_comm_hook(self, hook: CommHook) -> None:
         """From now on, reduce gradients with the communication hook ``hook``.
 
-        Call this method only while the handle holds no accumulated gradients: the hook may reduce
-        in another dtype.
+        Only while the handle holds no accumulated gradients: the hook may reduce in another dtype.
         """
         assert not self.grads.waits_for(GradSync.FULL), "accumulated gradients have another dtype"
         self.comm_hook = hook
@@ -484,8 +467,7 @@ class FlatParamHandle:
         """Drop unpublished gradients, after a failed backward."""
         reduce, self.grad_reduce = self.grad_reduce, None
         if reduce is not None:
-            # Wait for a running collective first: the collective may still write into the memory
-            # that `drop` frees next.
+            # A running collective may still write into the memory that `drop` frees next.
             reduce.abandon()
         self.grads.drop()
 

@@ -42,14 +42,13 @@ def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
             return output
 
         module._compiled_call_impl = call
-        # A copy of a unit's module without the wrapper must raise an error. Usually the registered
-        # hook raises the error when the hook is copied. A compiled module has no registered hook,
-        # so store the hook in an attribute: a copy of the module also copies its attributes.
+        # A copy of a unit's module without the wrapper must raise an error. A copied hook raises,
+        # but a compiled module has none registered, so store the hook in an attribute.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # Run before users' pre-hooks (`prepend`), so that users' hooks see unsharded parameters.
-        # Run the post hook even after an exception (`always_call`), so that the unit is resharded:
-        # the user may catch the exception and use the model again.
+        # First (`prepend`), so that users' pre-hooks see unsharded parameters. Afterwards even if
+        # the forward raised (`always_call`), so that the user can catch the exception and use the
+        # model again.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 

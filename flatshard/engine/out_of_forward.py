@@ -1,9 +1,8 @@
 """``OutOfForwardUse``: runs operations on sharded parameters outside of their unit's forward.
 
-Some code uses a unit's parameters without calling the unit: a module reads a weight of a child
-module or iterates over a ``Sequential``, or a user calls ``model.encoder(...)``. Outside of their
-unit's forward, the modules hold sharded parameters. If an operation needs more than this rank's
-part of a parameter, ``OutOfForwardUse`` runs the operation on the full parameter.
+A module may read a weight of a child module or iterate over a ``Sequential``, and a user may call
+``model.encoder(...)``. Outside of their unit's forward, modules hold sharded parameters. If an
+operation needs more than this rank's part, ``OutOfForwardUse`` runs it on the full parameter.
 
 [Note: which full tensor]
 If a forward of the model is running, the unit is unsharded until the forward around the operation
@@ -52,18 +51,16 @@ class OutOfForwardUse(ParamOwner):
             for handle in state.handles
             for param in handle.params
         }
-        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the flat
-        # parameter that was all-gathered for the loop, with its handle and the version of the
-        # shard. `_loop_last`: the parameter that was read last.
+        # For programs that read one parameter after another (see `_full`): the flat parameter that
+        # was all-gathered for the loop, with its handle and the shard's version; the parameter read
+        # last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
-        # Units for which a warning was given. The warning about averages of weights is given once
-        # for all units; the entry None stands for this warning.
+        # Units for which a warning was given. None: the warning about averages of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            # `spec.owner` makes no reference cycle, because a `ShardSpec` keeps only a weak
-            # reference to its owner. A cycle would never be freed: autograd references the
-            # parameters, and the garbage collector does not see references from autograd.
+            # A `ShardSpec` keeps a weak reference to its owner: autograd references the parameters,
+            # so the garbage collector could not free a cycle.
             spec.owner = self
 
     def start_backward(self) -> None:
@@ -71,9 +68,7 @@ class OutOfForwardUse(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # Backward does not unshard embedding tables, because the backward of a lookup does not read
-        # the table. If this table was used by another operation, backward does read the table, so
-        # unshard the table now.
+        # Backward does not unshard a table that only lookups use. Another operation used this one.
         return handle.is_lookup and self._backward.bring_back(unit)
 
     @property
@@ -93,9 +88,7 @@ class OutOfForwardUse(ParamOwner):
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
-        # Run the operation only if all sharded arguments are parameters or averaged gradients of
-        # this model, or were computed from them. The caller handles unreduced gradients, optimizer
-        # state and other models.
+        # The caller handles unreduced gradients, optimizer state and other models.
         for t in sharded:
             if not t.is_alike or t.origin.is_arriving or t.spec not in self._places:
                 return NotImplemented
@@ -147,8 +140,7 @@ class OutOfForwardUse(ParamOwner):
             result = self._run_unsharded(call, sharded)
         else:
             result = self._run_alone(call, sharded)
-        # Warn after the collectives: if Python raises the warning as an error, no other rank is
-        # waiting for this rank.
+        # After the collectives: if Python raises the warning as an error, no rank is left waiting.
         for tensor in sharded:
             self._warn(tensor, name, is_average=name.endswith("_") and not writes)
         return result
@@ -162,9 +154,8 @@ class OutOfForwardUse(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Between forwards, the unit is resharded when this context ends, so return copies
-            # instead of views of the unit's memory. Inside of a forward, views stay valid until the
-            # forward ends.
+            # Between forwards, the unit is resharded when this context ends, so return copies.
+            # Inside of a forward, views stay valid until the forward ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:
@@ -181,8 +172,7 @@ class OutOfForwardUse(ParamOwner):
                 like = self._places[t.spec][2].full if casts and t.is_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
-        # Restore `_loop_flat` only after the call has succeeded: a call that raises may have
-        # written to the flat parameter, and then the next operation must all-gather again.
+        # Not if the call raises: it may have written to the flat parameter.
         result = call(copies)
         self._loop_flat = flat
         # Return copies of views: a view would keep the whole flat parameter in memory.
@@ -193,10 +183,9 @@ class OutOfForwardUse(ParamOwner):
 
         Collective: all ranks of the shard group.
 
-        A loop may read all parameters in order, for example to update an average of weights that
-        was copied before wrapping. To all-gather less often in such a loop, the read of a second
-        parameter in a row all-gathers the whole flat parameter. Later reads use this all-gathered
-        tensor, until the last parameter is read.
+        A loop may read all parameters in order, to update an average of weights that was copied
+        before wrapping. So the read of a second parameter in a row all-gathers the whole flat
+        parameter, for all later reads until its last parameter.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
@@ -254,8 +243,7 @@ class OutOfForwardUse(ParamOwner):
     def _warn(self, tensor: FlatShardTensor, name: str, *, is_average: bool) -> None:
         unit = self._places[tensor.spec][0]
         # An in-place operation on a plain tensor that reads a parameter usually updates an average
-        # of weights, in a loop over the parameters of all units. So warn only once for all units,
-        # and not once per unit.
+        # of weights, in a loop over all units. So warn only once for all.
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
             return

@@ -4,11 +4,10 @@ Each flat parameter is reduced separately, once its gradients are complete.
 
 [Note: hooks]
 A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
-all ranks must call the hook at the same place of the step. A good place is just before the
-all-gather of a unit for backward, because all ranks take part in this all-gather. There the ranks
-exchange how many flat parameters each rank has ready, and call the hooks of those that are ready on
-all ranks. Once one rank has reached the end of its backward, all ranks call the remaining hooks at
-the end of backward.
+all ranks must call the hook at the same place of the step: just before the all-gather of a unit for
+backward, in which all ranks take part. There the ranks exchange how many flat parameters each rank
+has ready, and call the hooks of those that are ready everywhere. Once one rank has reached the end
+of its backward, all ranks call the remaining hooks there.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ _REMEMBERED = 100
 class ReduceOrder:
     """The order in which all ranks start the reductions of a backward.
 
-    All ranks must start collectives in the same order, but the gradients of flat parameters may
-    become complete in different orders on different ranks, or never. So once the gradients of a
-    flat parameter are complete, its reduction still waits until the reductions of all earlier flat
-    parameters in the order have started, at the latest at the end of backward.
+    All ranks must start collectives in the same order, but gradients may become complete in
+    different orders on different ranks, or never. So a reduction waits until all earlier ones in
+    the order have started, at the latest at the end of backward.
 
     This class knows flat parameters only by their indices (``number``).
     """
@@ -69,9 +67,8 @@ class ReduceOrder:
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
         """Yield the numbers whose reduction may start now, in order, until ``allows`` is False.
 
-        A reduction may start if the gradients are complete, and all earlier reductions have
-        started. The caller starts each reduction before it asks for the next number, so
-        ``allows(number)`` runs after all earlier reductions were started.
+        The caller starts each reduction before it asks for the next number, so ``allows(number)``
+        runs after all earlier reductions were started.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -92,7 +89,7 @@ class ReduceOrder:
     def suggested(self) -> list[int]:
         """Return the order in which gradients became complete on this rank, as an order to adopt.
 
-        Flat parameters whose gradients did not become complete come last.
+        Flat parameters that did not become complete come last.
         """
         return [*self._ready, *(number for number in self.sequence if number not in self._ready)]
 
@@ -102,35 +99,31 @@ class ReduceQueue:
 
     def __init__(self, state: RunState) -> None:
         self._state, self._handles = state, state.handles
-        # For the first backward, guess the reverse of the order in which modules were registered.
-        # After the first backward, the ranks adopt the real order. The root's flat parameters come
-        # last: forward uses some parameters of the root (embeddings, for example) first, so
-        # backward computes the gradients of these parameters last.
+        # For the first backward, guess the reverse of the order of registration; then the ranks
+        # adopt the real order. The root comes last: forward uses some of its parameters
+        # (embeddings, for example) first, so backward computes their gradients last.
         self._order = ReduceOrder(len(self._handles))
         backwards = self._order.sequence[::-1]
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self.is_order_agreed = False  # whether the ranks have adopted the real order
-        # A flat parameter is uneven if, in a recent backward, some ranks started its reduction
-        # during backward, and others only at the end, because these ranks lacked a gradient. No
-        # rank waits for the reduction of an uneven flat parameter before the end of backward. Maps
-        # the index of each uneven flat parameter to the number of later backwards for which the
-        # flat parameter is treated as uneven.
+        # A flat parameter is uneven if, in a recent backward, some ranks started its reduction only
+        # at the end, because they lacked a gradient. No rank waits for such a reduction before the
+        # end of backward. Maps its index to the number of later backwards for which it counts as
+        # uneven.
         self._uneven: dict[int, int] = {}
         self._in_flight: dict[FlatParamHandle, GradReduce] = {}  # in the order of their start
         self._must_wait = False  # whether all reductions start at the end of backward
 
-        # Whether to call communication hooks before the end of backward. False once a rank is at
-        # the end of its backward.
+        # Whether to call communication hooks now. False once a rank is at the end of its backward.
         self.asks_hooks = False
         # How many flat parameters, counted from the beginning of the order, are ready on all ranks.
         self._num_agreed = 0
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
-        # Limit the memory of unfinished reductions to twice the size of the largest unit's
-        # gradients. On an accelerator, the limit is lower: twice the size of the largest flat
-        # parameter's gradient. There the host runs far ahead of the device, so the memory of
-        # unfinished reductions always rises to the limit.
+        # The limit is twice the size of the largest unit's gradients. On an accelerator, the limit
+        # is twice the largest flat parameter's gradient: the host runs far ahead there, so the
+        # memory always rises to the limit.
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
@@ -188,8 +181,7 @@ class ReduceQueue:
         values = torch.tensor(said, device=world.host.device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # Use the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
-        # the hook would wait for that rank.
+        # The minimum: if some rank cannot call a hook yet, the ranks that call it would wait.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -225,10 +217,9 @@ class ReduceQueue:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
                 in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
-                # A peer that lacks a gradient of this flat parameter starts the reduction only at
-                # the end of its backward, and then a wait would run into its time limit. This is
-                # likely if some peer lacked such a gradient lately, or if some ranks compute no
-                # gradients at all (`join`). So do not wait in these cases.
+                # A peer that lacks a gradient starts this reduction only at the end of its
+                # backward, after the time limit of a wait. This is likely if a peer lacked such a
+                # gradient lately, or if some ranks compute no gradients at all (`join`).
                 is_late = self._state.lacks_ranks or handle.number in self._uneven
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return
@@ -290,17 +281,15 @@ class ReduceQueue:
         self.is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Move units that some ranks may skip to the end of the order. The reductions of these units
-        # start only at the end of backward, and all later reductions in the order would have to
-        # wait.
+        # Reductions of units that some ranks may skip start only at the end of backward, and all
+        # later reductions would have to wait. So move these units to the end.
         self._order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # Run all remaining stages of the reductions, although the results are dropped. If this
-            # rank skipped the stage between nodes, for example, the other ranks' collectives of
-            # this stage would match this rank's next collectives.
+            # The results are dropped, but if this rank skipped the stage between nodes, for
+            # example, the other ranks' collectives would match this rank's next ones.
             self._finish_all()
         finally:
             self._in_flight.clear()
@@ -309,8 +298,8 @@ class ReduceQueue:
 def wait_until_reduced(reduction: GradReduce) -> bool:
     """Wait for a reduction for a limited time, and return whether it is finished.
 
-    A reduction may be unfinished because a peer lacks a gradient, and takes part only at the end of
-    its backward. So a wait without a limit could be a deadlock.
+    A peer that lacks a gradient takes part only at the end of its backward, so a wait without a
+    limit could be a deadlock.
     """
     if not reduction.tells_when_done():
         return False
@@ -319,8 +308,7 @@ def wait_until_reduced(reduction: GradReduce) -> bool:
     deadline = time.monotonic() + _STALL_SECONDS
     while not (reduction.advance() and reduction.done()):
         if not reduction.is_computed():
-            # This rank's device has not computed the gradients yet, so the reduction cannot be
-            # over. Start counting the time limit when the gradients are computed.
+            # The device has not computed the gradients yet. Count the time from then on.
             deadline = time.monotonic() + _STALL_SECONDS
         elif time.monotonic() > deadline:
             return False

@@ -73,8 +73,7 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
-        # left out.
+        # The group of all ranks, and those in which units all-gather, without groups of one rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += (
@@ -88,31 +87,27 @@ class RunState:
         self.watchers: tuple[StepExtension, ...] = ()  # the extensions that watch units
         self.steps = Steps()
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        # Finds parameters that a forward edits. On accelerators, the extra `device_checks` sets an
-        # object that does not make the host wait for the device.
+        # On accelerators, the extra `device_checks` sets one that does not wait for the device.
         self.edits = ForwardEdits()
-        # This rank's memory that other ranks may still read. All handles share the list, so that a
-        # single wait at the end of a forward or backward covers the whole model.
+        # This rank's memory that other ranks may still read. One list for all handles: a single
+        # wait at the end of a forward or backward covers the model.
         self.pending_sends = PendingSends()
         for number, handle in enumerate(self.handles):
             handle.plan.pending_sends, handle.number = self.pending_sends, number
-        # Device of the unsharded buffers. None: the model trains on a single rank, without
-        # unsharded buffers, so nothing is communicated.
+        # Device of the unsharded buffers. None: nothing is communicated.
         self.device: torch.device | None = None
-        # For each unit, how the backward of the next forward reduces the unit's gradients. Set by
-        # `no_sync`. `plan_syncs` copies the values to the units when a forward begins.
+        # For each unit, how the next forward's backward reduces gradients. Set by `no_sync`;
+        # `plan_syncs` copies the values to the units when a forward begins.
         self.syncs = [GradSync.FULL] * len(self.units)
-        # `under_no_sync`: whether a forward that begins now is under `no_sync`, even if `no_sync`
-        # delays only some of the reductions. `accumulates`: whether the last forward with gradients
-        # began under `no_sync`.
+        # `under_no_sync`: whether a forward that begins now is under `no_sync`, which may delay
+        # only some reductions. `accumulates`: whether the last forward with gradients was.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
         self.is_converting = False  # whether modules are being converted (dtype or device)
         self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
 
-        # Whether another backward, such as that of a reentrant activation checkpoint, ran inside
-        # the present backward.
+        # Whether another backward (of a reentrant checkpoint) ran inside the present one.
         self.has_inner_backward = False
 
     def connect(self, forward: Any, backward: Any, prefetch: Any, outside_use: Any) -> None:
@@ -125,14 +120,12 @@ class RunState:
 
     def refresh(self) -> None:
         """Recompute sizes and storages cached from the units' buffers, after a reallocation."""
-        # `device`: the device of the units that communicate. If the model trains on a single rank,
-        # units without an unsharded buffer never communicate, so skip these units. None: no unit
-        # communicates.
+        # On a single rank, units without an unsharded buffer never communicate.
         is_alone = self.world.size == 1
         devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the buffers'
-        # storages, to recognise views of a buffer among the tensors that autograd saves.
+        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the storages, to
+        # recognise views of a buffer that autograd saves.
         for part in (self.prefetch, self.backward.queue, self.forward):
             part.refresh()
 
@@ -169,8 +162,8 @@ class RunState:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
-                # `SHARD_ONLY` is the same as `FULL` if there is no second group to reduce over, and
-                # the same as `ACCUMULATE` if the intra group has one rank.
+                # The same as `FULL` if there is no second group to reduce over, and the same as
+                # `ACCUMULATE` if the intra group has one rank.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL
                 elif unit.topology.intra_group.size == 1:
@@ -190,8 +183,8 @@ class RunState:
         with self.span(Kind.STARTING, unit, purpose=purpose):
             # Flat parameters that are unsharded already need no all-gather.
             started = [handle for handle in handles if handle.unshard(purpose)]
-            # Call extensions inside the span: an extension may send messages about this all-gather
-            # to other ranks, and reports should count this time as time to start the all-gather.
+            # Inside the span: an extension may send messages about this all-gather, whose time
+            # counts.
             for extension in self.extensions:
                 extension.gathering(started, purpose)
 
@@ -239,11 +232,9 @@ class RunState:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # A wait for a unit can start only one kind of collective: the second stage of a
-            # reduction (between nodes, for example), which starts once the first stage is over.
+            # A wait can start only the second stage of a reduction (between nodes, for example).
             purpose = "other" if unit is None else "reduce"
-        # `enter_context` enters each context now. So the range of time begins here, a little before
-        # the caller's `with` statement, which only leaves the contexts.
+        # `enter_context` enters now, a little before the caller's `with`, which only leaves.
         stack = contextlib.ExitStack()
         for watcher in self.watchers:
             stack.enter_context(watcher.span(kind, unit, purpose, ends))

@@ -1,14 +1,13 @@
 """``SavedTensors``: autograd saves a place in an unsharded buffer instead of a view of the buffer.
 
-Autograd saves views of parameters for backward, but the unsharded buffer is freed between forward
-and backward. So saved-tensor hooks, active in every forward, replace each view of a buffer by a
-``SavedView``. When autograd asks for the tensor, the hooks unshard the unit again and make a new
-view. So a saved tensor is always valid, whatever the order of backward is.
+Autograd saves views of parameters for backward, but the unsharded buffer is freed between. So
+saved-tensor hooks, active in every forward, replace each view of a buffer by a ``SavedView``. When
+autograd asks for the tensor, the hooks unshard the unit again and make a new view. So a saved
+tensor is valid in any order of backward.
 
-Autograd does not check the version of a tensor that saved-tensor hooks pack, so this module checks
-for edits in place. If other saved-tensor hooks are active around a forward (of an activation
-checkpoint or ``save_on_cpu``), these hooks still receive every tensor that is not a view of an
-unsharded buffer.
+Autograd does not check the version of packed tensors, so this module checks for edits in place.
+Other saved-tensor hooks around a forward (of an activation checkpoint or ``save_on_cpu``) still
+receive every tensor that is not a view of an unsharded buffer.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class SavedView(tuple[Any, ...]):
     """The tuple that autograd saves for a view of an unsharded buffer.
 
-    Contains the flat parameter's handle, the view's size, stride and offset, and the shard's
-    version at the time of saving. For a full parameter itself, the parameter stands in place of the
-    size, and stays valid as long as the buffer. Not a ``NamedTuple``, because creating one takes
-    longer.
+    The flat parameter's handle, the view's size, stride and offset, and the shard's version. For a
+    full parameter, the parameter stands in place of the size, and stays valid as long as the
+    buffer. Not a ``NamedTuple``, which takes longer to create.
     """
 
     __slots__ = ()
@@ -61,16 +59,15 @@ class SavedTensors:
 
     def __init__(self, state: RunState, backward: Backward) -> None:
         self._state, self._backward = state, backward
-        # For each storage of an unsharded buffer: the flat parameter's handle, and whether to save
-        # copies of views (`Unit.copies_saved`). The storage's address is a valid key, because a
-        # buffer keeps its storage object: freeing the buffer only resizes the storage to zero.
+        # For each storage of a buffer, its handle and whether to save copies (`Unit.copies_saved`).
+        # The address is a valid key: freeing the buffer only resizes the storage to zero.
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (handle, handle.unit.copies_saved(handle))
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each forward under way, the hooks that the forward installed. None: the forward
-        # installed no hooks, because the hooks of an outer forward were on top.
+        # For each forward under way, the hooks that it installed, or None if an outer forward's
+        # were on top.
         self.active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._usual_pair = self._pair(None)
 
@@ -109,18 +106,16 @@ class SavedTensors:
                 "the transformed function call model.module instead of the model, and take "
                 "gradients by torch.autograd.grad()."
             )
-        # Every unit's forward calls `push`, not only the outermost forward, because an activation
-        # checkpoint may be between an outer and an inner unit. The checkpoint installs its hooks,
-        # and needs the same tensors in forward and in recomputation. In recomputation, the outer
-        # unit does not run. So the inner unit must put flatshard's hooks on top of the checkpoint's
-        # hooks. Then the checkpoint never sees views of buffers, in forward or in recomputation.
+        # Every unit's forward calls `push`, because an activation checkpoint may be between an
+        # outer and an inner unit, and needs the same tensors in forward and in recomputation, where
+        # the outer unit does not run. So the inner unit puts flatshard's hooks on top of the
+        # checkpoint's.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = next((one for one in reversed(self.active) if one is not None), None)
         if outer is not None and ours is not None and outer[0] is ours.pack_hook:
             self.active.append(None)
             return
-        # Torch calls only the topmost pair of hooks. So flatshard's pair passes all tensors that
-        # are not views of buffers to the pair below.
+        # Torch calls only the topmost pair, so pass other tensors to the pair below.
         pair = self._usual_pair if outer is None else self._pair(outer)
         hooks = torch.autograd.graph.saved_tensors_hooks(*pair)
         hooks.__enter__()
@@ -146,9 +141,9 @@ class SavedTensors:
             if found is None:
                 if outer is not None:
                     return outer[0](tensor)
-                # Detach: if a node of the graph saved its own output, the output and the node would
-                # refer to each other, and only a backward would free the two. Autograd reconnects
-                # the unpacked tensor to its node.
+                # If a node of the graph saved its own output, node and output would refer to each
+                # other, and only a backward would free both. Autograd reconnects the unpacked
+                # tensor to its node.
                 return tensor.detach(), tensor._version
             if not is_plain:
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
@@ -157,8 +152,7 @@ class SavedTensors:
                 state.edits.check_values(handle)
             if type(tensor) is nn.Parameter and not copies:
                 return SavedView((handle, tensor, None, 0, handle.gathered_version))
-            # Save a copy if `as_strided` could not rebuild the tensor from the buffer: a view in
-            # another dtype, or a lazily conjugated or negated view.
+            # `as_strided` cannot rebuild these: a view in another dtype, conjugated or negated.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or copies:
                 copy = tensor.clone()  # rare, so the memory of the copies is small
@@ -183,8 +177,7 @@ class SavedTensors:
             if handle.state is not ShardState.UNSHARDED or handle.gathered_version != version:
                 backward.unshard_again(handle.unit)
                 version = handle.version
-            # Autograd does not check the version of tensors that hooks pack, so check the version
-            # here.
+            # Autograd does not check the version of packed tensors.
             if version != saved_version:
                 raise RuntimeError(
                     f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
@@ -194,7 +187,7 @@ class SavedTensors:
                 )
             return size if stride is None else handle.buffer.as_strided(size, stride, offset)
 
-        # Keep Dynamo from tracing the hooks: Dynamo cannot represent units and handles in a graph.
+        # Dynamo cannot represent units and handles in a graph.
         return untraced(pack), untraced(unpack)
 
 

@@ -87,11 +87,9 @@ class Unit:
     state_dict: Any  # `UnitStateDict`
     reasons: Sequence[str]  # why a policy chose each module
 
-    # Function that is called before the first forward, and raises if `leave_empty` left a tensor
-    # empty and no state dict filled the tensor. None: no tensor was left empty.
+    # Called before the first forward; raises if a tensor is still empty after `leave_empty`.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
-    # Whether a `param_init_fn` is running. Construction calls the function for every module, so
-    # `apply` and conversions inside of the function skip wrapped submodules.
+    # Whether a `param_init_fn` is running: `apply` and conversions in it skip wrapped submodules.
     is_initialising = False
 
     def __init__(
@@ -105,9 +103,8 @@ class Unit:
         self.casts = dict(modules)
         # `names`: names of the modules in the unwrapped model. `name`: a name made of all names.
         self.names, self.name = list(names), name_of(names)
-        # The unit's flat parameters. A unit has one flat parameter for each combination of dtype
-        # and `requires_grad`; in the root, each large parameter is a separate flat parameter. Empty
-        # if the unit owns no parameter.
+        # One flat parameter for each combination of dtype and `requires_grad`; in the root, also
+        # one for each large parameter. Empty if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
         # Flat parameters that backward reads: those without `FlatParamHandle.is_lookup`.
         self.for_backward: list[FlatParamHandle] = []
@@ -124,28 +121,27 @@ class Unit:
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
         # How often each parameter was written through a tensor of a state dict, and how often a
-        # state dict or a checkpoint was loaded into the unit. Keyed by the text that names the
-        # parameter, the state dict or the checkpoint in messages. Must be the same on all ranks.
+        # state dict or checkpoint was loaded, keyed by its name in messages. Must be the same on
+        # all ranks.
         self.loads: Counter[str] = Counter()
-        # Sum of the checksums of these loads and writes, whose order does not matter. Each backward
-        # compares this sum between ranks. Only if the sums differ, the ranks exchange ``loads``.
+        # Sum of the checksums of these loads and writes. Each backward compares this sum between
+        # ranks; only if the sums differ, the ranks exchange ``loads``.
         self.loads_sum = 0
         self.sync = GradSync.FULL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls under way, the innermost last
 
         # Number of calls in the latest outermost forward whose own backward has not begun yet. The
-        # count restarts with each outermost forward, so that the count is the same on all ranks
-        # even after a forward that failed on only some ranks.
+        # restart with each outermost forward keeps the ranks equal after a forward that failed on
+        # some.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for all earlier outermost forwards
 
-        # Whether the unit cannot see the end of some call's backward. Gradients of the call's
-        # inputs would show the end, but no input of the call requires a gradient.
+        # Whether the unit cannot see the end of a call's backward, because no input of the call
+        # requires a gradient.
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in the present or latest outermost forward
 
-        # Number of calls still expected in this outermost forward, if the forward calls the unit as
-        # often as the last forward did.
+        # Calls still expected in this outermost forward, according to the last forward.
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
@@ -153,9 +149,8 @@ class Unit:
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
-        # Sum of the shards' versions in the latest backward with create_graph. While the sum stays
-        # the same, the unit keeps its buffers (`keep_unsharded`). -1: there was no backward with
-        # create_graph.
+        # Sum of the shards' versions in the latest backward with create_graph, or -1. While the sum
+        # stays the same, the unit keeps its buffers (`keep_unsharded`).
         self._kept_version = -1
 
     def count_load(self, what: str) -> None:
@@ -265,9 +260,8 @@ class Unit:
 
     def keep_unsharded(self) -> None:
         """Keep the unsharded buffers until the shards change."""
-        # A backward with create_graph adds nodes to the graph. Saved-tensor hooks do not run for
-        # these nodes, so these nodes save plain views of the unsharded buffers, which must stay
-        # valid.
+        # A backward with create_graph adds nodes for which saved-tensor hooks do not run, so these
+        # nodes save plain views of the unsharded buffers.
         self._kept_version = sum(handle.version for handle in self.handles)
 
     @property
@@ -280,8 +274,7 @@ class Unit:
         """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
         for handle in self.handles:
             handle.wait_unshard()
-        # Let the modules hold all unsharded parameters, although backward may have all-gathered
-        # only a part of them: a recomputed forward reads its parameters from the modules.
+        # Backward may have all-gathered only a part, but a recomputed forward reads all parameters.
         for handle in self.handles:
             handle.show_unsharded()
 
@@ -302,19 +295,17 @@ class Unit:
             return BufferAction.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if point is not ReshardPoint.AFTER_FORWARD:
-            # Always free the buffer if the unit has a single rank. Keeping the buffer would save no
-            # all-gather, and the kept buffer would become stale unnoticed if the user edits a
-            # shard through `p.data`, which does not change the version.
+            # With a single rank, keeping the buffer would save no all-gather, and would miss edits
+            # of a shard through `p.data`, which do not change the version.
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return BufferAction.FREE if frees else BufferAction.KEEP
-        # Do not reshard a unit that is needed soon: the unit would have to be all-gathered again.
+        # A unit that is needed soon would have to be all-gathered again.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return BufferAction.FREE
         if self.sync is GradSync.ACCUMULATE:
-            # A backward under no_sync may run on this rank only. So the backward must not start an
-            # all-gather, and must not read shards of other ranks from shared memory, because the
-            # other ranks may be writing to their shards.
+            # A backward under no_sync may run on this rank only. So it must not start an
+            # all-gather, and must not read shards in shared memory that other ranks may be writing.
             return BufferAction.SNAPSHOT
         return BufferAction.FREE if shows_shards or self._is_spare(handle) else BufferAction.KEEP
 
@@ -329,12 +320,10 @@ class Unit:
     def copies_saved(self, handle: FlatParamHandle) -> bool:
         """Whether autograd saves copies of the parameters of ``handle`` for backward.
 
-        Otherwise autograd saves a ``SavedView``, a position in the unsharded buffer. To read the
-        position, backward unshards the unit again.
+        Otherwise autograd saves a ``SavedView``, and backward unshards the unit again to read it.
         """
         # Different ranks may use a parameter of the root in different operations. With
-        # `SavedView`s, perhaps only one rank's backward would need the parameter, and start an
-        # all-gather that the other ranks do not start.
+        # `SavedView`s, perhaps only one rank's backward would start an all-gather.
         return self.is_root and self._is_spare(handle)
 
     def reshard(
@@ -365,13 +354,11 @@ class Unit:
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
-                # With `though_held=False`, the buffer keeps its memory while views exist.
                 handle.reshard(though_held=point is not ReshardPoint.AFTER_BACKWARD)
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # Wait for an unfinished all-gather, which reads the shard: the optimizer may write
-                # to the shard next.
+                # An unfinished all-gather reads the shard, which the optimizer may write next.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
@@ -381,9 +368,8 @@ class Unit:
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # A backward under no_sync may have run on only some ranks, and resharded the unit there. If
-        # the backward did not run on this rank, reshard the unit now. Otherwise the other ranks
-        # would start an all-gather that this rank does not start, and wait forever.
+        # A backward under no_sync may have run, and resharded the unit, on only some ranks. Reshard
+        # it here too: otherwise the other ranks would start an all-gather without this rank.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:
@@ -417,7 +403,7 @@ class Unit:
     def begin_model_backward(self) -> None:
         """Reset the counts of the last backward, and remove gradients from ``.grad``.
 
-        Otherwise autograd would add new gradients to the removed gradients in place.
+        Otherwise autograd would add new gradients to them in place.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False
@@ -425,8 +411,7 @@ class Unit:
             if handle.is_aliased:  # otherwise, `show_unsharded` has checked this in forward
                 handle.check_places()
             handle.grads.arrived.clear()
-            # Remove unreduced gradients from `.grad`. They stay in `grads`, to which backward adds
-            # new gradients.
+            # Unreduced gradients stay in `grads`, to which backward adds.
             if handle.grads.shown or ASSIGNED:
                 handle.grads.take_all_back()
             if handle.is_whole:
@@ -459,12 +444,10 @@ class Unit:
             and not self.may_diverge
             and not self._outstanding_inputs
             and all(len(h.grads.arrived) >= h.num_trainable for h in self.handles)
-            # All gradients of trained parameters have arrived. If all parameters are trained,
-            # backward needs no parameter any more. But a frozen parameter gets no gradient, so
-            # backward may still need it. Then the unit's backward is known to be over only when the
-            # gradients of all inputs of all calls have arrived. If a call has no input that
-            # requires a gradient (`_ends_unseen`), the unit stays unsharded until the end of the
-            # model's backward.
+            # All gradients of trained parameters have arrived. But a frozen parameter gets no
+            # gradient, so backward may still need it until the gradients of all inputs of all calls
+            # have arrived. If a call has no input that requires a gradient (`_ends_unseen`), the
+            # unit stays unsharded until the end of the model's backward.
             and not (
                 self._ends_unseen and any(h.num_trainable < len(h.params) for h in self.handles)
             )

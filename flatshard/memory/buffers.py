@@ -5,10 +5,9 @@ and buffers on accelerators, get it from torch's allocator. Large buffers on a C
 extra ``page_pool``, whose pages the next unit reuses. A transport may define further subclasses
 that need fewer copies.
 
-A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, and reuses the memory
-once no other code refers to the result. Without the cache, glibc would return each freed tensor of
-at least ``GLIBC_LIMIT_BYTES`` to the operating system, and the next tensor would cost page faults.
-Allocators of accelerators cache memory themselves.
+A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, for reuse once no other
+code refers to it. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES``
+to the operating system. Allocators of accelerators cache memory themselves.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class BufferMemory:
     that is not sharded.
     """
 
-    # Memory for this rank's shard, (shard_numel,), which is also mapped into the buffer, so that an
-    # all-gather need not copy the shard. None: the shard has memory of its own.
+    # Memory for this rank's shard, (shard_numel,), also mapped into the buffer, so that an
+    # all-gather need not copy it. None: the shard has memory of its own.
     shard: Tensor | None = None
-    # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
-    # so the unit need not stay unsharded between forward and backward.
+    # Whether the shards of all ranks are mapped into the buffer: an all-gather copies nothing, and
+    # the unit need not stay unsharded between forward and backward.
     shows_shards = False
 
     def __init__(self, buffer: Tensor) -> None:

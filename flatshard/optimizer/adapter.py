@@ -2,14 +2,13 @@
 
 Operations on ``FlatShardTensor``s are dispatched in Python, and slow. During a step of an
 element-wise optimizer, ``BucketAdapter`` therefore puts ``ParamBucket``s into the parameter groups:
-plain 1-D parameters in the shard's memory. All other optimizers have another adapter, in the extra
-``whole_tensors``.
+plain 1-D parameters in the shard's memory. For other optimizers see the extra ``whole_tensors``.
 
 [Note: buckets]
 A bucket is a 1-D parameter that the optimizer steps in place of its members: sharded parameters of
-the same group that are neighbours in a shard, and whose gradients are neighbours in a flat
-gradient. So a single kernel steps a whole flat parameter. Between steps, each member has optimizer
-state of its own: sharded tensors in the memory of the bucket's state, with the parameter's shape.
+one group that are neighbours in a shard, and whose gradients are neighbours in a flat gradient. So
+a single kernel steps a whole flat parameter. Between steps, each member has state of its own:
+sharded tensors with the parameter's shape, in the memory of the bucket's state.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.o
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
-# Optimizers in a step, and optimizers whose last step raised, whose groups may still hold
-# replacements of the sharded parameters.
+# Optimizers in a step, or whose last step raised: their groups may hold replacements.
 stepping: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 
 
@@ -123,8 +121,8 @@ unhooked: list[Optimizer] = []
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
     """Call ``optimizer.step()`` without the hooks of the optimizer."""
     step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. `super().step()` in it has a
-    # wrapper, too: flatshard's own hooks do nothing while `unhooked` is not empty.
+    # Bypass torch's wrapper around `step`, which would call the hooks. Hooks of an inner
+    # `super().step()` do nothing while `unhooked` is not empty.
     unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
@@ -154,8 +152,8 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
     """Return the adapter of an optimizer, the same in all steps.
 
-    An element-wise optimizer gets an adapter at the first step, any other optimizer at the first
-    step with sharded parameters.
+    Made at the first step; unless the optimizer is element-wise, at the first with sharded
+    parameters.
 
     Raises:
         RuntimeError: the optimizer is SparseAdam, with sharded parameters.
@@ -199,8 +197,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return the state of each parameter whose state is only on one rank, the parameter's owner.
 
-    In the result, state with one value per element is sharded, and all other state is equal on all
-    ranks.
+    State with one value per element is sharded; all other state is equal on all ranks.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
@@ -217,9 +214,9 @@ class Closure:
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
 
-        Then the optimizer's first call only returns the loss: to prepare the step, flatshard must
-        know the parameters with gradients. This changes no result if the optimizer calls the
-        closure first, and not, for example, moves parameters (SAM).
+        Then the optimizer's first call only returns the loss: flatshard must know beforehand which
+        parameters have gradients. This changes no result if the optimizer calls the closure first,
+        and does not, for example, move parameters before (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -230,8 +227,7 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # The closure's forward calls `restore_all`, which undoes the replacement of parameters for
-        # every optimizer in `stepping`.
+        # The closure's forward calls `restore_all`, which undoes replacements for all `stepping`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
@@ -254,16 +250,14 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 class OptimizerAdapter:
     """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
 
-    An adapter must not hold a reference to its optimizer: the adapter exists as long as the
-    optimizer, and the reference would keep both alive forever.
+    An adapter must not refer to its optimizer: both would live forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer``. An adapter that steps all parameters here, by itself, returns
-        a dummy optimizer, whose ``step()`` changes nothing. An adapter may also set
-        ``closure.loss``.
+        Usually ``optimizer`` itself. An adapter that steps all parameters here returns a dummy
+        optimizer, whose ``step()`` changes nothing. An adapter may also set ``closure.loss``.
         """
         return optimizer
 
@@ -306,8 +300,8 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
 
-        Also chooses the fused kernel. Leaves out the parameters whose ids are in ``stepped``: an
-        extension has updated them in this step already.
+        Also chooses the fused kernel. Leaves out parameters with ids in ``stepped``, which an
+        extension has stepped already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
@@ -364,8 +358,7 @@ ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 class BucketState(dict[str, Any]):
     """Optimizer state of a bucket or of a member. A member's tensors share the bucket's memory."""
 
-    # All members of a bucket share one tensor with the number of steps. Users must get a copy (see
-    # `apart`), so that a change for one member is not a change for all.
+    # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
@@ -441,8 +434,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.flat is not flat:
             break
-        # The condition of `_flat_grad`, without a call for each parameter. There may be padding
-        # between two neighbours. The optimizer steps the padding, too.
+        # The condition of `_flat_grad`, without a call. The optimizer steps padding between, too.
         grad, spec = get_grad(param), param.spec
         is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
         if not is_view or grad.flat is not flat_grad or not 0 <= spec.start - end < padding:
@@ -500,13 +492,13 @@ class ParamBucket:
     ) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
-        ``states`` is ``optimizer.state``, and ``present`` has the same values by the parameters'
-        ids. Returns the buckets to step: this bucket, or one bucket per member if the members'
-        states cannot be joined, for example because their numbers of steps differ.
+        ``states`` is ``optimizer.state``; ``present`` the same by ids. Returns the buckets to step:
+        this bucket, or one per member if the states cannot be joined, for example because numbers
+        of steps differ.
         """
         shared: State | None = self._shared
-        # Usually the members' states are the views that `swap_out` made. In the first step, and
-        # after somebody has assigned or loaded state, join them.
+        # Usually the members' states are the views that `swap_out` made. Join them in the first
+        # step, and after somebody has assigned or loaded state.
         if not BucketState.are_unchanged(self._states, map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
@@ -520,8 +512,8 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # An optimizer that writes to `p.data` does not raise the parameter's version, without which
-        # flatshard would reuse unsharded buffers from before the step.
+        # An optimizer that writes to `p.data` does not raise the version, and flatshard would reuse
+        # old unsharded buffers.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 

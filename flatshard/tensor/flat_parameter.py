@@ -33,8 +33,8 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 class FlatParamPlan:
     """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
 
-    A conversion (``model.to(...)``) does not change the plan's dtype and device. ``unit_name`` and
-    ``pending_sends`` change if the user later wraps a module that contains the unit.
+    A conversion (``model.to(...)``) leaves the plan as it is. ``unit_name`` and ``pending_sends``
+    change if the user later wraps a module around the unit.
     """
 
     unit_name: str  # name of the unit, for errors
@@ -60,9 +60,8 @@ class FlatParamPlan:
 class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
-    The tensor's values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers do not get
-    the flat parameter, but the original parameters, which are views of the chunk. ``print`` shows
-    which original parameters lie in which chunk.
+    The values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers get the original
+    parameters instead, which are views of the chunk. ``print`` shows which ones lie in which chunk.
 
     Example:
         ```python
@@ -87,8 +86,7 @@ class FlatParameter(nn.Parameter):
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
         """Make a flat parameter that shares the memory of ``chunk``, ``(layout.shard_numel,)``."""
-        # `requires_grad` is False: autograd computes gradients of the full parameters, which are
-        # views of the unsharded buffer.
+        # Autograd computes gradients of the full parameters, views of the unsharded buffer.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
         # Weak, because each original parameter refers to a view of the chunk: Python's garbage
@@ -181,8 +179,8 @@ class OriginalParam:
         self.kept_grad: Any = None
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # torch's dictionaries of hooks that users registered before wrapping, until the full
-        # parameter exists. No copies, so that users can still remove the hooks by their handles.
+        # torch's dictionaries of hooks from before wrapping, until the full parameter exists. Not
+        # copies, so that users can still remove the hooks by their handles.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: Any = None
         self.spec._original = weakref.ref(self)
@@ -248,8 +246,8 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # ``torch.utils.swap_tensors`` refuses a tensor with weak references. To an RNN,
-                # None in place of a weak reference means "this weight has not changed".
+                # ``swap_tensors`` refuses a tensor with weak references. None tells an RNN that the
+                # weight has not changed.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
@@ -266,8 +264,8 @@ class OriginalParam:
         try:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
-            # Another thread may refer to the parameter for a moment: a profiler, or the deadlock
-            # detection, that reads this thread's stack.
+            # Another thread (a profiler, the deadlock detection) may refer to the parameter for a
+            # moment.
             if tries > 1:
                 time.sleep(0.2)
                 return self._swap_into(view, tries=tries - 1)
@@ -285,9 +283,8 @@ class OriginalParam:
     def _move_hooks(self, full: nn.Parameter) -> None:
         """Move users' hooks from before wrapping to the objects on which the hooks must run now.
 
-        Tensor hooks are registered on ``full``, and get this rank's gradient before the reduction.
-        Post-accumulate-grad hooks of a sharded parameter are kept in ``post_accumulate_hooks``, and
-        run once the reduced gradient is in ``.grad``.
+        Tensor hooks go to ``full``, and get this rank's gradient before the reduction.
+        Post-accumulate-grad hooks run once the reduced gradient is in ``.grad``.
         """
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None

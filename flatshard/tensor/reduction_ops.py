@@ -261,8 +261,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
             "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
-    # Below, ask torch for the gradients of the full and of the sharded parameter, of which a graph
-    # may use only one. So allow None here, and raise afterwards for inputs without any gradient.
+    # A graph may use the full parameter, the sharded one, or both, so ask torch for both gradients.
+    # Torch must allow None for one of them; inputs without any gradient raise below.
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
     # Edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum of a
     # parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.

@@ -5,9 +5,8 @@ one range as a 1-D tensor. A parameter, gradient or state tensor in this form is
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
 operations run on this rank's range. A reduction over all elements, such as a norm, combines the
-ranks' results by one collective. If a full tensor is written into a sharded tensor, each rank
-stores its range of the full tensor. Every other operation raises, and names the parameter. Modules
-are not affected, because they hold plain parameters during forward and backward.
+ranks' results by one collective. A full tensor is written range by range. Every other operation
+raises, and names the parameter. Modules hold plain parameters during forward and backward.
 """
 
 from __future__ import annotations
@@ -60,21 +59,19 @@ def untraced(function: _Function) -> _Function:
 # The functions that implement torch's operators for sharded tensors, keyed by operator name and
 # called as ``handler(func, args, kwargs)``. ``elementwise_ops`` and ``reduction_ops`` add handlers.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-# Replacements of torch functions that autograd would differentiate wrongly, keyed by the torch
-# function, which is called if the replacement returns NotImplemented.
+# Replacements, keyed by torch function, of functions that autograd would differentiate wrongly. A
+# replacement may return NotImplemented.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# Attributes that flatshard sets on a ``FlatShardTensor``. All others are users', and must be kept
-# when the parameter is sharded or copied.
+# Attributes that flatshard sets on a ``FlatShardTensor``. All others are users', and are kept.
 OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
 
-# Gradients in ``.grad`` before their reduction over all ranks, and sharded tensors computed from
-# these gradients, mapped to the name of the unit. Norms and optimizer steps of these tensors raise.
+# Unreduced gradients in ``.grad``, and sharded tensors computed from them, with the name of the
+# unit. Norms and optimizer steps of these tensors raise.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-# Sharded parameters to whose ``.grad`` the program has assigned a full tensor since the last
-# backward.
+# Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 # Modules in which torch defines collectives, also in newer versions. A collective's schema does not
 # mark the written tensors.
@@ -89,8 +86,7 @@ class Source(enum.IntEnum):
 
     PARAMETERS = 0  # parameters and Python numbers
     GRADIENTS = 1  # also averaged gradients
-    # Also a tensor that may differ between ranks. So the ranges of all ranks may not be parts of
-    # the same full tensor.
+    # Also a tensor that may differ between ranks, so that the ranges may not form one full tensor.
     OTHER = 2
 
 
@@ -111,8 +107,7 @@ class Origin:
     Attributes:
         source: which tensors the values were computed from.
         is_fixed: whether ``source`` stays the same if the tensor is written. True for a parameter
-            and its gradient: all ranks write the same tensors into them, so the ranks' ranges
-            always are parts of the same full tensor.
+            and its gradient, into which all ranks write the same tensors.
         is_drawn: whether the values were computed from random numbers of this rank's generator.
         graph_task: autograd's number of the backward in which flatshard averaged this gradient.
         written: text with a checksum of the in-place operations on the tensor and their numbers.
@@ -123,8 +118,8 @@ class Origin:
     is_drawn: bool = False
     graph_task: int | None = None
     written: str = ""
-    # Users' tensors with the same memory, from `p.data` for example, keyed by id. An assignment to
-    # `p.data` must not change these tensors.
+    # Users' tensors with the same memory, from `p.data` for example, keyed by id, which an
+    # assignment to `p.data` must not change.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     @property
@@ -151,14 +146,14 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         source = max(source, tensor.origin.source)
         if tensor.origin.is_arriving:
             graph_task = tensor.origin.graph_task
-            # Under DistributedDataParallel, a hook or `torch.autograd.Function` computes with the
-            # gradient of this rank, and not every function of averages is the average.
+            # A hook or `torch.autograd.Function` computes with this rank's gradient under
+            # DistributedDataParallel, and not every function of averages is the average.
             source = source if caller is Caller.AUTOGRAD else Source.OTHER
     return Origin(source, graph_task=graph_task)
 
 
-# Functions that tell, from the stack, who called an operator, keyed by `id` of their code, because
-# Python hashes all of a code object. None: autograd's engine, which calls formulas and hooks.
+# Who called an operator, by `id` of the code of a function on the stack (Python hashes all of a
+# code object). None: autograd's engine, which calls formulas and hooks.
 CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
 
 
@@ -206,8 +201,8 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 def _count_references() -> int:
-    # As in the setter of `FlatShardTensor.grad`. Newer versions of Python count local variables in
-    # another way.
+    # As in the setter of `FlatShardTensor.grad`: versions of Python count local variables
+    # differently.
     only = torch.empty(0)
     return sys.getrefcount(only)
 
@@ -269,13 +264,12 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: describes the parameter, and the range of the parameter that ``local`` holds.
-        flat: this rank's chunk of the flat parameter, or the gradient of the chunk. ``local`` is a
-            view of ``flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
+        flat: this rank's chunk of the flat parameter or of its gradient, of which ``local`` is a
+            view that begins at ``spec.start``. None: ``local`` has its own memory.
         is_parameter: whether the tensor is a parameter of a unit.
         origin: how the values were computed.
-        role: the tensor's relation to the parameter, such as ``"gradient of"``. The name of a
-            collective on the tensor contains the role. Ranks compare the names of collectives, so
-            ranks never combine ranges of different tensors.
+        role: the tensor's relation to the parameter, such as ``"gradient of"``, in the name of each
+            collective. Ranks compare names, so they never combine ranges of different tensors.
     """
 
     # Attributes, because a property of a tensor calls `__torch_function__`, which is slow.
@@ -319,9 +313,8 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # C++ code that bypasses dispatch (a collective whose tensors lie in nested lists, for
-        # example) would read from address 0, and so would operations on a plain tensor to whose
-        # `.data` the program assigns the sharded tensor.
+        # C++ code that bypasses dispatch (a collective with nested lists, for example, or a plain
+        # tensor whose `.data` the program sets to the sharded tensor) would read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -348,8 +341,8 @@ class FlatShardTensor(torch.Tensor):
     def is_alike(self) -> bool:
         """Whether the ranges of all ranks are certainly parts of the same full tensor.
 
-        True for a parameter and an averaged gradient, and for a tensor that was computed only from
-        parameters, averaged gradients and Python numbers.
+        True for parameters, averaged gradients, and tensors computed only from these and from
+        Python numbers.
         """
         is_unreduced = bool(UNREDUCED) and self in UNREDUCED
         return self.origin.source is not Source.OTHER and not is_unreduced
@@ -378,12 +371,11 @@ class FlatShardTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """Return the full tensor as a plain tensor, with the parameter's shape and strides.
 
-        Called on a gradient that was accumulated under ``no_sync``, it does not average over the
-        ranks: each rank contributes its own gradient for its range of elements.
+        A gradient that was accumulated under ``no_sync`` is not averaged: each rank contributes its
+        own gradient for its range.
 
-        As ``DTensor.full_tensor``, the call is recorded for backward if the tensor requires a
-        gradient and gradients are enabled. The backward averages the gradient over the ranks. To
-        save or print values, add ``.detach()``.
+        As ``DTensor.full_tensor``, the call is recorded for backward, which averages the gradient
+        over the ranks. To save or print values, add ``.detach()``.
 
         Collective: all ranks of the shard group. A backward through the result is collective, too.
         """
@@ -405,8 +397,7 @@ class FlatShardTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         check_data(f"parameter {self.spec.name!r} is sharded", self, value)
         with torch.no_grad():
-            # As in an unwrapped model, after `kept = p.data; p.data = other`, `kept` must have the
-            # old values, which `copy_` below would overwrite.
+            # After `kept = p.data; p.data = other`, `kept` must have the old values.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
@@ -441,8 +432,8 @@ class FlatShardTensor(torch.Tensor):
             is_kept = original is not None and before is original.kept_grad
             if is_kept and before is not None and before is not value:
                 # If nothing else refers to the gradient, free its memory, so that the object may be
-                # reused; otherwise drop it. `_NUM_REFERENCES` counts the references made here: the
-                # local variable and the argument of `getrefcount`. One more is `kept_grad`.
+                # reused; otherwise drop it. References made here: the local variable and the
+                # argument of `getrefcount` (`_NUM_REFERENCES`), and `kept_grad`.
                 if (
                     sys.getrefcount(before) == _NUM_REFERENCES + 1
                     and before._use_count() == 1
@@ -492,8 +483,7 @@ class FlatShardTensor(torch.Tensor):
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        # The user may have unfrozen the parameter after the last unshard. torch refuses hooks on a
-        # frozen tensor.
+        # torch refuses hooks on a frozen tensor; the user may have unfrozen this one since.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -514,16 +504,15 @@ class FlatShardTensor(torch.Tensor):
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
-    # DCP saves and loads a tensor through these methods (torch.distributed.checkpoint's
-    # planner_helpers, in torch 2.11 to 2.15). Each rank lists the boxes (rectangular blocks) of the
-    # full tensor that it holds, as views of its range, so that loading writes in place.
+    # DCP saves and loads a tensor through these methods (planner_helpers, in torch 2.11 to 2.15).
+    # Each rank lists the boxes (rectangular blocks) of the full tensor that it holds, as views of
+    # its range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         # Slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
-        # No empty chunk, which could have the same name and offset as another rank's chunk: DCP
-        # would keep only the first.
+        # An empty chunk could have the name and offset of another rank's, and DCP keeps the first.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -613,8 +602,8 @@ class FlatShardTensor(torch.Tensor):
         if handler is None and is_collective(func):
             handler = collective
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
-            # Handlers write only to the first argument, but programs call
-            # `torch.nan_to_num(p.grad, out=p.grad)`: copy the result to `out`.
+            # Handlers write only to the first argument. For `torch.nan_to_num(p.grad, out=p.grad)`,
+            # copy the result to `out`.
             out, is_elementwise = kwargs.get("out"), torch.Tag.pointwise in func.tags
             if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}

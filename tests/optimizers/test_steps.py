@@ -114,7 +114,7 @@ def train(
             with _in_training(optimizers):
                 for number in range(STEPS):
                     _step(model, optimizers, number)
-        states.append(where.state(model) if is_wrapped else model.state_dict())
+            states.append(where.state(model) if is_wrapped else model.state_dict())
     plain, wrapped = states
     largest = max(float((wrapped[key] - value).abs().max()) for key, value in plain.items())
     return largest, _step_mode(optimizers[0]) if side.startswith("flatshard") else ""

@@ -1,7 +1,7 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
-This module also averages over ranks, in rank order and at least in fp32, so that the averages are
-the same in every run and with every transport that adds in flatshard's code.
+This module also averages over ranks, in rank order and at least in fp32: the averages are the same
+in every run, with every transport that adds in flatshard's code.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Members:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add the rows one by one, in rank order. A kernel that adds all rows at once would choose the
-    # order by the sizes of the tensors, and rounding depends on the order.
+    # A kernel that adds all rows at once would choose the order by the sizes of the tensors, and
+    # rounding depends on the order.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -103,7 +103,7 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
     ``out`` has the dtype of ``total``, and may be ``total`` itself.
     """
     if number & (number - 1) == 0 and not total.is_complex():
-        # For a power of two the product is bitwise equal to the quotient, and takes half the time.
+        # The product is bitwise equal to the quotient, and takes half the time.
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
@@ -119,13 +119,11 @@ class Gather(NamedTuple):
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # what the all-gather is for, such as "forward", for error messages
 
-    # The ``BufferMemory`` whose ``buffer`` is ``out``, if ``out`` comes from
-    # ``allocate_unsharded``. None: ``out`` was allocated in another way.
+    # The ``BufferMemory`` of ``out``, if ``out`` comes from ``allocate_unsharded``.
     memory: BufferMemory | None = None
     # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
     exact: bool = False
-    # Whether this all-gather is the second half of an all-reduce of gradients. Then ranks begin the
-    # all-gather in the order of their reductions, not in the order of their other all-gathers.
+    # Whether this is the second half of an all-reduce of gradients, in the order of the reductions.
     reduced: bool = False
 
 
@@ -134,15 +132,14 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,), in the dtype in which the
-    # transport adds.
+    # Receives this rank's shard of the averages, (shard_numel,), in the dtype of the sums.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     fixed_order: bool = False  # whether to add in rank order, even if the backend would not
 
-    # "reduce", or "all_reduce" if this reduce-scatter is the first half of an all-reduce. The
-    # second half is a ``Gather`` with ``reduced``.
+    # "reduce", or "all_reduce" for the first half of one, whose second is a ``Gather`` with
+    # ``reduced``.
     kind: str = "reduce"
 
 
@@ -154,9 +151,8 @@ class BufferRequest(NamedTuple):
     device: torch.device
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
 
-    # If the memory of this rank's shard may be mapped into the buffer: the offload target (memory
-    # or disk) in which this memory is made. All-gathers need not copy a mapped shard. None: do not
-    # map.
+    # Offload target (memory or disk) for the shard's memory, if it may be mapped into the buffer:
+    # all-gathers need not copy a mapped shard. None: do not map.
     shard_target: OffloadTarget | None = None
 
 
@@ -177,19 +173,17 @@ class Transport(abc.ABC):
     # rank begins collectives, so all ranks must begin them in the same order. False: by the tag of
     # the flat parameter.
     is_ordered = False
-    # Whether flatshard's code adds gradients, in rank order and at least in fp32. False: the
-    # backend of the process group adds gradients.
+    # Whether flatshard's code, and not the backend, adds gradients ([Note: sums]).
     adds_here = True
-    # Whether an all-gather makes progress on the network while the host computes. If so, starting
-    # all-gathers early saves time.
+    # Whether an all-gather progresses while the host computes, so that an early start saves time.
     gathers_in_background = False
 
     @classmethod
     def connect(cls, members: Members) -> Transport | str:
         """Return a transport for the group, or the reason why the group cannot use this class.
 
-        The reason is a text for ``unit_report``, or "" if the user's options exclude the transport.
-        Collective: either all ranks return a transport or all ranks return a reason.
+        The reason is for ``unit_report``; "" if the user's options exclude the transport.
+        Collective: all ranks return a transport, or all a reason.
         """
         return ""
 
@@ -222,8 +216,7 @@ class Transport(abc.ABC):
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
         """Return the dtype of sums in a reduce-scatter of values of ``dtype``.
 
-        ``ReduceScatter.out`` must have this dtype. ``fixed_order``: the value of
-        ``ReduceScatter.fixed_order``.
+        ``ReduceScatter.out`` must have this dtype.
         """
         is_narrow = dtype.is_floating_point and dtype.itemsize < 4
         return torch.float32 if is_narrow and (fixed_order or self.adds_here) else dtype

@@ -18,8 +18,7 @@ from flatshard.units.layout import as_bytes, as_real
 # All backends gather these dtypes. Tensors of other dtypes are sent as bytes.
 _USUAL = {torch.float32, torch.float64}
 
-# Number of elements at which every backend uses its algorithm for large tensors. `warm_up` reduces
-# a tensor of this size.
+# Size at which every backend uses its algorithm for large tensors, for `warm_up`.
 _LARGE_NUMEL = 1 << 20
 
 
@@ -43,8 +42,8 @@ def _reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any) -> Any:
 class NativeTransport(Transport):
     """Moves tensors by the backend's collectives, on every device that the backend supports.
 
-    In reductions, the backend adds gradients, in its own order and in the dtype of the tensors. If
-    the user requests a fixed order, flatshard adds the gradients instead.
+    In reductions, the backend adds gradients in its own order and in their dtype, or flatshard adds
+    in a fixed order.
     """
 
     host_only, is_ordered = False, True
@@ -88,8 +87,7 @@ class NativeTransport(Transport):
         group, kept = self._members.reduce_group, [buffer, request.out]
         need = self._members.history.begin(group)
         if request.fixed_order:
-            # The backend fills `arrived` after this method has returned. So add `arrived` to the
-            # tensors that the returned `AsyncWork` keeps alive.
+            # The backend fills `arrived` after this method has returned, so keep it alive.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -114,10 +112,9 @@ class NativeTransport(Transport):
         return AsyncWork(works, op_name, [buffer], condition=need)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # Open connections now, because a backend that opens connections in its first reduction
-        # blocks the host until all ranks have started this reduction. In a backward, rank 0 could
-        # be blocked in the first reduction while rank 1 waits for an all-gather that rank 0 has not
-        # started yet: a deadlock.
+        # A backend that opens connections in its first reduction blocks the host until all ranks
+        # have started this reduction. In a backward, another rank could wait for an all-gather that
+        # this rank has not started yet: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return

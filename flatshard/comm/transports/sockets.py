@@ -1,17 +1,15 @@
 """``SocketTransport``: all-gathers parameters and averages gradients by gloo's sends and receives.
 
 gloo's own collectives are slower: ``all_gather`` fills a temporary tensor, ``reduce_scatter`` is an
-all-reduce and a copy, and the all-to-all sends before it can receive, so that only one direction of
-a slow link is used at a time. Instead of collectives, this transport uses single sends and receives
-with a tag for each flat parameter. gloo matches a send and a receive by their tag, so ranks may
-begin the all-gathers of different flat parameters in different orders.
+all-reduce and a copy, and the all-to-all uses only one direction of a slow link at a time. This
+transport uses single sends and receives. gloo matches them by tag, one per flat parameter, so ranks
+may begin all-gathers in different orders.
 
 gloo's sends and receives complete only when a thread waits for them, and a wait cannot be
-cancelled. Therefore a background thread waits for the receives of gradients, and adds pieces of the
-gradients as the pieces arrive. Meanwhile the training thread continues, and can ask whether an
-average is complete. Beginning a send or receive can take as long as sending the data, because gloo
-waits for its own thread or writes into the socket directly. Therefore a second background thread
-begins all sends and receives.
+cancelled. So a background thread waits for gradients and adds pieces as they arrive, while the
+training thread continues. Beginning a send or receive can take as long as sending the data, because
+gloo waits for its own thread or writes into the socket directly. So a second background thread
+begins them.
 """
 
 from __future__ import annotations
@@ -45,12 +43,10 @@ from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 from flatshard.units.layout import as_bytes
 
-# Gradients are received and added in pieces of this size. While one piece is added, the next pieces
-# are on their way.
+# Gradients are received and added in pieces. While one is added, the next are on their way.
 PIECE_BYTES = 2 << 20
-# Number of elements added at a time. With so few elements, the elements stay in the CPU's cache,
-# and torch adds without starting threads. For more elements torch would start a pool of threads for
-# each of flatshard's background threads.
+# So few elements stay in the CPU's cache, and torch adds them without starting a pool of threads
+# for each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -74,7 +70,7 @@ class _Message:
         self._begun: Future[Any] | None = Future()
 
     def begin(self) -> None:
-        """Begin the send or receive. If gloo raises an error, ``wait`` raises the error instead."""
+        """Begin the send or receive. ``wait`` raises errors of gloo."""
         assert self._begun is not None, "begun before it is waited for"
         try:
             self._begun.set_result(self._ask())
@@ -89,8 +85,7 @@ class _Message:
         """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both attributes, which keep the tensor alive: this object may live longer, until all
-        # other messages of the same collective are completed.
+        # Both keep the tensor alive, but this object may live until the collective is complete.
         del self._ask
         self._begun = None
 
@@ -133,8 +128,8 @@ class SocketTransport(Transport):
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
-        # The shard's memory can be mapped into the buffer only if values are not rounded to the
-        # wire dtype: with rounding, this rank's range of the buffer differs from the shard.
+        # With rounding to the wire dtype, this rank's range of the buffer differs from the shard,
+        # whose memory then cannot be mapped into it.
         is_exact = self._sent_dtype(dtype) is dtype
         page_pool = default_extra("page_pool") if target is not None and is_exact else None
         if page_pool and page_pool.fills_pages(part * dtype.itemsize):
@@ -153,17 +148,15 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # Round this rank's part of the buffer too, although it is not sent to this rank, so
-            # that all ranks compute with the same values.
+            # Round this rank's part too: all ranks must compute with the same values.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Begin all receives before the sends. For each receive, gloo sends a notice ("ready to
-        # receive") to the sender, on the connection for data, and the sender waits for the notice.
-        # If this rank sent data first, the notices would queue behind the data, and only one
+        # Receives first. For each, gloo sends a notice to the sender on the data connection, and
+        # the sender waits for it. Behind data of this rank, the notices would queue, and only one
         # direction of a link would be used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
@@ -190,8 +183,7 @@ class SocketTransport(Transport):
         average = _Average(members, request, dtype, step)
         shards = full.chunk(members.size)
         leaving = {peer: shards[peer].to(dtype).split(step) for peer in members.peers}
-        # Send one piece to each peer in turn, so that the links to all peers are busy at the same
-        # time.
+        # One piece to each peer in turn keeps the links to all peers busy.
         average.sends = [
             _Message(members.reduce_group.send, leaving[peer][number], peer, request.tag)
             for number in range(len(leaving[members.peers[0]]))
@@ -216,8 +208,7 @@ class _Piece(NamedTuple):
 class _Average:
     """A reduce-scatter in progress, with the interface of ``dist.Work``.
 
-    ``run`` does all the work: it receives the values of the other ranks, averages them, and waits
-    until this rank's sends are completed.
+    ``run`` receives the other ranks' values, averages them, and waits for this rank's sends.
     """
 
     def __init__(
@@ -235,12 +226,10 @@ class _Average:
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()  # completed at the end of `run`
 
-        # The background thread and a thread in `wait` may both call `run`. The thread that gets
-        # this lock does the work, and the lock is never released.
+        # The background thread and a thread in `wait` may both call `run`. The first does the work.
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
-        # If gradients are sent in the dtype of the result, receive the values of the first peer
-        # directly into the result, and add the other values to the result in place.
+        # If the dtypes are equal, receive the first peer's values into the result, and add there.
         self._in_place = dtype is out.dtype
         num_rows = len(peers) - 1 if self._in_place else len(peers)
         rows = [out] if self._in_place else []
@@ -252,9 +241,8 @@ class _Average:
                 _Message(members.reduce_group.recv, theirs, peer, request.tag)
                 for theirs, peer in zip(values, peers, strict=True)
             ]
-            # Insert this rank's values in rank order. But rank 0 inserts its values second, because
-            # the first values may lie in the result. The sum is the same, because the order of the
-            # first two summands does not matter.
+            # In rank order. But rank 0 comes second, because the first values may lie in the
+            # result: the order of the first two summands does not matter.
             values.insert(max(members.rank, 1), mine)
             self._pieces.append(_Piece(part, values, receives))
 
@@ -268,10 +256,9 @@ class _Average:
 
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
-        # Call `run` here instead of only waiting for the background thread. The background thread
-        # may be busy with an average of another model, which the other ranks begin only after
-        # the end of this average: a deadlock. `run` does nothing if the background thread has
-        # begun this average already.
+        # Do not only wait for the background thread, which may be busy with another model's
+        # average. The other ranks may begin that average only after the end of this average: a
+        # deadlock. `run` does nothing if the background thread has begun this average.
         self.run()
         self._over.result()
 
@@ -312,8 +299,8 @@ class _Average:
 class _Thread:
     """A background thread that runs tasks in order. The first task starts the thread."""
 
-    # Do not use an executor of `concurrent.futures`: at the end of the program Python waits for the
-    # threads of executors. A thread that waits for a dead rank would then block the exit.
+    # Python waits for the threads of `concurrent.futures` executors at its end, so a thread that
+    # waits for a dead rank would block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name

@@ -1,15 +1,13 @@
 """Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used by default if this folder is installed. Without this folder, ranks in different exchanges of
-flatshard still raise, because exchanges have names (see ``HostExchange``). But ranks in different
-collectives wait until the timeout of the process group, and errors do not name lines of the
-program.
+Used by default if this folder is installed. Without it, ranks in different exchanges of flatshard
+still raise (see ``HostExchange``), but ranks in different collectives wait until the process
+group's timeout, and errors do not name lines of the program.
 
-A thread per process looks about once a second at all waits for collectives in the process, on the
-host and on the GPU (``Watchdog``). If a wait on the host lasts longer than ``PATIENCE_SECONDS``,
-the thread logs the wait once (logger ``flatshard``, level WARNING), with the line of the user's
-program and the ranks without a reported wait. The thread ends a wait only if the wait would
-certainly never end (see ``detector``).
+A thread per process looks about once a second at all waits for collectives, on the host and on the
+GPU (``Watchdog``). It logs a wait of ``PATIENCE_SECONDS`` on the host once (logger ``flatshard``,
+level WARNING), with the line of the program and the ranks without a reported wait. It ends a wait
+only if the wait would certainly never end (see ``detector``).
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from flatshard.extras.deadlock.program import OwnCollective
 
 # Minimum length, in seconds, of a wait that is logged.
 PATIENCE_SECONDS = 60.0
-# The same for a wait in the constructor of a wrapper. There, a rank that does not come may use
-# another wrapper. Nothing else tells this to the user: on the other rank, flatshard does not run.
+# The same in the constructor of a wrapper, where a rank that does not come may use another wrapper:
+# flatshard does not run there, so nothing else tells the user.
 MEETING_SECONDS = 10.0
 
 _MEETING_REMEDY = (
@@ -66,12 +64,11 @@ class Watchdog(CollectiveWatch):
         self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
         self._users: set[int] = set()  # ids of Python's threads that have waited for other ranks
         self._thread: threading.Thread | None = None
-        # Held during a check. The end of the program waits for this lock, because a check may be in
-        # a backend's C++ code, which ends the process with SIGABRT if Python ends meanwhile.
+        # Held during a check. The end of the program waits for it: a check may be in a backend's
+        # C++ code, which ends the process with SIGABRT if Python ends meanwhile.
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
-        # Wait in a collective called by the user's program (not by flatshard). None if the last
-        # `look` found no such wait.
+        # Wait in a collective of the user's program that the last `look` found.
         self._own: _OwnWait | None = None
         self._gpu_waits = gpu.GpuWaits()
         self._on_gpu: _GpuWait | None = None  # latest wait for the GPU that a `look` has found
@@ -94,21 +91,18 @@ class Watchdog(CollectiveWatch):
         return program.line_of(threading.get_ident())
 
     def _start(self) -> None:
-        # Start from an empty state. In a forked process, the attributes describe the thread and the
-        # waits of the parent process, which the forked process does not have.
+        # A forked process has neither the thread nor the waits of its parent.
         self.__init__()  # type: ignore[misc]
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="flatshard-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        # Take the lock and keep it, so that the thread calls no backend any more. When the program
-        # ends, Python unwinds all running threads. If a thread is unwound inside a backend's C++
-        # code, the process aborts with SIGABRT, whatever the program's exit code is.
+        # Keep the lock, so that the thread calls no backend any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
-            # After an error, an NCCL collective of this rank may never complete. Then torch's own
-            # watchdog for NCCL could end the process with SIGABRT, too. So abort the collective.
+            # After an error, an NCCL collective may never complete, and torch's own watchdog could
+            # end the process with SIGABRT.
             gpu.settle(_END_SECONDS)
 
     def _watch(self) -> None:
@@ -131,9 +125,8 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Do not count autograd's threads (a thread per accelerator, not started by Python) as
-        # users. While a thread of autograd runs, the thread in `backward()` only waits. The two
-        # threads never begin collectives at the same time, so both count as a single user.
+        # Autograd's threads (one per accelerator, not started by Python) are not users: the thread
+        # in `backward()` waits for them, and never begins collectives at the same time.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -150,20 +143,19 @@ class Watchdog(CollectiveWatch):
                 _logger.warning(
                     "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
                 )
-        # Look for deadlocks only if a single thread communicates. Otherwise, while a thread waits,
-        # another thread may still begin the collective that the other ranks need.
+        # With several communicating threads, one may still begin the collective that others need.
         if len(self._users) == 1:
             (user,) = self._users
-            # The last element is taken as the innermost wait. Put the waits of the user's thread
-            # first: a thread of autograd begins a wait while the user's thread waits in backward.
+            # The last wait is the innermost: a thread of autograd waits while the user's thread
+            # waits in backward.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The wait is the last of ``waits`` (waits in flatshard's collectives on the host), a wait in
-        a collective called by the user's program, or a wait for an NCCL collective on the GPU.
+        The last of ``waits`` (in flatshard's collectives on the host), a wait in a collective of
+        the user's program, or for an NCCL collective on the GPU.
         """
         wait = waits[-1] if waits else None
         if wait is not None and wait.need is not UNKNOWN:
@@ -221,8 +213,7 @@ class _OwnWait(BlockedWait):
     def is_known(self, found: OwnCollective) -> bool:
         """Whether ``need`` is known: the number of the collective, and the ranks it waits for.
 
-        Looks up ``need`` only once, and only after some seconds, because the look-up is slow and
-        most waits are short.
+        Looked up once, after some seconds, because the look-up is slow and most waits are short.
         """
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
@@ -241,10 +232,7 @@ class _OwnWait(BlockedWait):
 
 
 class _GpuWait(BlockedWait):
-    """A wait for an NCCL collective, in a line of the program that waits for the GPU.
-
-    The line needs a result from the GPU, or launches a kernel for the first time.
-    """
+    """A wait for an NCCL collective, in a line of the program that waits for the GPU."""
 
     def __init__(self, found: gpu.GpuCollective, began: float) -> None:
         self.found = found
@@ -257,14 +245,11 @@ class _GpuWait(BlockedWait):
 
 def tell_of_end() -> None:
     """Let this process tell all ranks immediately when and how the user's program ends."""
-    # Other ranks notice the end of a process only after the exit handlers, which may take long. So
-    # tell the other ranks earlier, in `sys.excepthook`. Python calls the hook only for an uncaught
-    # exception; after a caught exception, the program continues.
+    # Other ranks notice the end of a process only after the exit handlers, which may take long.
+    # Python calls `sys.excepthook` earlier, for an uncaught exception.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Unregister `_tell` and register `_tell` again as the last exit handler. Exit handlers run in
-    # reverse order, so `_tell` then runs before the exit handlers of libraries, which may take
-    # long.
+    # As the last handler, which runs first, before those of libraries, which may take long.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 
@@ -276,8 +261,7 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
             detector.log_failure(*own)
     how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
     _tell(how, threading.get_ident())
-    # Publish the same text again at exit, because another thread may begin collectives until
-    # then.
+    # And again at exit: another thread may begin collectives until then.
     atexit.unregister(_tell)
     atexit.register(_tell, how)
     before(kind, error, trace)
@@ -286,7 +270,7 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
 def _tell(how: str, thread: int | None = None) -> None:
     if WATCH._pid != os.getpid():  # a forked process, such as a DataLoader worker, is not a rank
         return
-    # Ignore errors of the process group's store: if the store is gone, the other ranks fail anyway.
+    # If the store is gone, the other ranks fail anyway.
     with contextlib.suppress(Exception):
         if WATCH._own is not None:  # a thread waited in a collective of the program
             WATCH.look()  # logs why the collective failed

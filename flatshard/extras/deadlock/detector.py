@@ -1,27 +1,23 @@
 """``Deadlock``: finds ranks in different collectives that wait for each other forever.
 
-If a wait lasts some seconds, the rank publishes a report in the process group's store. The report
-says where the rank waits, and how many collectives the rank has begun. Then the rank reads the
-reports of some of the awaited ranks. A rank publishes and reads nothing during shorter waits.
+If a wait lasts some seconds, the rank publishes a report in the process group's store: where it
+waits, and how many collectives it has begun. Then it reads the reports of some of the awaited
+ranks. Shorter waits publish and read nothing.
 
 [Note: proof]
-A collective ends only after every rank has begun the collective. Take a set of ranks, all waiting
-at the same moment. If each rank waits for another rank of the set, and the awaited rank has not
-begun the collective, no rank of the set ever continues, because a waiting rank begins nothing.
+A collective ends only after every rank has begun it. Take a set of ranks, all waiting at the same
+moment. If each waits for another rank of the set that has not begun the same collective, none ever
+continues, because a waiting rank begins nothing. All ranks wait at the same moment if each
+published the same wait before and after it, so a rank publishes a lasting wait again and again.
 
-All ranks wait at the same moment if each rank published the same wait before and after the moment.
-A rank therefore publishes a wait again, with a later time, as long as the wait lasts.
-
-The proof covers waits in collectives of flatshard, and in collectives called by the user's program
-(see the notes in ``program`` and ``gpu``). A computing rank publishes nothing, so ranks are never
-reported as deadlocked if they only wait for a slow rank. A process with several communicating
-threads publishes nothing either.
+The proof covers collectives of flatshard and of the user's program (see the notes in ``program``
+and ``gpu``). A computing rank publishes nothing, so a wait for a slow rank is never reported as a
+deadlock. Nor does a process with several communicating threads.
 
 [Note: traffic]
-The number of bytes to publish and to read does not grow with the number of ranks. A report names at
-most ``_ASKED`` of the awaited ranks, and a rank reads at most ``_READ`` reports. If a rank finds a
-deadlock, the rank publishes the finding under the name of each process group concerned. Every rank
-in a wait for a collective of the group reads the finding.
+The number of bytes does not grow with the number of ranks. A report names at most ``_ASKED`` of the
+awaited ranks, and a rank reads at most ``_READ`` reports. A rank that finds a deadlock publishes
+the finding under the name of each process group concerned, where every waiting rank reads it.
 """
 
 from __future__ import annotations
@@ -53,26 +49,24 @@ _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# Maximum number of awaited ranks whose reports a rank reads per wait. Reading more is not
-# necessary: to prove a deadlock, a single awaited rank in the deadlock is enough.
+# Maximum number of awaited ranks whose reports a rank reads per wait. To prove a deadlock, a single
+# awaited rank in the deadlock is enough.
 _ASKED = 16
 # Maximum number of reports read by a rank in a check (`Deadlock.look`).
 _READ = 4 * _ASKED
-# If a rank has published a finding about a collective of the user's program, the rank stays in the
-# wait for this number of checks. Meanwhile the other ranks read and log the finding.
+# After a finding about a collective of the user's program, a rank stays in the wait for so many
+# checks, in which the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
 PROGRAM = "the program's own"  # kind of the collectives called by the user's program
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
-# Maps each group's name and each kind of collective to the collectives begun by a rank: the number
-# of collectives, and a list of the most recent, in order.
+# For each group and kind of collective: how many this rank has begun, and the most recent.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# Value of ``BlockedWait.need`` if flatshard does not know which collectives the wait
-# is waiting for.
+# Value of ``BlockedWait.need`` if flatshard does not know the awaited collective.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
@@ -80,8 +74,7 @@ UNKNOWN = WaitCondition("", "", 0, ())
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
-# For each default process group: the part of the group's store in which ranks publish their reports
-# (see `begin_run`).
+# For each default process group: where in its store ranks publish reports (see `begin_run`).
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -115,7 +108,7 @@ class _Finding(NamedTuple):
 
     text: str
     # The group, kind and number of each wait. None: all waits for collectives of the groups under
-    # whose names the finding is published, except waits for collectives of the user's program.
+    # whose names the finding is published, except of the user's program.
     waits: list[list[Any]] | None
 
 
@@ -128,8 +121,7 @@ class _Report(NamedTuple):
     need: WaitCondition
     # The collectives that the rank has begun.
     begun: AllBegun
-    # Whether `need` lists only the first `_ASKED` awaited ranks. If true, a reader of the report
-    # assumes that the wait needs all ranks of the group.
+    # Whether `need` lists only the first `_ASKED` ranks: readers assume all ranks of the group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -148,8 +140,7 @@ class _Report(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Use JSON and not pickle: unpickling can run code, so anybody who can write to the store
-        # could run code on every rank.
+        # Unpickling could run the code of anybody who can write to the store.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -172,8 +163,8 @@ class Deadlock:
     def look(self, wait: BlockedWait | None) -> None:
         """Check whether ``wait`` can end; if not, set ``wait.verdict`` and make the wait raise.
 
-        Called about once a second with the present wait (None: no wait). Publishes the wait in the
-        process group's store, and reads the reports of other ranks from there.
+        Called about once a second with the present wait, or None. Publishes the wait, and reads the
+        reports of other ranks.
         """
         if not dist.is_initialized():
             return
@@ -191,12 +182,10 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        # Set the time of the next check before using the store. If the store raises an error, the
-        # next check is then not made immediately, when it would probably fail again.
+        # Before using the store: after an error, an immediate next check would probably fail again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # Open a separate connection to the store. The default group's connection is blocked
-            # while another thread waits for the store on that connection.
+            # A separate connection: another thread may block the default one while it waits.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -204,21 +193,19 @@ class Deadlock:
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck, mine)
         if finding is not None:
-            # Publish the finding before this rank leaves the collective. Otherwise the other ranks
-            # could fail first, without the reason.
+            # Before this rank leaves the collective, and the others fail without the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A launcher kills all ranks after the first error of a rank. If any rank of the
-            # deadlock waits in a collective of the user's program, delay this rank's error, so that
-            # the waiting rank can first log the finding: its own error will come from the backend,
-            # without the reason.
+            # A launcher kills all ranks after the first error of a rank. A rank that waits in a
+            # collective of the user's program must log the finding first, because its own error, of
+            # the backend, lacks the reason. So delay this rank's error.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
-        # While the same ranks stay in the same waits, keep the first reports, to compare them with
-        # later reports. The proof needs two reports of each wait (see [Note: proof]).
+        # While the same ranks stay in the same waits, keep the first reports: the proof needs two
+        # of each wait.
         if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -227,8 +214,7 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # A collective of the user's program raises the backend's error, without the reason. So log
-        # the reason.
+        # A collective of the user's program raises the backend's error, without the reason.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -243,8 +229,8 @@ class Deadlock:
     def _compare(now: float) -> None:
         """Compare the collectives begun by all ranks, if no backward has done so recently.
 
-        If the ranks differ, logs an error and sets ``make_error``. In evaluation, there is no
-        backward: ranks in different collectives might compute with wrong values without a deadlock.
+        If the ranks differ, logs an error and sets ``make_error``. In evaluation, ranks in
+        different collectives might compute with wrong values without a deadlock.
         """
         for history in known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -258,17 +244,16 @@ class Deadlock:
             if reason is not None:
                 problem = _tell(store, reason, _all_begun()).text
                 _logger.error("%s", problem)
-                # `make_error` makes the next collective raise. But on a GPU, the different
-                # collectives may never end, and the main thread may wait for the GPU before its
-                # next collective. So raise in the main thread now. Do so before `make_error` is
-                # set: otherwise the main thread could raise twice.
+                # `make_error` makes the next collective raise. But on a GPU, the main thread may
+                # wait forever before that, so raise there now, and before `make_error` is set:
+                # otherwise the main thread could raise twice.
                 gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
                 history.make_error = partial(gpu.own_error, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the ranks that ``wait`` awaits, and that do not report a wait themselves.
+        """Return the awaited ranks that do not report a wait themselves.
 
-        These ranks may compute, have ended, or wait in a way unknown to flatshard.
+        They may compute, have ended, or wait in a way unknown to flatshard.
         """
         if wait is not self._wait or not wait.number:
             return []
@@ -286,8 +271,7 @@ class Deadlock:
         with contextlib.suppress(Exception):  # the process that serves the store may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            # The program's own collective raised only the backend's error. If another rank has
-            # published why the collective never ended, log the reason.
+            # The program's own collective raised only the backend's error: log a published reason.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -322,8 +306,7 @@ class Deadlock:
             return reason
         if mixed := _mixed(mine, self._heard):
             return mixed
-        # Consider only ranks that published the same wait twice: in the reports of an earlier look,
-        # and again since then (see [Note: proof]).
+        # Only ranks that published the same wait twice (see [Note: proof]).
         lasting = {
             rank: report
             for rank, report in stuck.items()
@@ -340,12 +323,11 @@ class Deadlock:
 def explain(wait: BlockedWait) -> str | None:
     """Return why ``wait`` never ended, after ``wait`` failed with an error; None if unknown.
 
-    Findings about earlier waits in the same group are considered, too: an awaited rank may have
-    stopped at an earlier wait, and ended before this rank published ``wait``.
+    Also considers findings about earlier waits in the group: an awaited rank may have ended there.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
-    # Ignore errors if the store is gone: the caller then raises only the backend's error.
+    # If the store is gone, the caller raises only the backend's error.
     with contextlib.suppress(Exception):
         if finding := _why(wait.need):
             return finding.text
@@ -363,9 +345,9 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # A rank publishes the numbers of the program's collectives and of NCCL collectives only during
-    # waits, and only if a single thread communicates. If the number is unknown, assume that the
-    # rank has begun the collective. Then no false deadlock is reported.
+    # A rank publishes the numbers of the program's and of NCCL collectives only during waits of a
+    # single communicating thread. If a number is unknown, assume that the rank has begun: then no
+    # false deadlock is reported.
     unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
@@ -378,13 +360,12 @@ def _reports_for(need: WaitCondition, store: Any) -> _Reports:
 def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
     """Return why a wait with the condition ``need`` can never end, or None if no reason is found.
 
-    Finds two reasons: an awaited rank has ended, or ranks began different collectives.
+    An awaited rank has ended, or ranks began different collectives.
     """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return _Finding(report.text, [])
-    # Compare the collectives of all groups, not only of the group of `need`. After ranks began
-    # different collectives on the GPU, a rank may wait in a host collective of another group.
+    # Of all groups: after different collectives on the GPU, a rank may wait in another group.
     mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
     for (group, kind, (_, ours)), rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
@@ -400,9 +381,9 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     """Return a finding if an NCCL collective of the program met one of the model, otherwise None.
 
-    If the program and the model use the same NCCL process group, the n-th collective of a rank
-    meets the n-th of every other rank. If one rank began a collective of the program there, and
-    another rank a collective of the model, both wait forever. ``reports``: reports of other ranks.
+    On a common NCCL process group, the n-th collective of a rank meets the n-th of every other
+    rank. If one is the program's and another the model's, both wait forever. ``reports``: of other
+    ranks.
     """
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
@@ -425,10 +406,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Return how many NCCL collectives a rank has begun in ``group``.
 
-    Returns two numbers: all NCCL collectives, and the NCCL collectives that the user's program
-    called. Returns (0, 0) if the rank has begun no NCCL collective, or no collective of flatshard,
-    in the group. The kind of flatshard's NCCL collectives is the name of their process group,
-    either without or with " on cuda".
+    Returns two numbers: all NCCL collectives, and those of the user's program; (0, 0) if the rank
+    has begun none, or none of flatshard, whose kind is the name of the process group, perhaps with
+    " on cuda".
     """
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
@@ -444,9 +424,8 @@ def _all_begun() -> AllBegun:
 def _everything_begun(thread: int | None) -> AllBegun:
     """Return the collectives that this rank has begun, for all groups.
 
-    These are the collectives of flatshard, of the user's program, and on the GPU. The collectives
-    of the program and on the GPU are left out if another thread than ``thread`` may begin a
-    collective. ``thread`` is None if the program has ended.
+    The collectives of the program and on the GPU are left out if another thread than ``thread`` may
+    begin a collective. ``thread`` is None if the program has ended.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
@@ -523,26 +502,23 @@ def _in_words(stuck: _Reports) -> str:
 def begin_run() -> None:
     """Choose the names under which this rank publishes, for a new default process group.
 
-    A program may catch an error, destroy its process group, and make a new group with the same
-    store. Then the store still has the reports of the old group, which must not count.
+    A program may destroy its process group after an error, and make a new one with the same store,
+    which still has the old reports.
     """
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
-        # Each rank has its own counter of groups, so that no rank waits for another rank here.
+        # A counter for each rank: no rank waits for another here.
         try:
             number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         except RuntimeError as error:
-            # torch 2.11's FakeStore, for process groups without communication, has no `add`. Other
-            # ranks do not exist then, so publish in this process.
+            # torch 2.11's FakeStore has no `add`. Other ranks do not exist then.
             if "pure virtual" not in str(error):
                 raise
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        # Publish a first report now. Before a rank reads the reports of several ranks, one call to
-        # the store checks whether all these reports exist. If one report is missing, the reading
-        # rank must check each report in a separate call.
+        # A reading rank checks several reports by one call only if all of them exist.
         _publish(_stores[world], _NO_WAIT)
 
 
@@ -566,12 +542,12 @@ def _key(rank: int) -> str:
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
 
-    Also publish it for each group of NCCL in which this rank has begun a collective. Ranks that
-    wait for a collective of one of these groups read the finding.
+    Also for each NCCL group in which this rank has begun a collective. Ranks that wait in one of
+    these groups read it.
 
     Returns:
-        The finding that counts, which may be the finding of another rank. If several ranks publish
-        findings at the same time, the first one counts, so that all ranks raise the same text.
+        The finding that counts: the first, if several ranks publish at the same time, so that all
+        ranks raise the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks

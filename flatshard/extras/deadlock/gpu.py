@@ -1,21 +1,18 @@
 """Finds threads that wait for an NCCL collective on the GPU, and ends such waits.
 
 [Note: waits on the GPU]
-A call of an NCCL collective only queues a kernel on the GPU, and returns. The thread that called
-the collective waits later, in a line that needs a result from the GPU, such as ``loss.item()``,
-``torch.cuda.synchronize()`` or ``tensor.cpu()``. The thread may also wait in a line that launches a
-kernel for the first time: CUDA then loads the kernel, and may first wait until all running kernels
-have ended.
+An NCCL call only queues a kernel, and returns. The thread waits later, in a line that needs a
+result from the GPU, such as ``loss.item()``, ``torch.cuda.synchronize()`` or ``tensor.cpu()``, or
+in a line that launches a kernel for the first time: to load it, CUDA may wait for all running
+kernels.
 
-A thread is considered to wait for a collective on the GPU if three conditions hold for some
-seconds:
-- this rank begins no NCCL collective: the sequence number of each process group stays the same;
+A thread is considered to wait for a collective on the GPU if for some seconds:
+- this rank begins no NCCL collective: each process group's sequence number stays the same;
 - the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``), or
-  in a function of flatshard that polls the GPU (``_POLLS``);
+in a function of flatshard that polls the GPU (``_POLLS``);
 - by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
-flatshard's watchdog thread checks these conditions about once a second. So a training step runs no
-extra code for the checks: no CUDA event, no kernel, and no communication.
+The watchdog thread checks this about once a second, so a training step runs no extra code.
 """
 
 from __future__ import annotations
@@ -41,35 +38,31 @@ from torch.distributed import distributed_c10d
 
 from flatshard.comm.work import CollectiveError
 
-# Names of functions that may wait for the GPU: all functions and methods of torch, and conversions
-# such as `float(tensor)`. Only names are compared, so a function of another library with the same
-# name counts, too. This does harm only if that function waits, so the names that other libraries
-# use for functions that wait (`sleep`, `recv`) are removed.
+# Functions that may wait for the GPU: all of torch, and conversions such as `float(tensor)`. Only
+# names are compared. A function of another library with such a name does harm only if it waits, so
+# the names of such functions (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
 # Maximum number of seconds that `abort` waits for each group. An abort usually takes a second.
 _ABORT_SECONDS = 10.0
-# Beginnings of the names of bytecode instructions, other than calls, that may wait for the GPU: an
-# operator may launch a kernel, and a test such as `if tensor:` reads a value.
+# Other bytecode instructions that may wait: an operator may launch a kernel, and `if tensor:` reads
+# a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Name of the function in which flatshard's backward polls, until the GPU has reduced gradients. If
-# the GPU has not computed these gradients yet, the function waits for all-gathers on the GPU.
+# Function of flatshard's backward that polls until the GPU has reduced gradients, and so waits for
+# all-gathers that come before.
 _POLLS = "wait_until_reduced"
 _IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
 
-# Environment variables with which users choose the file of torch's flight recorder. The file's name
-# is the value of the first variable that is set, followed by the rank.
+# Variables with which users choose the file of torch's flight recorder, without the rank.
 _TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
-# Process groups whose NCCL backend this module has aborted. A second abort of a backend would end
-# the process with SIGSEGV.
+# Process groups that this module has aborted: a second abort would end the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
-# Time (``time.monotonic()``) of each thread's last ``CollectiveError``, and text of the error that
-# `end_waits` has set and the thread has not raised yet, both keyed by the thread's identifier. Hold
-# the lock `_raising` to use them, and to make a thread raise.
+# Time of each thread's last ``CollectiveError``, and the text of an error that `end_waits` has set
+# and the thread has not raised yet, by the thread's identifier. Hold `_raising` to use them.
 _raised: dict[int, float] = {}
 _to_raise: dict[int, str] = {}
 _raising = threading.Lock()
@@ -91,8 +84,7 @@ class GpuWaits:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look
 
-        # Result of `_place_of` at the last look, and the time of the first of the consecutive looks
-        # with this result.
+        # Result of `_place_of` at the last look, and the time of the first such look.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None
@@ -106,13 +98,10 @@ class GpuWaits:
         flatshard all-gathers.
 
         Returns:
-            The collective, and the time (``time.monotonic()``) at which the wait was first seen.
-            None if no wait for an NCCL collective was seen, or if the wait was first seen less than
-            ``after_seconds`` ago.
+            The collective, and the time of the look that first saw the wait; None if there is no
+            wait, or only since less than ``after_seconds``.
         """
-        # Compare the sequence numbers first, because this is faster than to read the thread's
-        # instruction. During training, the numbers change between two looks: then the thread is not
-        # stuck, and its instruction does not matter.
+        # The sequence numbers are fast to read, and change during training.
         numbers = begun()
         if numbers != self._numbers or not numbers:
             self._numbers, self._place, self._found = numbers, None, None
@@ -136,25 +125,24 @@ def begun() -> dict[str, int]:
 def end_waits(thread: int, text: str, since: float) -> None:
     """Abort this rank's incomplete NCCL collectives, and raise an error in ``thread``.
 
-    ``thread`` raises ``CollectiveError(text)`` as soon as its present bytecode instruction ends,
-    unless the thread has raised another ``CollectiveError`` after the time ``since``. If all NCCL
-    collectives of this rank are complete, nothing happens.
+    The error is ``CollectiveError(text)``, raised when the present bytecode instruction ends,
+    unless the thread has raised another one after the time ``since``. If all NCCL collectives
+    of this rank are complete, nothing happens.
     """
     if _incomplete():
-        # Set the error before the abort. An abort ends the thread's wait, although the collective
-        # has not written its result. The thread must raise before it uses the missing result.
+        # Before the abort, which ends the thread's wait although the collective has not written its
+        # result: the thread must raise before it uses the result.
         _raise_in_thread(thread, text, since)
         abort()
 
 
 def take_back_error() -> str | None:
-    """Call this function before this thread raises a ``CollectiveError``.
+    """Cancel the pending error of ``end_waits`` in this thread, and return its text or None.
 
-    If an error of ``end_waits`` is still pending in this thread, cancel it and return its text:
-    the thread's own collective failed because ``end_waits`` aborted it. Otherwise the program would
-    get two errors, the second one in the ``except`` clause of the first. A thread of autograd
-    cancels the error of the main thread, which raises the errors of autograd's threads. Returns
-    None if no error is pending.
+    Called before this thread raises a ``CollectiveError``, because ``end_waits`` aborted its own
+    collective: otherwise the program would get a second error in the ``except`` clause of the
+    first. A thread of autograd cancels the error of the main thread, which raises autograd's
+    errors.
     """
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
@@ -178,8 +166,7 @@ def own_error(text: str) -> CollectiveError:
 def _raise_in_thread(thread: int, text: str, since: float) -> None:
     """Make ``thread`` raise ``CollectiveError(text)``; see ``end_waits``."""
 
-    # Python takes a class here, and calls the class without arguments in the thread. So make a
-    # class that contains the text.
+    # Python calls the class without arguments in the thread, so the class contains the text.
     class Raised(CollectiveError):
         def __init__(self) -> None:
             _to_raise.pop(thread, None)
@@ -200,9 +187,9 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
 def with_trace(text: str) -> str:
     """Write the file of torch's flight recorder, and return ``text`` with the file's name.
 
-    Torch writes the file only at a timeout, which an abort prevents. So write the file as torch
-    would, if the user has asked for it with an environment variable. Returns only ``text`` if the
-    user has not asked, if all NCCL collectives of this rank are complete, or if writing fails.
+    Torch writes the file only at a timeout, which an abort prevents. Returns only ``text`` if the
+    user has not asked for the file (``_TRACE_PREFIXES``), if all NCCL collectives of this rank are
+    complete, or if writing fails.
     """
     prefix = next(filter(None, map(os.environ.get, _TRACE_PREFIXES)), "")
     if prefix and _incomplete():
@@ -217,16 +204,14 @@ def with_trace(text: str) -> str:
 def abort() -> None:
     """Abort the NCCL backends of process groups with incomplete collectives of this rank.
 
-    Without an abort, every later wait of this process for the GPU would last forever, and torch's
-    own watchdog for NCCL could end the process with SIGABRT. No collective is possible in an
-    aborted group.
+    Otherwise every later wait for the GPU would last forever, and torch's own watchdog could end
+    the process with SIGABRT. No collective is possible in an aborted group.
     """
     backends = _backends()
     groups = [*_incomplete()]
     _aborted.update(groups)
-    # Abort all groups at the same time, each in its own thread. An abort waits until the group's
-    # kernels have ended, and a kernel may be queued behind a kernel of another group. So aborts in
-    # one thread could wait forever.
+    # An abort waits until the group's kernels have ended, and a kernel may be queued behind one of
+    # another group. So abort all at the same time, each in its own thread.
     threads = [
         threading.Thread(
             target=_abort, args=(backends[group],), name="flatshard-abort", daemon=True
@@ -266,10 +251,9 @@ def _backends() -> dict[dist.ProcessGroup, Any]:
 def _incomplete() -> dict[dist.ProcessGroup, int]:
     """Return the number of the oldest incomplete NCCL collective in each process group.
 
-    A collective is incomplete if this rank has begun it, and the GPU has not finished it. Groups
-    without an incomplete collective, and groups that this module has aborted, are left out. Torch's
-    own watchdog for NCCL finds out about every 0.1 seconds which collectives are complete. Returns
-    {} if torch does not record which collectives are complete.
+    Incomplete: this rank has begun it, and the GPU has not finished it; torch's own watchdog
+    notices every 0.1 seconds. Without groups that this module has aborted. {} if torch records
+    nothing.
     """
     backends = _backends()
     if not backends:
@@ -277,13 +261,11 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, ValueError):
         dump: Any = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
         dumped = json.loads(dump(True, True))
-        # The keys of "pg_status" are the numbers of the NCCL groups, in the order in which the
-        # process created the groups, including destroyed groups. Incomplete operations in the
-        # flight recorder name their groups.
+        # The keys of "pg_status" number the NCCL groups in the order of their creation, including
+        # destroyed groups. Incomplete operations in the flight recorder name their groups.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
-        # If `name_of` is empty, all collectives are complete, or the user has turned the flight
-        # recorder off. Then take each number in "pg_status" as an index into `groups`. The indices
-        # are wrong if a group was destroyed.
+        # Without entries, all collectives are complete, or the recorder is off. Then take the
+        # numbers as indices into `groups`, which are wrong if a group was destroyed.
         groups, found = [*backends], {}
         group_of = {group.group_name: group for group in groups}
         for key, counts in dumped["pg_status"].items():
@@ -291,8 +273,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
                 continue
             group = group_of[name_of[key]] if name_of else groups[int(key)]
             begun_here = backends[group]._get_sequence_number_for_group()
-            # A number without a group, or a count above the group's sequence number, shows that a
-            # group was destroyed: return nothing.
+            # No such group, or a count above its sequence number: a group was destroyed.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
             complete = max(0, int(counts["last_completed_collective"]))  # -1: none is complete
@@ -305,9 +286,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
 def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> GpuCollective | None:
     """Return the oldest incomplete NCCL collective of this rank, or None if all are complete.
 
-    ``place``: where the thread waits, see ``_place_of``. ``gathers``: names of the process groups
-    on which flatshard all-gathers. If several process groups have incomplete collectives, the
-    result is from any of these groups.
+    ``place``: see ``_place_of``. ``gathers``: names of the groups on which flatshard all-gathers.
+    If several groups have incomplete collectives, the result is from any of them.
     """
     thread, _, instruction = place
     for group, number in _incomplete().items():
@@ -324,17 +304,15 @@ def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> G
 def _place_of(thread: int) -> tuple[int, int, int] | None:
     """Return where ``thread``, or a thread of autograd, may wait for the GPU; otherwise None.
 
-    The result has three numbers: the thread's identifier, the id of the frame, and the offset of
-    the instruction (``_IN_POLLS``: any instruction of a function that polls). Autograd's threads
-    may wait, too: they run the hooks of the user's program while ``thread`` is in ``backward()``.
-    They are recognized as threads that Python did not start.
+    Returns the thread's identifier, the id of the frame, and the offset of the instruction (or
+    ``_IN_POLLS``). Autograd's threads, which Python did not start, run the program's hooks while
+    ``thread`` is in ``backward()``.
     """
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
     }
-    # Keep no frame while the slow `_can_wait` runs. A frame keeps the function's variables alive
-    # after the function has returned, for example a view of a parameter that is about to be
-    # sharded.
+    # Keep no frame while the slow `_can_wait` runs: it would keep the function's variables alive,
+    # for example a view of a parameter that is about to be sharded.
     stacks = [
         _Stack.of(other, frame)
         for other, frame in sys._current_frames().items()
@@ -384,8 +362,7 @@ def _can_wait(code: CodeType, offset: int) -> bool:
     for one in before:
         if one.offset >= offset:
             break
-        # The instruction that loads the called function refers to source code that begins at the
-        # same line and column as the source code of the call.
+        # The load of a call's function has the same line and column as the call.
         begins = one.positions is not None and (one.positions[0], one.positions[2]) == start
         if begins and one.opname.startswith("LOAD_") and isinstance(one.argval, str):
             loaded = one.argval

@@ -1,20 +1,16 @@
 """Reads the state of the user's program during a wait: line, collectives and threads.
 
 [Note: collectives of the program]
-"Collectives of the program" are collectives called by the user's program, such as
-``dist.barrier()``. A thread waiting in ``dist.barrier()`` is in a Python frame of
+A thread that waits in ``dist.barrier()``, a collective of the program, is in a Python frame of
 ``torch.distributed``, whose local variables contain the process group and the work. So the
 collective can be found without patching torch.
 
-To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
-recorder numbers the collectives of each gloo group in this way. The backend's sequence number of a
-group cannot be used, because sends and receives also increase the number, so ranks differ. If the
-recorder has no record of a collective, the detector ignores a wait in the collective.
+To compare ranks, each collective needs a number that is the same on all ranks: torch's flight
+recorder numbers the collectives of each gloo group. The group's sequence number also counts sends
+and receives, so ranks differ. A wait in a collective without a record is ignored.
 
-If the recorder has no record of a group at all, a rank publishes the group's sequence number, which
-is never smaller than the recorder's number would be. The rank then seems to have begun at least as
-many collectives as in reality. So the detector may miss a deadlock, but never reports a wait that
-will end.
+If a group has no record at all, a rank publishes the sequence number, which is never smaller than
+the recorder's. So the detector may miss a deadlock, but never reports a wait that will end.
 """
 
 from __future__ import annotations
@@ -55,18 +51,14 @@ class OwnCollective(NamedTuple):
     group: dist.ProcessGroup
 
     def number(self) -> int | None:
-        """Return the collective's number in its group, which is the same on all ranks.
-
-        Returns None if torch's flight recorder has not recorded the collective.
-        """
+        """Return the number in the group, equal on all ranks; None if it was not recorded."""
         last = _last_of(_recorded(), self.group.group_name)
         # Suppress the error of a group that has no backend for CPU tensors.
         with contextlib.suppress(RuntimeError):
-            # The last record belongs to this collective only if the record's `op_id` is the group's
-            # present sequence number. A send or receive increases the group's sequence number, but
-            # not the recorder's `op_id`.
-            # A completed record belongs to an earlier collective. The thread then waits in a
-            # collective on another backend (NCCL), which this recorder does not record.
+            # The last record is of this collective only if its `op_id` is the group's present
+            # sequence number, which sends and receives increase, too. A completed record is of an
+            # earlier one: the thread waits on another backend (NCCL), which this recorder does not
+            # record.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])
@@ -83,8 +75,7 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
-    # Use the name of the outermost function of `torch.distributed`, because the user called this
-    # function. For example, collectives of objects call collectives of tensors.
+    # The outermost function of `torch.distributed`: collectives of objects call those of tensors.
     in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
     names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
@@ -108,16 +99,15 @@ def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGro
 def begun(thread: int | None) -> dict[str, int]:
     """Return how many collectives this rank's program has begun, keyed by the group's name.
 
-    Returns {} if another thread may begin a collective, because then the numbers may grow while
-    ``thread`` waits. ``thread`` is None if the program has ended, so that no thread begins more.
+    {} if another thread may begin a collective, because then the numbers may grow while ``thread``
+    waits. ``thread`` is None if the program has ended.
     """
     at_most: dict[str, int] = {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
-    # Reading the recorder is slow. With dozens of ranks on a core, ranks in a long wait would
-    # mostly read their recorders. So read only if this rank has begun a collective since the last
-    # read.
+    # Reading the recorder is slow: with dozens of ranks on a core, ranks would do little else. So
+    # read only after another collective.
     records = _recorded_at(frozenset(at_most.items()))
     if thread is not None and not _is_alone(thread, records):
         return {}
@@ -142,9 +132,8 @@ def line_of(thread: int) -> str:
 
     Returns "" if neither the thread nor the main thread runs code of the program.
     """
-    # If the thread's stack has no line of the program, try the main thread. On an accelerator,
-    # backward runs in a thread of autograd, while the main thread waits in the program's line that
-    # called `backward()`.
+    # On an accelerator, backward runs in a thread of autograd, while the main thread waits in the
+    # program's line that called `backward()`.
     for one in (thread, threading.main_thread().ident):
         if line := program_line(sys._current_frames().get(one or 0)):
             return line
@@ -154,17 +143,16 @@ def line_of(thread: int) -> str:
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     """Whether ``thread`` is the only thread that can begin a collective.
 
-    This is assumed if no other thread has begun a collective so far, runs code of the program, or
-    runs code of torch outside of ``_HARMLESS``.
+    Assumed if no other thread has begun a collective, runs code of the program, or of torch outside
+    of ``_HARMLESS``.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     for other, frame in sys._current_frames().items():
         if other == thread or other in ours or _is_in_backward(frame):
             continue
-        # Check every frame of the stack. The innermost frame is not enough: if a function of the
-        # program waits for a DataLoader, the innermost frame is harmless, but the function may
-        # begin a collective after the DataLoader has returned.
+        # Every frame: a function of the program that waits for a DataLoader has a harmless
+        # innermost frame, and may begin a collective afterwards.
         paths = (one.f_code.co_filename for one in _outwards(frame))
         if other in began or any(map(_may_begin, paths)):
             return False

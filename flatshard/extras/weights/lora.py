@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 # PEFT's layers whose `get_delta_weight` returns the change of the wrapped layer's weight.
 _LAYERS = "peft.tuners.lora.layer"
-# Names of tensors of adapters. Each comes with the name of the module that holds the tensor, such
-# as "lora_A", and with the adapter.
+# For each tensor of an adapter: the module that holds it, such as "lora_A", and the adapter.
 _Names = dict[str, tuple[str, str]]
 
 
