@@ -57,7 +57,7 @@ class Backward:
         self._state, self._prefetch = state, prefetch
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
-        self._is_active = False
+        self.is_active = False
         self.is_empty = False  # whether `run_empty` runs the backward
         self._graph_task = -1  # autograd's number of this backward
 
@@ -75,7 +75,7 @@ class Backward:
     def is_running(self) -> bool:
         """Whether this model's backward is running now, on this thread."""
         return (
-            self._is_active
+            self.is_active
             and torch._C._current_graph_task_id() != -1
             and self._end_callback() is not None
         )
@@ -88,7 +88,7 @@ class Backward:
         graph_task = torch._C._current_graph_task_id()
         if graph_task == -1:
             return False
-        if self._is_active:
+        if self.is_active:
             if graph_task == self._graph_task:  # the usual case: `begin` runs for every gradient
                 return True
             if self._end_callback() is not None:
@@ -98,7 +98,7 @@ class Backward:
             self._drop()
         for extension in self._state.extensions:
             extension.begin_backward()
-        self._is_active, self._graph_task = True, graph_task
+        self.is_active, self._graph_task = True, graph_task
         must_wait = not self._may_reduce_early()
         _running.add(self)
         # Autograd calls `_end` after the last node. If the backward fails, autograd drops the
@@ -232,7 +232,7 @@ class Backward:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         # Begin the backward first: `begin` clears the record of arrived gradients.
-        if not self._is_active or torch._C._current_graph_task_id() != self._graph_task:
+        if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
         grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
         for watcher in self._state.watchers:
@@ -291,7 +291,7 @@ class Backward:
                 if is_outermost:
                     unit.end_iteration()
             # Set this last: if the loop was interrupted, the next step's `_drop` reshards the rest.
-            self._is_active = failed
+            self.is_active = failed
         # Autograd drops the callback next, which would call `_fail`.
         self._end_callback = NoneType
         # Wait until the other ranks have received this rank's data: the optimizer may write the
@@ -350,17 +350,17 @@ class Backward:
         # method, so Python would only print an exception. With accelerators, the destructor may run
         # on a device's thread. That is safe, because the thread holds Python's lock, and no hook of
         # this backward runs any more. `_drop` does the rest later, such as all waits.
-        for unit in self._state.units if self._is_active else ():
+        for unit in self._state.units if self.is_active else ():
             unit.leave_failed_backward()
 
     def recover(self) -> None:
         """Drop the gradients and reductions of the last backward, if it failed."""
-        if self._is_active and torch._C._current_graph_task_id() == -1:
+        if self.is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 
     def _drop(self) -> None:
         """Finish the reductions of a failed backward, drop all gradients, and reset all units."""
-        self._is_active = False
+        self.is_active = False
         if self.had_accumulated:
             warnings.warn(
                 "a backward failed, and the gradients that were accumulated before this backward "

@@ -67,6 +67,9 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
     # Before the exchange below: `votes()` may run a collective itself.
     voter_votes = [one.votes() for one in voters]
+    # Units with edits of accumulated gradients, or of parameters in forward. If this rank raised
+    # here, the other ranks would wait for its reductions.
+    edited_here = {h.unit for h in handles if h.grads.was_edited or h in state.edits.found}
     engine_votes: list[Sequence[int]] = [
         _program(state),
         _order(state),
@@ -74,12 +77,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         # uneven if the first vote is yes on some rank, and the second vote on another rank.
         [number not in rest for number in range(len(handles))],
         [number in rest for number in range(len(handles))],
-        # Edits of accumulated gradients, or of parameters in forward. If this rank raised here, the
-        # other ranks would wait for its reductions.
-        [
-            any(h.grads.was_edited or h in state.edits.found for h in unit.handles)
-            for unit in state.units
-        ],
+        [unit in edited_here for unit in state.units],
         [
             not (number in rest and h.reduces) and h.grads.waits_for(h.unit.sync)
             for number, h in enumerate(handles)
@@ -132,8 +130,8 @@ def _program(state: RunState) -> bytes:
     parameters that this backward reduces. Each byte is followed by its complement: from the two
     maxima over the ranks, ``differ`` finds the bytes that differ.
     """
-    loads = sum(unit.loads_sum for unit in state.units)
-    reduced = bytes(_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles)
+    loads = sum([unit.loads_sum for unit in state.units])
+    reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles])
     digest = (loads + crc32(reduced) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 

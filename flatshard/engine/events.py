@@ -91,9 +91,8 @@ class StepExtension:
     # The outermost forward begins. `of_root`: whether the root module was called, or only a part of
     # the model. May raise.
     def begin_forward(self, of_root: bool) -> None: ...
-    # The all-gathers of flat parameters (`handles`) were started. `purpose`: "forward" or
-    # "backward".
-    def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None: ...
+    # The all-gather of a flat parameter was started. `purpose`: "forward" or "backward".
+    def gathering(self, handle: FlatParamHandle, purpose: str) -> None: ...
     # The outermost forward has computed `output`, or has failed. After this call, the forward waits
     # until no other rank reads this rank's memory any more. `output` is None after a failed
     # forward, and after an operation outside of every forward (`OutOfForwardUse`).

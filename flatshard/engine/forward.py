@@ -189,7 +189,7 @@ class Forward:
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)
-        recomputes = backward.is_running
+        recomputes = backward.is_active and backward.is_running
         # Broadcast before any module reads the buffers, but not if only a part of the model is
         # called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
@@ -269,7 +269,8 @@ class Forward:
             self.reshard_used_outside()
         for watcher in state.watchers:
             watcher.leave_forward(unit)
-        if self._backward.is_running:  # a recomputed forward: backward continues
+        if self._backward.is_active and self._backward.is_running:
+            # A recomputed forward: backward continues.
             self._prefetch.recomputes_whole &= state.depth > 0
             return
         if state.expects_backward and not failed:

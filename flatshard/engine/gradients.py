@@ -323,7 +323,7 @@ class Gradients:
         # One kernel joins them all: a kernel per parameter would take longer. All are dense, so 1-D
         # views in memory order exist.
         indices = sorted(self._separate)
-        slots = [self.slots[index] for index in indices]
+        slots = [*map(self.slots.__getitem__, indices)]
         flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
             # Make the padding here: kept zeros would take memory that grows with the world size.

@@ -72,6 +72,8 @@ class FlatParamHandle:
         # Whether this rank holds the whole flat parameter.
         self.is_whole = plan.topology.shard.size == 1
         self.params = list(params)
+        # The sharded parameters, held by users and optimizers.
+        self.sharded = [param.sharded for param in self.params]
         # Number of parameters that require a gradient, counted at each unshard.
         self.num_trainable = 0
         self.unit: Any = None  # the `Unit` that owns the flat parameter
@@ -111,11 +113,6 @@ class FlatParamHandle:
     @property
     def unit_name(self) -> str:
         return self.plan.unit_name
-
-    @property
-    def sharded(self) -> list[nn.Parameter]:
-        """The sharded parameters, held by users and optimizers."""
-        return [param.sharded for param in self.params]
 
     def rename(self, strip: Callable[[str], str]) -> None:
         """Rename the parameters, if the unit was renamed; ``strip`` maps old names to new names."""
@@ -182,9 +179,10 @@ class FlatParamHandle:
         if self.is_aliased:
             self.state = ShardState.UNSHARDED  # the shard is the unsharded buffer already
             return False
+        version = self.flat_param._version
         if self.is_whole:
             self.absorb_replaced()
-        version = self.version
+            version = self.version
         if self.state is not ShardState.SHARDED:
             if self.gathered_version == version:
                 return False
@@ -246,8 +244,9 @@ class FlatParamHandle:
         With ``though_held=False``, a buffer whose views are still in use keeps its memory until a
         later call (``is_free_deferred``).
         """
-        if self.state is not ShardState.SHARDED:
+        if self.state is ShardState.UNSHARDING:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
+        if self.state is not ShardState.SHARDED:
             self.state = ShardState.SHARDED
             self.is_free_deferred = not self.is_aliased
             if not self._targets.shard.is_device:
@@ -261,7 +260,7 @@ class FlatParamHandle:
     def _free_buffer(self) -> None:
         # Otherwise autograd would read freed memory, or later values, through a saved view of the
         # buffer.
-        torch.autograd.graph.increment_version(self.buffer)
+        torch._C._increment_version((self.buffer,))  # type: ignore[attr-defined]
         self.memory.free()
         self.is_free_deferred = False
         unsharded.forbid(self._storage, self.plan.unit_name, self.topology.world.global_rank)
@@ -317,7 +316,7 @@ class FlatParamHandle:
         if self.is_whole:
             # Assignment to `.data` made the parameters views of the shard with counters of their
             # own.
-            return sum([param.sharded._version for param in self.params], self.flat_param._version)
+            return sum([param._version for param in self.sharded], self.flat_param._version)
         return self.flat_param._version
 
     @property
@@ -351,7 +350,7 @@ class FlatParamHandle:
             return
         with torch._C.DisableTorchFunctionSubclass():
             # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
-            trains = [param.sharded.requires_grad for param in self.params]
+            trains = [*map(_REQUIRES_GRAD, self.sharded)]
             if trains != [*map(_REQUIRES_GRAD, self.fulls)]:
                 for full, flag in zip(self.fulls, trains, strict=True):
                     full.requires_grad_(flag)

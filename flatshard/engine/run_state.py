@@ -181,12 +181,13 @@ class RunState:
         needs_all = everything or purpose == "forward"
         handles = unit.handles if needs_all else unit.for_backward
         with self.span(Kind.STARTING, unit, purpose=purpose):
-            # Flat parameters that are unsharded already need no all-gather.
-            started = [handle for handle in handles if handle.unshard(purpose)]
-            # Inside the span: an extension may send messages about this all-gather, whose time
-            # counts.
-            for extension in self.extensions:
-                extension.gathering(started, purpose)
+            for handle in handles:
+                # Flat parameters that are unsharded already need no all-gather.
+                if handle.unshard(purpose):
+                    # Inside the span: an extension may send messages about this all-gather, whose
+                    # time counts.
+                    for extension in self.extensions:
+                        extension.gathering(handle, purpose)
 
     def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
         """Start the all-gathers of a unit, and wait for them. Collective."""

@@ -66,9 +66,10 @@ class SavedTensors:
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each forward under way, the hooks that it installed, or None if an outer forward's
-        # were on top.
-        self.active: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        # For each forward under way, whether it installed hooks. It did not if the hooks of an
+        # outer forward were on top.
+        self.active: list[bool] = []
+        self._installed: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._usual_pair = self._pair(None)
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
@@ -111,20 +112,17 @@ class SavedTensors:
         # the outer unit does not run. So the inner unit puts flatshard's hooks on top of the
         # checkpoint's.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        ours = next((one for one in reversed(self.active) if one is not None), None)
-        if outer is not None and ours is not None and outer[0] is ours.pack_hook:
-            self.active.append(None)
-            return
-        # Torch calls only the topmost pair, so pass other tensors to the pair below.
-        pair = self._usual_pair if outer is None else self._pair(outer)
-        hooks = torch.autograd.graph.saved_tensors_hooks(*pair)
-        hooks.__enter__()
-        self.active.append(hooks)
+        ours = self._installed[-1].pack_hook if self._installed else None
+        self.active.append(outer is None or outer[0] is not ours)
+        if self.active[-1]:
+            # Torch calls only the topmost pair, so pass other tensors to the pair below.
+            pair = self._usual_pair if outer is None else self._pair(outer)
+            self._installed.append(torch.autograd.graph.saved_tensors_hooks(*pair))
+            self._installed[-1].__enter__()
 
     def pop(self) -> None:
-        hooks = self.active.pop()
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+        if self.active.pop():
+            self._installed.pop().__exit__(None, None, None)
 
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None

@@ -92,8 +92,9 @@ def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
         param.__class__ = kind
 
 
-# None in torch 2.11, which cannot undo `set_access_error`.
-_allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+# Undoes `forbid`, before the buffer with this address of its storage gets memory again. Torch 2.11
+# cannot undo `set_access_error`, so `forbid` does nothing there.
+allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", hash)
 
 
 def forbid(storage: int, unit: str, rank: int) -> None:
@@ -101,7 +102,7 @@ def forbid(storage: int, unit: str, rank: int) -> None:
 
     ``storage`` is the address of the buffer's storage (``_cdata``).
     """
-    if _allow is not None:
+    if allow is not hash:
         sharded_tensor.set_access_error(storage, _message(unit, rank))
 
 
@@ -112,12 +113,6 @@ def _message(unit: str, rank: int) -> str:
         "weight.detach()) was read after the unit was resharded. A forward, a hook or a "
         "torch.autograd.Function kept the view. Keep a clone(), or use ctx.save_for_backward()."
     )
-
-
-def allow(storage: int) -> None:
-    """Undo ``forbid``, before the buffer gets memory again."""
-    if _allow is not None:
-        _allow(storage)
 
 
 class GatheredView(Tensor):

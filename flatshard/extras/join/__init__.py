@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -195,10 +195,9 @@ class Join(StepExtension):
             self._buffers.source = self._active[-1]
         self._note_versions()
 
-    def gathering(self, handles: Sequence[FlatParamHandle], purpose: str) -> None:
+    def gathering(self, handle: FlatParamHandle, purpose: str) -> None:
         if self._leads:
-            for handle in handles:
-                self._exchange(Doing("gather", (self._handles.index(handle), purpose)))
+            self._exchange(Doing("gather", (self._handles.index(handle), purpose)))
 
     def begin_backward(self) -> None:
         if self._leads:
