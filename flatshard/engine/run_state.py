@@ -55,11 +55,12 @@ class RunState:
     All wrappers of the model share one ``RunState``.
     """
 
-    # `Forward`, `Backward` and `Prefetch` of the model, and `OutOfForwardUse`; see `connect`.
+    # `Forward`, `Backward` and `Prefetch` of the model; see `connect`.
     forward: Any
     backward: Any
     prefetch: Any
-    outside_use: Any
+    # `OutOfForwardUse`. None: operations outside of a unit's forward see only sharded parameters.
+    outside_use: Any = None
 
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
         """Make the state of a model before its first step. The caller must call ``connect`` next.
@@ -110,10 +111,9 @@ class RunState:
         # Whether another backward (of a reentrant checkpoint) ran inside the present one.
         self.has_inner_backward = False
 
-    def connect(self, forward: Any, backward: Any, prefetch: Any, outside_use: Any) -> None:
+    def connect(self, forward: Any, backward: Any, prefetch: Any) -> None:
         """Set the objects that run the model's steps, and that share this state."""
         self.forward, self.backward, self.prefetch = forward, backward, prefetch
-        self.outside_use = outside_use
         for index, unit in enumerate(self.units):
             unit.index, unit.forward, unit.backward = index, forward, backward
         self.refresh()

@@ -18,7 +18,6 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
 from flatshard.engine.gradients import GradSync
-from flatshard.engine.out_of_forward import OutOfForwardUse
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Unit
@@ -64,7 +63,9 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     prefetch = Prefetch(context, settings.forward_prefetch, settings.backward_prefetch)
     backward = Backward(context, prefetch)
     forward = Forward(context, backward, prefetch, root_checks)
-    context.connect(forward, backward, prefetch, OutOfForwardUse(context, forward, backward))
+    context.connect(forward, backward, prefetch)
+    if outside := default_extra("out_of_forward"):
+        context.outside_use = outside.OutOfForwardUse(context, forward, backward)
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))

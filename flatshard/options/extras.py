@@ -21,6 +21,7 @@ EXTRAS = {
     "secondary_shards": "all-gathers within a node, from larger parts than the shards",
     "reduction": "reduces by a communication hook, and all-gathers in float8",
     "deadlock": "finds ranks that wait for one another forever",
+    "out_of_forward": "unshards parameters that are used outside of their unit's forward",
     "auto_wrap": "chooses the modules that become units",
     "tensor_parallel": "trains parameters that are DTensors",
     "page_pool": "reuses the memory pages of resharded units on a CPU",

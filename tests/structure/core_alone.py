@@ -63,6 +63,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "divergence": lambda _: ShardedWrapper(nn.Linear(2, 2), allow_divergence=True),
     "step_in_backward": lambda model: model.step_in_backward(torch.optim.SGD(model.parameters())),
     "secondary_shards": _over_nodes,
+    "out_of_forward": None,
     "deadlock": None,
     "advice": None,
     "page_pool": None,

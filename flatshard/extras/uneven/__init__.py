@@ -25,7 +25,7 @@ from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
 from flatshard.engine.run_state import RunState, temporarily
-from flatshard.options.extras import default_extra
+from flatshard.options.extras import default_extra, extra
 
 _NAME = "no_sync(uneven=True)"
 _logger = logging.getLogger("flatshard")
@@ -53,7 +53,8 @@ def uneven(state: RunState) -> Iterator[None]:
             temporarily([state.prefetch], order=ExecutionOrder()),
             register_optimizer_step_pre_hook(partial(_refuse_step, state)),
         ):
-            with torch.no_grad(), state.outside_use.unsharded(state.units):
+            outside = state.outside_use or extra("out_of_forward", "no_sync(uneven=True)")
+            with torch.no_grad(), outside.unsharded(state.units):
                 if state.buffers is not None:  # now: forwards inside must not communicate
                     state.buffers.before_forward(False, under_no_sync=True)
             try:

@@ -1,0 +1,1 @@
+"""Tests of `flatshard.extras.out_of_forward`."""
