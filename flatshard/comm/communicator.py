@@ -39,8 +39,8 @@ from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
-# If a tensor has at most this number of elements, `_reduce_on_stream` sends the tensor in one
-# message with the marks (numbers that show whether all ranks run the same operation).
+# `_reduce_on_stream` sends at most so many elements in one message with the marks (numbers that
+# show whether all ranks run the same operation).
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -155,10 +155,9 @@ class Communicator(Members):
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. If the transport matches collectives only by order
-        (``is_ordered``), all ranks must start all-gathers in the same order. A request with
-        ``reduced`` is the second half of an all-reduce, so its place is in the order of the
-        reductions instead.
+        Collective: all ranks of the group. If the transport matches only by order (``is_ordered``),
+            all ranks must start all-gathers in the same order; one with ``reduced``, the second
+            half of an all-reduce, in the order of the reductions.
         """
         shard, out = request.shard, request.out
         assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
@@ -320,11 +319,10 @@ def _marks(op_name: str, op: str) -> list[int]:
         op_name: name of an operation, from which the marks are computed.
         op: name of the ``ReduceOp`` with which the marks will be reduced over the ranks.
     """
-    # Compute two numbers x of 16 bits from the name, and two marks from each x. For SUM the marks
-    # are x and x**2. If all n ranks send the same x, the sums are n * x and n * x**2. If x differs
-    # between ranks, at least one of the two sums is not n times this rank's mark, on every rank
-    # (Cauchy-Schwarz). float64 holds the sums exactly, because x has 16 bits. For MAX and MIN the
-    # marks are x and -x: both results equal this rank's marks only if all ranks send the same x.
+    # Two numbers x of 16 bits, and two marks of each. For SUM: x and x**2. If all n ranks send the
+    # same x, the sums are n * x and n * x**2; otherwise, on every rank, one of them is not n times
+    # this rank's mark (Cauchy-Schwarz). float64 holds the sums exactly. For MAX and MIN: x and -x,
+    # which equal this rank's marks only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}".encode())
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":

@@ -136,15 +136,13 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # The facts of a large model take megabytes, and are almost always equal on all ranks. So
-    # exchange digests of the facts first, and the facts only if the digests differ.
+    # The facts of a large model take megabytes, and are almost always equal: compare digests first.
     digest = digest_of(repr(sorted(facts.items())).encode())
     # The rank: `ALONE`, the communicator of a single rank, has the number 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
-        # Exchange digests even after a problem: a rank that raised before the exchange would leave
-        # the other ranks waiting.
+        # Even after a problem, which would leave the other ranks waiting.
         answers = comm.host.gather((text, digest), op_name)
         text = next((theirs for theirs, _ in answers if theirs is not None), None)
         if text is None and len({*answers}) > 1:

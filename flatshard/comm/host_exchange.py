@@ -156,10 +156,9 @@ class HostExchange:
             CollectiveError: ranks are about to begin different collectives. All ranks raise.
         """
         # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
-        # is about to leave the usual order of collectives first waits here for all ranks, and
-        # `meet` compares their descriptions. If the other ranks follow the usual order instead,
-        # these ranks wait in the usual collective and this rank waits here. Deadlock detection then
-        # ends the waits.
+        # is about to leave the usual order first waits for all ranks, and `meet` compares
+        # descriptions. If the others follow the usual order, they wait there and this rank waits
+        # here, and deadlock detection ends the waits.
         if not self.history.is_usual(what):
             self.meet(what)
             self.history.learn(what)
@@ -204,8 +203,5 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # cached, because each step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """Return the first bytes of a frame: a digest of the exchange, and the digest's complements.
-
-    Ranks in the same exchange get the same bytes.
-    """
+    """Return the first bytes of a frame: a digest of the exchange, with complements."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}".encode()))

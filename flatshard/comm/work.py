@@ -305,14 +305,13 @@ class named(watched):
     """
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Leave two kinds of errors unchanged. Callers may catch OutOfMemoryError, because other
-        # ranks have not caused this error. A CollectiveError from a nested block already names the
-        # collective.
+        # Callers may catch OutOfMemoryError, which other ranks have not caused. A CollectiveError
+        # from a nested block already names the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
-        # If another rank has found a deadlock and raised, the backend of this rank only reports a
-        # closed connection. Deadlock detection may know the real reason.
+        # If another rank raised for a deadlock, this rank's backend only reports a closed
+        # connection.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             return CollectiveError(f"{failed}: {reason}")
@@ -372,9 +371,8 @@ class AsyncWork(named):
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
-        # Clear `works` and `then` before waiting, so that a second call does nothing. After a
-        # failure a second wait would hang or hide the first error. After success a second call of
-        # `then` would average or cast the result twice.
+        # Clear both before waiting. After a failure, a second wait would hang or hide the error.
+        # After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
         # Not `with self`: two Python calls for each collective of each step.

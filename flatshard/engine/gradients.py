@@ -253,8 +253,7 @@ class Gradients:
         buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._plan.device
         )
-        # Zero the padding. Reductions and optimizers treat padding like parameters, so other values
-        # here would change the shards' padding, which must stay zero.
+        # Reductions and optimizers treat padding like parameters, so padding must be zero.
         zero([buffer[start:end] for _, start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer

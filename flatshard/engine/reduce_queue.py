@@ -209,8 +209,8 @@ class ReduceQueue:
             if reduction.has_stages:
                 with self._state.span(Kind.STARTING, purpose="reduce"):
                     has_crossed = reduction.advance()
-                # A second stage (between nodes, for example) starts only after the second stages of
-                # all earlier reductions. So stop at the first one that cannot start.
+                # A second stage (between nodes, for example) starts after all earlier second
+                # stages.
                 if not has_crossed:
                     break
         while self._in_flight:
@@ -262,8 +262,7 @@ class ReduceQueue:
 
     def _finish_all(self) -> None:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
-        # Start the second stages (between nodes, for example) of all reductions first, so that they
-        # overlap. Then wait for each reduction.
+        # Start all second stages (between nodes, for example) first, so that they overlap.
         for handle, reduction in self._in_flight.items():
             if reduction.has_stages:
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):

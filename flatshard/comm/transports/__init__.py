@@ -67,21 +67,18 @@ class Members:
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # On gloo, make a separate group for all-gathers instead of using the user's `group`: after
-        # an error flatshard aborts its groups, and the socket transport sends with its own tags.
-        # Neither may affect collectives that the user starts on `group`.
+        # After an error flatshard aborts its groups, and the socket transport has its own tags.
+        # Neither may affect the user's collectives on `group`.
         is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # Use different groups for all-gathers and for reductions. The collectives of one group
-        # match only by order, and the order in which all-gathers and reductions alternate may
-        # differ between ranks: a reduction starts as soon as the rank's gradients are complete.
+        # The collectives of one group match only by order, and ranks may alternate all-gathers and
+        # reductions differently: a reduction starts as soon as its gradients are complete. So use
+        # two groups.
         with named(self.meeting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
-            # With the native transport on gloo, exchange small values on a third group. The native
-            # transport begins all-gathers without first comparing with the other ranks that all
-            # ranks begin the same collective. If one rank exchanged a small value on the group of
-            # the all-gathers while another rank began an all-gather, gloo would see two different
-            # sizes and end the process.
+            # The native transport begins all-gathers without comparing with the other ranks first.
+            # If one rank exchanged a small value on the same group meanwhile, gloo would see two
+            # sizes and end the process. So on gloo, small values get a third group.
             control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
             self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
         self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
@@ -169,9 +166,7 @@ class Transport(abc.ABC):
     host_only = True
     # The transport moves only flat parameters with smaller tags.
     max_tag: float = math.inf
-    # How the transport matches the collectives of different ranks. True: by the order in which each
-    # rank begins collectives, so all ranks must begin them in the same order. False: by the tag of
-    # the flat parameter.
+    # Whether collectives of different ranks match by order, and not by the flat parameter's tag.
     is_ordered = False
     # Whether flatshard's code, and not the backend, adds gradients ([Note: sums]).
     adds_here = True

@@ -65,9 +65,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # Ranks compare this description, to notice different all-gathers. The purpose is not
-            # part of the description: if one rank unshards a unit for forward and another rank
-            # unshards the same unit for backward, both take part in the same all-gather.
+            # The purpose is not part of the description: if one rank unshards a unit for forward
+            # and another for backward, both take part in the same all-gather.
             unit = request.unit_fqn or "the root unit"
             what = f"all-gather of {unit!r}, flat parameter {request.tag}"
             if is_gloo:
@@ -76,8 +75,7 @@ class NativeTransport(Transport):
         if out.dtype not in _USUAL:
             out, shard = as_bytes(out), as_bytes(shard)
         work = _all_gather_single(out, shard, group=group)
-        # Torch's "fake" backend moves nothing, so there is nothing to wait for. Its handles never
-        # report completion, so do not keep the handle.
+        # Handles of torch's "fake" backend, which moves nothing, never report completion.
         works = [] if members.is_fake else [work]
         reports_end = not (request.reduced and is_gloo)
         return AsyncWork(works, op_name, [shard, out], reports_end=reports_end, condition=need)
@@ -98,8 +96,7 @@ class NativeTransport(Transport):
             into = as_real(request.out)
             work = _reduce_scatter_single(into, as_real(buffer), group=group)
         works = [] if self._members.is_fake else [work]
-        # The handle of gloo's reduce-scatter reports completion only after a wait. So tell callers
-        # not to poll the handle.
+        # gloo's handle reports completion only after a wait, so callers must not poll it.
         reports_end = buffer.device.type not in self._on_gloo
         return AsyncWork(works, op_name, kept, then=then, reports_end=reports_end, condition=need)
 
@@ -120,8 +117,7 @@ class NativeTransport(Transport):
             return
         self._warmed_up.add(kind)
         group, size = self._members.reduce_group, self._members.size
-        # Run a small and a large reduction: backends have several algorithms, and each algorithm
-        # opens its own connections.
+        # Backends have several algorithms, and each opens its own connections.
         for numel in (1, -(-_LARGE_NUMEL // size)):
             full = torch.zeros(numel * size, device=device)
             part = torch.zeros(numel, device=device)

@@ -33,8 +33,7 @@ from flatshard.memory.offload_target import DEVICE, OffloadTarget
 
 __all__ = ["PooledBuffer", "fills_pages"]
 
-# Larger chunks are moved with fewer calls (15 us each), but waste more memory: the last chunk of a
-# buffer is rarely used in full.
+# Larger chunks need fewer calls (15 us each), but waste more of a buffer's last chunk.
 _CHUNK_BYTES = 1 << 20
 # Each lent chunk is a separate mapping, and Linux allows a process about 65,000 mappings.
 _MAX_CHUNKS = 1 << 13
@@ -54,8 +53,8 @@ class PagePool:
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []  # the address ranges of all chunks
 
-        # Addresses of idle chunks. Finalizers of buffers change this list between any two Python
-        # operations. Therefore each access to the list is a single operation.
+        # Addresses of idle chunks. Each access is a single operation, because finalizers of buffers
+        # change the list between any two Python operations.
         self._idle: list[int] = []
 
     def lend(self, place: int, end: int, leases: list[PageLease]) -> int:
@@ -94,12 +93,10 @@ class PagePool:
     def forget(self, leases: list[PageLease]) -> None:
         """Take back chunks whose pages are lost, and empty ``leases``.
 
-        Called when a buffer was deleted: the system has freed the pages together with the buffer's
-        address range.
+        Called when a buffer was deleted, and the system has freed the pages with its addresses.
         """
         while leases:
-            # Insert chunks without pages at the front of the list. `lend` takes chunks from the
-            # back, so chunks that still have pages are lent first.
+            # `lend` takes chunks from the back, so put those without pages at the front.
             self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
@@ -115,9 +112,9 @@ give_back_kept.append(POOL.give_back)
 class PooledBuffer(BufferMemory):
     """An unsharded buffer whose memory pages come from ``POOL``."""
 
-    # To save an all-gather's copy of this rank's shard, the memory of a large shard is a file that
-    # is also mapped into the buffer. That mapping is private: if a module writes to its unsharded
-    # parameters, the writes do not reach the shard, and are dropped when the unit is resharded.
+    # The memory of a large shard is a file, also mapped into the buffer, to save an all-gather's
+    # copy. That mapping is private: writes of a module to its unsharded parameters do not reach the
+    # shard.
 
     def __init__(
         self, numel: int, dtype: torch.dtype, own: range = range(0), target: OffloadTarget = DEVICE
@@ -154,7 +151,7 @@ class PooledBuffer(BufferMemory):
     def take(self) -> None:
         if self._is_taken:
             return
-        # Set the flag first, without which `free` would not return pages if taking more fails.
+        # First: without the flag, `free` would not return pages if taking more fails.
         self._is_taken = True
         try:
             for start, end in self._rooms:

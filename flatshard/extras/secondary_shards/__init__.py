@@ -3,11 +3,10 @@
 Two settings use secondary shards, so that most all-gathers need only nearby ranks:
 
 - ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
-  secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
-  (hierarchical partitioning of ZeRO++, arXiv 2306.10209).
+secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
+(hierarchical partitioning of ZeRO++, arXiv 2306.10209).
 - ``HYBRID_SHARD_OP``: gradients and optimizer state are split over all nodes. The secondary shard
-  is all-gathered across nodes once after each optimizer step. All other all-gathers stay within the
-  node.
+is all-gathered across nodes once after each optimizer step; other all-gathers stay in the node.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 class SecondaryShard:
     """A part of a flat parameter that is larger than the shard.
 
-    The secondary shards of a few nearby ranks together are the whole flat parameter. So an
-    all-gather of secondary shards needs only these ranks.
+    Those of a few nearby ranks together are the whole flat parameter.
     """
 
     def __init__(self, plan: FlatParamPlan) -> None:
@@ -38,8 +36,7 @@ class SecondaryShard:
         )
         self._tag = self._comm.new_tag(self)
         self._part: Tensor | None = None
-        # Version of the shards that `_part` contains, or will contain after an unfinished refresh.
-        # -1: `_part` is empty or incomplete.
+        # Version of the shards that `_part` contains after a refresh. -1: empty or incomplete.
         self._version = -1
         self._refresh: AsyncWork | None = None
 
@@ -67,8 +64,8 @@ class SecondaryShard:
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
         """Start the all-gather across nodes that fills the secondary shard.
 
-        ``source`` is this rank's shard, in the dtype of the secondary shard. Nothing may write to
-        ``source`` until the other ranks have received the values.
+        ``source``: this rank's shard, in the dtype of the secondary shard. Nothing may write to it
+        until the other ranks have received the values.
 
         Collective: all ranks of the inter group.
         """
@@ -90,8 +87,7 @@ class SecondaryShard:
             try:
                 refresh.wait(self._plan.pending_sends)
             except Exception:
-                # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
-                # again.
+                # Incomplete, so let the next `begin_refresh` all-gather again.
                 self._version = -1
                 raise
 

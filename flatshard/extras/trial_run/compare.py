@@ -68,7 +68,7 @@ def _difference(key: Key, rank: int, one: Sketch | None, other: Sketch | None) -
     if not one or not other or one.shape != other.shape:
         return Difference(*key, rank, 0.0 if one is other else math.inf)
     gap, norm = float((one.sums - other.sums).norm()), float(one.sums.norm())
-    gap *= gap > 1e-6 * one.eps * norm  # sums over ranges round differently, in float64
+    gap *= gap > 1e-6 * one.eps * norm  # less is the rounding of float64 sums over other ranges
     return Difference(*key, rank, gap, norm, gap / norm if norm else gap, one.eps)
 
 
