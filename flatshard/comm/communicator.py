@@ -156,8 +156,8 @@ class Communicator(Members):
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
         Collective: all ranks of the group. If the transport matches only by order (``is_ordered``),
-            all ranks must start all-gathers in the same order; one with ``reduced``, the second
-            half of an all-reduce, in the order of the reductions.
+        all ranks must start all-gathers in the same order; one with ``reduced``, the second
+        half of an all-reduce, in the order of the reductions.
         """
         shard, out = request.shard, request.out
         assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
@@ -207,7 +207,7 @@ class Communicator(Members):
         """Return the maximum over the ranks for each byte of ``values``.
 
         Collective: all ranks of the group. If ranks call different operations, all ranks raise
-            CollectiveError.
+        CollectiveError.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)

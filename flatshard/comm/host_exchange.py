@@ -167,7 +167,7 @@ class HostExchange:
         """Raise CollectiveError, with each rank's exchange and program line.
 
         Collective: after a frame whose names differ, every rank sees this. ``name``: this rank's
-            exchange.
+        exchange.
         """
         line = watch().program_line()
         places = self._gather(

@@ -9,7 +9,7 @@ kernels.
 A thread is considered to wait for a collective on the GPU if for some seconds:
 - this rank begins no NCCL collective: each process group's sequence number stays the same;
 - the thread stays at the same bytecode instruction, which can wait for the GPU (``_can_wait``), or
-in a function of flatshard that polls the GPU (``_POLLS``);
+  in a function of flatshard that polls the GPU (``_POLLS``);
 - by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
 The watchdog thread checks this about once a second, so a training step runs no extra code.

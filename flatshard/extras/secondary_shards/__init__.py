@@ -3,10 +3,10 @@
 Two settings use secondary shards, so that most all-gathers need only nearby ranks:
 
 - ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
-secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
-(hierarchical partitioning of ZeRO++, arXiv 2306.10209).
+  secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
+  (hierarchical partitioning of ZeRO++, arXiv 2306.10209).
 - ``HYBRID_SHARD_OP``: gradients and optimizer state are split over all nodes. The secondary shard
-is all-gathered across nodes once after each optimizer step; other all-gathers stay in the node.
+  is all-gathered across nodes once after each optimizer step; other all-gathers stay in the node.
 """
 
 from __future__ import annotations
