@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     last_loss = mean_over_ranks(loss)
-    gathered = held_at_most = 0
+    gathered = held_at_most = gathered_now = 0
     moved = 2 * held_bytes(model.parameters())
     if not args.ddp:
         with model.record_steps() as reports:
@@ -91,8 +91,6 @@ def measure(args: argparse.Namespace, text: Tensor, device: torch.device) -> dic
             step(args.steps + 1)
         moved = sum(WEIGHTS.get(event.kind, 0) * event.nbytes for event in events)
         gathered_now = reports[-1].memory.totals()[-1][1]
-    else:
-        gathered_now = 0
     rows = rows_of_step(text, 0, args)
     loss_of(model, rows.to(device)).backward()  # the gradients of a step, to count their memory
     held = memory_report(model, optimizer)
@@ -145,8 +143,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
 def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'':20}{'ms a step':>10}{'persist. MiB':>13}{'peak':>9}{'volume':>9}{'loss':>9}"]
     for name, row in results.items():
-        sizes = (row[key] / 2**20 for key in ("between_bytes", "peak_bytes", "moved_bytes"))
-        held, peak, moved = sizes
+        keys = "between_bytes", "peak_bytes", "moved_bytes"
+        held, peak, moved = (row[key] / 2**20 for key in keys)
         lines.append(
             f"{name:20}{1000 * row['seconds']:10.0f}{held:13.1f}{peak:9.1f}{moved:9.1f}"
             f"{row['loss']:9.4f}"

@@ -205,17 +205,14 @@ class Started:
 
 
 def part_diverge(place: Place, args: argparse.Namespace) -> Outcome:
-    context = mp.get_context("spawn")
     deadline = time.monotonic() + 0.8 * args.limit
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for number, case in enumerate(CASES):
             one = Started(case, f"{folder}/{number}")
             Path(one.folder).mkdir()
-            for rank in range(place.ranks):
-                process = context.Process(target=one_rank, args=(rank, case, place, one.folder))
-                process.start()
-                one.processes.append(process)
+            ranks = mp.spawn(one_rank, (case, place, one.folder), place.ranks, join=False)
+            one.processes = ranks.processes
             started.append(one)
         for one in started:
             for process in one.processes:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmark import resident_bytes
 from construction import build_flatshard, build_fsdp2
-from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
+from measuring import MIB, figures_of_ranks, reset_peak
 from offload import Decoder
 from torch import nn
 from torch.distributed import checkpoint as dcp

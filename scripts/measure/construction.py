@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import Block
-from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
+from benchmark import Block, resident_bytes
+from measuring import MIB, figures_of_ranks, reset_peak
 from offload import Decoder
 from torch import nn
 

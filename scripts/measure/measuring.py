@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmark import resident_bytes
-
-__all__ = ["MIB", "figures_of_ranks", "reset_peak", "resident_bytes", "spawn"]
 
 MIB = 2**20
 
@@ -26,7 +23,7 @@ def figures_of_ranks(
 ) -> list[dict[str, Any]]:
     """Call ``measure(*arguments)`` on new ranks; returns each rank's figures."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_run_rank, (measure, world_size, folder, arguments), world_size)
+        mp.spawn(_run_rank, (measure, world_size, folder, arguments), nprocs=world_size)
         return [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(world_size)]
 
 
@@ -45,8 +42,3 @@ def _run_rank(
     # still need.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def spawn(work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
-    """Runs `work(rank, *arguments)` in `world_size` processes. If one dies, ends the others."""
-    mp.spawn(work, arguments, nprocs=world_size)

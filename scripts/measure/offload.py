@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmark import Block, Preset
-from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
+from benchmark import Block, Preset, resident_bytes
+from measuring import MIB, figures_of_ranks, reset_peak
 from torch import Tensor, nn
 
 from flatshard import CPUOffload, ShardedWrapper

@@ -1,10 +1,9 @@
 """Prints the size of the package.
 
-    python scripts/measure/structure.py [--repo DIR]
+    python scripts/measure/structure.py
 
 Sizes are lines of code, without comments, docstrings and blank lines. The core is the package
-without extras, checkpoints and integrations. The script reads the source of any checkout and does
-not import it. `plain_step.py` counts the lines that one step executes.
+without extras, checkpoints and integrations. `plain_step.py` counts the lines that a step executes.
 """
 
 import ast
@@ -103,12 +102,8 @@ def strict_zips(tree: ast.Module) -> int:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    here = Path(__file__).resolve().parents[2]
-    parser.add_argument(
-        "--repo", type=Path, default=here, help="checkout to read (default: this checkout)"
-    )
-    size = measure_size(parser.parse_args().repo)
+    Parser(__doc__).parse_args()
+    size = measure_size(Path(__file__).resolve().parents[2])
     for name, lines in size.lines_by_package.most_common():
         print(f"{name:38}{lines:6}")
     print(f"{'package, lines of code':38}{size.code_lines:6} in {size.modules} modules")

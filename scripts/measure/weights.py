@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import PRESETS, make_model, wrap_flatshard, wrap_fsdp2
-from measuring import MIB, figures_of_ranks, reset_peak, resident_bytes
+from benchmark import PRESETS, make_model, resident_bytes, wrap_flatshard, wrap_fsdp2
+from measuring import MIB, figures_of_ranks, reset_peak
 
 import flatshard
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import Block
-from measuring import MIB, resident_bytes, spawn
+import torch.multiprocessing as mp
+from benchmark import Block, resident_bytes
+from measuring import MIB
 from offload import Decoder
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
@@ -154,6 +155,6 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         for way in args.impl:
             with tempfile.TemporaryDirectory() as folder:
                 file = f"{folder}/figures.json"
-                spawn(write_figures, (file, way, size, args), 1)
+                mp.spawn(write_figures, (file, way, size, args))
                 rows.append(json.loads(Path(file).read_text()))
     return "Rank 0 of N", rows
