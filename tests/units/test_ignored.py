@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
-from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks
 from tests.models import loss_of, vectors
@@ -422,21 +421,3 @@ def test_everything_ignored(rank: int, world_size: int) -> None:
         _loss(one, rank, world_size, 0).backward()
     for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
-
-
-@on_ranks(1)
-def test_policies_pass_by(rank: int, world_size: int) -> None:
-    """A policy is not asked about what is ignored, and sizes do not count it."""
-    asked = []
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        asked.append(module)
-        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, 10)
-
-    model = Model()
-    states = [model.local, model.fc2.weight]  # fc2 keeps 4 elements
-    wrapped = ShardedWrapper(model, auto_wrap_policy=policy, ignored_states=states)
-    assert not {model.local, *states[0].modules()} & set(asked)
-    assert isinstance(wrapped.fc1, ShardedWrapper)
-    assert not isinstance(wrapped.fc2, ShardedWrapper)
-    assert dist.get_world_size() == 1

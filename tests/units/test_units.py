@@ -13,8 +13,8 @@ from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
-from tests.harness import allow_warnings, naming, on_ranks
-from tests.models import CASES, Block, Case, Mlp, vectors
+from tests.harness import on_ranks
+from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
@@ -77,14 +77,6 @@ def test_auto_trains_right(rank: int, world_size: int, strategy: str) -> None:
     model = ShardedWrapper(WIDE.model(), auto_wrap_policy="auto", sharding_strategy=strategy)
     assert unit_names(model) == ["", "layers.0", "layers.1"]
     trains_right(model, WIDE, rank, world_size)
-
-
-@on_ranks(2)
-def test_auto_on_tiny_models_is_one_unit(rank: int, world_size: int) -> None:
-    """And says nothing: a warning is an error here."""
-    for name in ("mlp", "tied-in-unit", "odd-shapes"):
-        model = ShardedWrapper(CASES[name].model(), auto_wrap_policy="auto")
-        assert sharded_modules(model) == [model]
 
 
 @on_ranks(2)
@@ -267,47 +259,6 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-LINEARS = ["fc1", "fc2", "fc3"]
-TORCHS: dict[str, tuple[str, Any, list[str]]] = {
-    "size": (
-        "mlp",
-        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=20),
-        ["fc1", "fc2"],
-    ),
-    "transformer": (
-        "transformer",
-        functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        ["blocks.0", "blocks.1"],
-    ),
-    "lambda": (
-        "mlp",
-        functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=_is_linear),
-        LINEARS,
-    ),
-    "always": ("mlp", torch_wrap.always_wrap_policy, LINEARS),
-    "classes": ("mlp", torch_wrap.ModuleWrapPolicy({nn.Linear}), LINEARS),
-    "custom": ("mlp", torch_wrap.CustomPolicy(_is_linear), LINEARS),
-    "or": (
-        "mlp",
-        functools.partial(
-            torch_wrap._or_policy, policies=[torch_wrap.ModuleWrapPolicy({nn.Linear})]
-        ),
-        LINEARS,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.uncoalesced  # names units one by one
-@on_ranks(2)
-def test_policies_of_torch(rank: int, world_size: int, name: str) -> None:
-    case_name, policy, expected = TORCHS[name]
-    case = CASES[case_name]
-    model = ShardedWrapper(case.model(), auto_wrap_policy=policy)
-    assert unit_names(model) == ["", *expected]
-    trains_right(model, case, rank, world_size)
-
-
 @pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
 @on_ranks(2)
 def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any) -> None:
@@ -336,25 +287,3 @@ def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any
     refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
     with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
-
-
-@on_ranks(2)
-def test_settings_in_torchs_words(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    for keywords in (
-        {"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP},
-        {"sharding_strategy": fsdp.ShardingStrategy.NO_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2},
-        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE},
-        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST},
-        {"cpu_offload": fsdp.CPUOffload()},
-        {"cpu_offload": fsdp.CPUOffload(offload_params=True)},
-        {"mixed_precision": fsdp.MixedPrecision()},
-        {"mixed_precision": fsdp.MixedPrecision(reduce_dtype=torch.float64)},
-        {"mixed_precision": fsdp.MixedPrecisionPolicy()},
-        {"mixed_precision": fsdp.MixedPrecisionPolicy(param_dtype=torch.float64)},
-    ):
-        with naming(keywords), allow_warnings(UserWarning, "cpu_offload"):
-            trains_right(case.wrap(case.model(), **keywords), case, rank, world_size)
