@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every, usual_and_every
 from tests.harness import naming, on_ranks, run_ranks
@@ -280,20 +279,6 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
             for attempt in (sharded.model.float, lambda run=sharded: run.loss(0).backward()):
                 with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced after wrapping"):
                     attempt()
-
-
-@on_ranks(2)
-def test_construction_leaves_no_graph(rank: int, world_size: int) -> None:
-    """The shard was copied from the originals under autograd, whose graph kept these alive."""
-    for way in BASIC:
-        sharded, _ = pair(rank, world_size, way)
-        for handle in _handles(sharded):
-            assert handle.flat_param.grad_fn is None
-            assert handle.buffer.grad_fn is None
-
-
-def _handles(run: Run) -> list[FlatParamHandle]:
-    return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
 
 
 @each_way

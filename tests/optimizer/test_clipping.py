@@ -211,27 +211,6 @@ def test_strategies_mixed(rank: int, world_size: int) -> None:
     _assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
 
 
-@on_ranks(4)
-def test_groups_mixed(rank: int, world_size: int) -> None:
-    """One reduction for each process group, whatever the dtypes."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    comms = [communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
-    wholes, parts = [], []
-    for position in range(6):
-        comm = comms[position % 2]
-        whole = torch.arange(1.0, 9.0).to((torch.float32, torch.float64)[position // 3])
-        numel = 8 // comm.size
-        start = numel * comm.rank
-        spec = _spec("p", whole, start, numel, comm)
-        wholes.append(whole)
-        parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
-    with collectives.record() as events:
-        found = reduction_ops.norms(parts, 2.0)
-    assert len(events) == 2
-    for norm, whole in zip(found, wholes, strict=True):
-        _assert_close(norm, whole.norm())
-
-
 # ---------------------------------------------------------------- not finite
 
 

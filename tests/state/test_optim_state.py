@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import OPTIMIZERS, own_parts, snapshot, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
-from tests.ways import Keywords, select
+from tests.ways import select
 
 pytestmark = pytest.mark.by_turns
 
@@ -50,78 +49,6 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     ]
     state = {names[ids[position]]: value for position, value in plain["state"].items()}
     return {"state": state, "param_groups": groups}
-
-
-# ---------------------------------------------------------------- from one to the next
-
-# Keywords, ranks, ranks per node; None is a plain model in one process.
-STAGES: list[tuple[Keywords, int, int] | None] = [
-    ({"sharding_strategy": "FULL_SHARD"}, 2, 2),
-    ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
-    ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    None,
-    ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
-    ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
-    ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "auto_wrap_policy": None}, 4, 2),
-    ({"sharding_strategy": "NO_SHARD"}, 2, 2),
-    ({"sharding_strategy": "FULL_SHARD"}, 1, 1),
-    ({"reshard_after_forward": 2}, 4, 4),
-    None,
-]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_goes_on_anywhere(kind: str) -> None:
-    """Each stage loads what the one before it saved; together they are one training run."""
-    plain = CASE.model()
-    optimizer = OPTIMIZERS[kind](trainable(plain))
-    saved: tuple[StateDict, StateDict] | None = None
-    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:4]):
-        with naming(f"stage {number}: {stage}"):
-            if stage is None:
-                saved = _plain_stage(kind, number, saved)
-            else:
-                keywords, world_size, per_node = stage
-                saved = run_ranks(_stage, world_size, kind, number, keywords, per_node, saved)[0]
-            train(plain, optimizer, range(2 * number, 2 * number + 2))
-            model_state, optim_state = saved
-            torch.testing.assert_close(model_state, snapshot(plain), rtol=0.0, atol=1e-10)
-            _assert_alike(optim_state, _by_name(plain, optimizer))
-
-
-def _stage(
-    rank: int,
-    world_size: int,
-    kind: str,
-    number: int,
-    keywords: Keywords,
-    per_node: int,
-    saved: tuple[StateDict, StateDict] | None,
-) -> tuple[StateDict, StateDict] | None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    model = CASE.wrap(CASE.model(), **keywords)
-    optimizer = OPTIMIZERS[kind](trainable(model))
-    if saved is not None:
-        model.load_state_dict(saved[0])
-        state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1])
-        optimizer.load_state_dict(state)
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
-    steps = range(2 * number, 2 * number + 2)
-    train(model, optimizer, steps, CASE, rank, world_size)
-    result = snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
-    return result if rank == 0 else None
-
-
-def _plain_stage(
-    kind: str, number: int, saved: tuple[StateDict, StateDict] | None
-) -> tuple[StateDict, StateDict]:
-    assert saved is not None
-    model = CASE.model()
-    optimizer = OPTIMIZERS[kind](trainable(model))
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1]))
-    train(model, optimizer, range(2 * number, 2 * number + 2))
-    return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
 
 
 # ---------------------------------------------------------------- all kinds of optimizers

@@ -28,7 +28,6 @@ from tests.oracle import (
     local_loss,
     snapshot,
     train,
-    train_rank_by_rank,
     train_steps,
     trainable,
 )
@@ -280,18 +279,6 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
     model.eval()
     plain.eval()
     torch.testing.assert_close(model(inputs), plain(inputs), rtol=0.0, atol=1e-14)
-
-
-@each_way
-@on_ranks(2)
-def test_training_goes_on_from_loaded_weights(rank: int, world_size: int, way: str) -> None:
-    """A restart from the initial weights, in a model that was trained, ends as a fresh one."""
-    case = CASES["tied-in-unit"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=2)
-    model.load_state_dict(case.model().state_dict())
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
-    _assert_identical(model.state_dict(), train_rank_by_rank(case, world_size).state)
 
 
 @each_way

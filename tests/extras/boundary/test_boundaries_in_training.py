@@ -177,31 +177,6 @@ def _with_idioms(rank: int, world_size: int, boundary: Boundary) -> list[Any]:
     return [*found, snapshot(model), snapshot(twin)]
 
 
-OPTIMIZERS: dict[str, Any] = {
-    **{
-        one.__name__: partial(one, lr=0.01)
-        for one in (
-            *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
-            *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
-            *(torch.optim.RMSprop, torch.optim.Rprop),
-        )
-    },
-    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-}
-
-
-@on_ranks(2)
-def test_optimizers(rank: int, world_size: int) -> None:
-    for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
-        with naming(name):
-            states = []
-            for boundary in ("element", BOUNDARIES[number % 3]):
-                model, _ = _train("mlp", rank, world_size, optimizer, boundary=boundary)
-                states.append(snapshot(model))
-            # Kernels round what is left over of a vector differently.
-            assert_same_state(*states, rtol=1e-12, atol=1e-18)
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
