@@ -15,7 +15,7 @@ from tests.combinations import every, usual_and_every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
-from tests.ways import BASIC, each_way
+from tests.ways import BASIC, on_ranks_each_way
 
 SHARDED = set(BASIC) - {"no_shard"}
 
@@ -281,8 +281,7 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
                     attempt()
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
     """to("meta") threw the weights away and left a model that crashed later."""
     run, _ = pair(rank, world_size, way)

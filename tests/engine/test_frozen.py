@@ -25,7 +25,7 @@ from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case
 from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
 from tests.side import pair
-from tests.ways import WAYS, each_way, ranks_of
+from tests.ways import WAYS, on_ranks_each_way, ranks_of
 
 Checkpoint = Callable[..., Tensor]
 
@@ -346,8 +346,7 @@ class _NoStep:
         pass
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> None:
     """Parameters frozen during a later forward, and thawed in time, got no gradients."""
     sharded, plain = pair(rank, world_size, way)

@@ -38,7 +38,7 @@ from tests.oracle import (
     train_rank_by_rank,
 )
 from tests.side import Run, pair
-from tests.ways import BASIC, WAYS, each_way
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 Checkpoint = Callable[..., Tensor]
 
@@ -203,10 +203,9 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 # ---------------------------------------------------------------- around the wrapper itself
 
 
-@each_way
 @both_kinds
 @pytest.mark.uncoalesced
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
     case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=4)
@@ -293,9 +292,8 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
     return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@each_way
 @pytest.mark.uncoalesced
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
@@ -425,8 +423,7 @@ class _Boxes(nn.Module):
         return self.head(x + self.second(x).hidden)
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int, way: str) -> None:
     """The tensors in the object are found, so the unit is gathered for the recomputation."""
     for kind in (_Box, _Record):
@@ -467,9 +464,8 @@ class _Readers(nn.Module):
         return self.head(checkpoint(self.reader, self.first(x), use_reentrant=False))
 
 
-@each_way
 @pytest.mark.uncoalesced
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_checkpointed_unit_that_sums_a_childs_weight(rank: int, world_size: int, way: str) -> None:
     """A sum over ranks saved a tensor for backward, the sum of an unsharded weight saves none.
 

@@ -118,25 +118,6 @@ def test_optimizers(rank: int, world_size: int, way: str) -> None:
                 torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
 
 
-@each_way
-@on_ranks(2)
-def test_state_from_construction(rank: int, world_size: int, way: str) -> None:
-    """Adagrad has state before its first step; so has what was loaded."""
-    plain, model = CASE.model(), CASE.wrap(CASE.model(), **CHOSEN[way].keywords)
-    both = [
-        (one, torch.optim.Adagrad(trainable(one), initial_accumulator_value=0.5))
-        for one in (plain, model)
-    ]
-    for _ in range(2):
-        plain_state, state = (ShardedWrapper.optim_state_dict(*one) for one in both)
-        _assert_alike(state, plain_state, 0.0)
-        for one in both:
-            ShardedWrapper.optim_state_dict_to_load(*one, state, load_directly=True)
-    for one, ours in zip(both, ((0, 1), (rank, world_size)), strict=True):
-        train(*one, range(2), CASE, *ours)
-    torch.testing.assert_close(model.state_dict(), snapshot(plain), rtol=0.0, atol=1e-10)
-
-
 @on_ranks(2)
 def test_made_before_wrapping(rank: int, world_size: int) -> None:
     plain, model = CASE.model(), CASE.model()
@@ -277,22 +258,6 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
         _assert_alike(again, expected, 0.0)
 
 
-@on_ranks(2)
-def test_parameters_without_state(rank: int, world_size: int) -> None:
-    """A parameter that was never used has no state."""
-    case = CASES["unused"]
-    plain = case.model()
-    expected = OPTIMIZERS["adamw"](plain.parameters())
-    train(plain, expected, range(2), case)
-    saved = _by_name(plain, expected)
-    unused = {"idle.weight", "idle.bias", "fc3.idle"}
-    assert set(saved["state"]) == {name for name, _ in plain.named_parameters()} - unused
-    model = case.wrap(case.model())
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
-
-
 @pytest.mark.uncoalesced  # counts gathers of each layer
 @on_ranks(2)
 def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
@@ -351,18 +316,6 @@ def test_dtypes(rank: int, world_size: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
-
-
-@on_ranks(2)
-def test_optimizers_get_sharded_state(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    for make, key in ((Signed, "average"), (torch.optim.RMSprop, "square_avg")):
-        optimizer = make(model.parameters())
-        train(model, optimizer, range(1), case, rank, world_size)
-        saved = ShardedWrapper.optim_state_dict(model, optimizer)
-        loaded = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved)
-        assert type(loaded["state"][0][key]) is FlatShardTensor
 
 
 # ---------------------------------------------------------------- what cannot be done

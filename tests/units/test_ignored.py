@@ -28,7 +28,7 @@ pytestmark = pytest.mark.by_turns
 LINEARS = ModuleWrapPolicy({nn.Linear})
 TOLERANCE = 1e-11
 
-CHOSEN = ("full", "full-3", "no_shard", "no_shard-3", "hybrid-nodes-of-one", "hybrid")
+CHOSEN = ("full", "full-3", "no_shard", "hybrid")
 each_way = pytest.mark.parametrize("way", CHOSEN)
 
 
@@ -148,25 +148,6 @@ def test_training(rank: int, world_size: int, way: str) -> None:
             wrapped = _wrap(model, way, **keywords)
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
             _check_trains_like(copies, wrapped, rank, 4)
-
-
-@each_way
-@on_ranks(ranks_of)
-def test_accumulation(rank: int, world_size: int, way: str) -> None:
-    model, keywords, ignored = _build(rank, "parameters")
-    model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
-    copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
-    for r, plain in enumerate(copies.models):
-        plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
-    wrapped = _wrap(model, way, **keywords)
-    optimizer = _sgd(wrapped)
-    for step in range(0, 6, 2):
-        with wrapped.no_sync():
-            _loss(wrapped, rank, world_size, step).backward()
-        _loss(wrapped, rank, world_size, step + 1).backward()
-        step_and_zero(optimizer)
-        copies.step([step, step + 1])
-    assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
 @each_way

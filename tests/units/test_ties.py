@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, naming
 from tests.models import Case, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
-from tests.ways import BASIC, WAYS, each_way
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -276,9 +276,8 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
             assert torch.equal(state[first], state[other]), f"{first} and {other} differ"
 
 
-@each_way
 @pytest.mark.uncoalesced  # which of two units owns what they share
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
     """Where a tied weight lies, that it lies there once, and that its names have one object."""
     for tie in TIES.values():
@@ -313,8 +312,7 @@ def _assert_tied(model: nn.Module, tie: Tie) -> None:
 # ---------------------------------------------------------------- training and state dicts
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_training_and_state_dicts(rank: int, world_size: int, way: str) -> None:
     for tie in every(1 if way == "full" else 6, TIES.values(), start=list(BASIC).index(way)):
         with naming(tie.name):
