@@ -118,20 +118,6 @@ def test_optimizers(rank: int, world_size: int, way: str) -> None:
                 torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
 
 
-@on_ranks(2)
-def test_made_before_wrapping(rank: int, world_size: int) -> None:
-    plain, model = CASE.model(), CASE.model()
-    expected, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
-    for one, its in ((plain, expected), (model, optimizer)):
-        train(one, its, range(2))
-    model = CASE.wrap(model)
-    with naming("state from before wrapping"):
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
-    train(plain, expected, range(2, 4))
-    train(model, optimizer, range(2, 4), CASE, rank, world_size)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
-
-
 # ---------------------------------------------------------------- groups and what else there is
 
 
@@ -203,25 +189,6 @@ def test_container_with_plain_parameters(rank: int, world_size: int) -> None:
     }
     for state in states[1:]:
         _assert_alike(state, states[0], 0.0)
-
-
-@on_ranks(2)
-def test_ignored_modules(rank: int, world_size: int) -> None:
-    """What is left plain passes through, with each rank's own values."""
-    case = CASES["mlp"]
-    bare = case.model()
-    model = ShardedWrapper(bare, ignored_modules=[bare.fc2])
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, range(2), case, rank, world_size)
-    saved = ShardedWrapper.optim_state_dict(model, optimizer)
-    own = optimizer.state[bare.fc2.weight]["exp_avg"]
-    assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
-    assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
-    again = OPTIMIZERS["adamw"](model.parameters())
-    ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
-    with pytest.raises(RuntimeError, match="SparseAdam cannot step sharded parameters"):
-        torch.optim.SparseAdam(list(model.parameters())).step()
 
 
 @on_ranks(2)

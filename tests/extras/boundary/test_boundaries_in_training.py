@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.checkpoint import (
     full_optim_state_dict,
     load,
@@ -131,24 +131,6 @@ def _own_gaps(handle: Any) -> list[tuple[int, int]]:
     first, last = handle.layout.shard_range(handle.topology.index)
     inside = [(max(a, first) - first, min(b, last) - first) for _, a, b in handle.layout.gaps]
     return [(a, b) for a, b in inside if a < b]
-
-
-@on_ranks(3)
-def test_values_from_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
-    """On the meta device, of rank 0 alone, and on disk."""
-    case = CASES["transformer"]
-    expected, losses = _train("transformer", rank, world_size)
-    for boundary in BOUNDARIES:
-        with naming(boundary):
-            with torch.device("meta" if rank else "cpu"):
-                module = case.model()
-            keywords = {"sync_module_states": True, "device_id": "cpu", "boundary": boundary}
-            _same(snapshot(case.wrap(module, **keywords)), case.model().state_dict())
-            disk = CPUOffload(offload_params=True, path=tmp_path)
-            keywords = {"cpu_offload": disk, "boundary": boundary}
-            model, actual = _train("transformer", rank, world_size, **keywords)
-            assert actual == losses
-            _same(snapshot(model), snapshot(expected))
 
 
 # ---------------------------------------------------------------- checkpoints
