@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
-from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from flatshard.wrap import CustomPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
@@ -127,30 +127,6 @@ def test_report(rank: int, world_size: int) -> None:
         "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
-
-
-@pytest.mark.uncoalesced  # names units one by one
-@on_ranks(2)
-def test_report_of_units_made_in_other_ways(rank: int, world_size: int) -> None:
-    keywords = {"collectives": "native"}
-    plain = Mlp()
-    plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
-    plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
-    assert table(plain.fc1)["(root)"][-1] == "root: the whole model"
-    found = table(ShardedWrapper(plain, **keywords))
-    assert found["fc1"][1:5] == ["40", "8 (20.0%)", "float32", "192 B"]
-    assert found["fc1"][5:] == ["SHARD_GRAD_OP", "2", "gloo", "by hand"]
-    assert found["fc2"][-5:] == ["0 B", "NO_SHARD", "1", "gloo", "by hand"]
-    policy = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(Mlp(), auto_wrap_policy=policy, **keywords)
-    reason = "policy ModuleWrapPolicy({Linear})"
-    assert table(model)["fc3"][-1] == reason
-    assert table(model)["(root)"][:4] == ["Mlp", "0", "0 (0.0%)", "none"]
-    assert table(model.fc3) == {
-        "unit": table(model)["unit"],
-        "fc3": table(model)["fc3"],
-        "total": ["1 unit", "15", "1 (6.7%)", "64 B"],
-    }
 
 
 # ---------------------------------------------------------------- the judgement
