@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -352,12 +351,6 @@ def test_a_policy_object_needs_no_base_class() -> None:
 
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert find_units(root, Second()) == [ChosenModule("1", root[1], {"limit_all_gathers": False})]
-
-
-def test_policies_can_be_pickled() -> None:
-    policy = pickle.loads(pickle.dumps(ModuleWrapPolicy({Block})))
-    assert repr(policy) == "ModuleWrapPolicy({Block})"
-    as_policy(pickle.loads(pickle.dumps(functools.partial(always_wrap_policy))))
 
 
 def test_size_policy_defaults_match_torch_and_can_be_changed(
