@@ -25,3 +25,14 @@ def test_the_same_memory_comes_back_once_it_is_unused() -> None:
     assert cache.take(10, torch.float32, CPU).data_ptr() != place  # a view is a use
     del view
     assert cache.take(10, torch.float32, CPU).data_ptr() == place
+
+
+def test_what_is_unused_is_given_back() -> None:
+    cache = BufferCache()
+    used = cache.take(10, torch.float32, CPU)
+    cache.give_back()
+    assert cache.take(10, torch.float32, CPU).data_ptr() != used.data_ptr()
+    del used
+    cache.take(5, torch.float32, CPU)
+    cache.give_back()
+    assert not cache._kept
