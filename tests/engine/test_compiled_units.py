@@ -207,13 +207,13 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
         "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         "coalesced": {"coalesce_bytes": 1 << 20},
-        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
         "tied": {},
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
         "reentrant": {},
         "not reentrant": {},
         "the whole model, before wrapping": {},
     }
-    for way, keywords in every(3, ways.items(), 1):
+    for way, keywords in every(4, ways.items(), 3):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             models = []
