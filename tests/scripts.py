@@ -110,37 +110,6 @@ def fork_script(
     return forked(_main, script, arguments, cwd, dict(environment), files)
 
 
-class Started:
-    """A script that runs, in the folder ``cwd``, until it ends or is killed."""
-
-    def __init__(self, script: Path, *arguments: str, cwd: Path) -> None:
-        self._files = [cwd / "out", cwd / "err"]
-        for path in self._files:
-            path.touch()
-        self._process = fork_script(os.environ, script, arguments, cwd, self._files)
-
-    def read(self) -> str:
-        """What it has printed."""
-        return self._files[0].read_text()
-
-    def ranks(self) -> list[int]:
-        """The ids of its child processes, in the order in which they were started."""
-        assert self._process.is_alive(), self._files[1].read_text()
-        pid = self._process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-    def finish(self, timeout: float) -> Finished:
-        """Wait for its end; leaves none of its processes behind."""
-        try:
-            self._process.join(timeout)
-            status = self._process.exitcode
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        assert status is not None, "it was still running"
-        return Finished(status, *(path.read_text() for path in self._files))
-
-
 def _status(processes: list[Any], deadline: float) -> int | None:
     """That of the first to fail, else 0; None when time is up."""
     running = {process.sentinel: process for process in processes}

@@ -1,10 +1,15 @@
 """`WAYS`: the named ways to wrap a model that tests are crossed with."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
+import torch
+
+from tests.harness import naming, on_ranks
 
 Keywords = dict[str, Any]
 
@@ -69,8 +74,27 @@ def select(*names: str) -> dict[str, Way]:
 BASIC = select("full", "grad_op", "no_shard")
 """What is told apart on any two ranks."""
 
-each_way = pytest.mark.parametrize("way", BASIC)
-"""Marks a test that takes the name of a basic way."""
+
+def on_ranks_each_way(world_size: int | None = None) -> Callable[..., Callable[..., None]]:
+    """`on_ranks` for a function with a parameter ``way``.
+
+    One launch takes all basic ways; a failure says which.
+    """
+
+    def decorate(script: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(script)
+        def all_ways(rank: int, world_size: int, **parameters: Any) -> None:
+            for way in BASIC:
+                torch.default_generator.manual_seed(0)
+                with naming(way):
+                    script(rank, world_size, way=way, **parameters)
+
+        given = [one for one in inspect.signature(script).parameters.values() if one.name != "way"]
+        all_ways.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        return on_ranks(world_size)(all_ways)
+
+    return decorate
+
 
 TOPOLOGIES = {
     name: way for name, way in WAYS.items() if name not in (*BASIC, "full-3", "no_shard-3")

@@ -156,7 +156,7 @@ def _stepped(model: nn.Module, seed: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-PAIRS = [(1, 2), (2, 2), (2, 1), (2, 3), (3, 4), (4, 2)]
+PAIRS = [(1, 2), (2, 3), (4, 2)]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)

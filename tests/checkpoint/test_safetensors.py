@@ -1,7 +1,6 @@
 """Safetensors files that all ranks write in place, and from which each reads its own ranges."""
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -321,14 +320,3 @@ def test_shards_on_disk(rank: int, world_size: int, tmp_path: Path) -> None:
         load_safetensors(model, tmp_path / "export")
     assert not events  # no tensor is sent
     _assert_identical(snapshot(model), expected)
-
-
-def test_says_how_fast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with allow_warnings():
-        model = ShardedWrapper(nn.Linear(999, 1000))
-    with caplog.at_level("INFO", "flatshard.checkpoint"):
-        save_safetensors(model, tmp_path)
-        load_safetensors(model, tmp_path)
-    said = [record.getMessage() for record in caplog.records]
-    for verb, line in zip(("saved", "loaded"), said, strict=True):
-        assert re.fullmatch(rf"{verb} {tmp_path}: 0.004 GB in .* s, .* GB/s", line), line

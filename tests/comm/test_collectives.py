@@ -21,7 +21,6 @@ from tests.harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.by_turns
 
-SOCKETS = TransportOptions(Collectives.SOCKETS)
 LAYERS = ("0", "1", "2")
 
 
@@ -39,10 +38,6 @@ def _step(model: ShardedWrapper) -> list[tuple[str, str]]:
     with collectives.record() as events:
         model(torch.ones(2, 8)).sum().backward()
     return [(event.kind, event.unit_fqn) for event in events]
-
-
-def _gathers(events: list[tuple[str, str]]) -> list[str]:
-    return [label for kind, label in events if kind == "gather"]
 
 
 EXPECTED = {

@@ -120,7 +120,7 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+@on_ranks(2, timeout=120.0, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
 def test_one_graph_each(rank: int, world_size: int) -> None:
     """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
@@ -146,10 +146,11 @@ def test_one_graph_each(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+@on_ranks(2, timeout=120.0, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
 def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
     """Dynamo traces neither units nor hooks of saved tensors."""
+    torch.compiler.reset()
     plain = _wrap(_model())
     _train(plain, rank, 4)
     model = _wrap(_model())
@@ -178,7 +179,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
 
 
 @pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+@on_ranks(2, timeout=120.0, preload=PRELOAD)
 def test_compiled_steps(rank: int, world_size: int) -> None:
     """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     models = []
@@ -200,24 +201,29 @@ def test_compiled_steps(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+@on_ranks(2, timeout=120.0, preload=PRELOAD)
 def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
         "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         "coalesced": {"coalesce_bytes": 1 << 20},
-        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
         "tied": {},
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
         "reentrant": {},
         "not reentrant": {},
+        "the whole model, before wrapping": {},
     }
-    for way, keywords in every(3, ways.items(), 1):
+    for way, keywords in every(4, ways.items(), 3):
         with naming(way), allow_warnings():
             torch.compiler.reset()
             models = []
             for is_compiled in (False, True):
                 model = _model(Tied if way == "tied" else Network)
-                model = _wrap(_in_place(model) if is_compiled else model, **keywords)
+                if is_compiled and way.startswith("the whole"):
+                    model.compile(backend="aot_eager")
+                elif is_compiled:
+                    _in_place(model)
+                model = _wrap(model, **keywords)
                 if way.endswith("reentrant"):
                     impl = CheckpointImpl[way.upper().replace("NOT ", "NO_")]
                     apply_activation_checkpointing(
@@ -231,7 +237,7 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, fresh=True, preload=PRELOAD)
+@on_ranks(2, timeout=120.0, preload=PRELOAD)
 @allow_warnings()  # Dynamo's own
 def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> None:
     for compiled in every(2, (_in_place, _replaced)):

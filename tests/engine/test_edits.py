@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every, usual_and_every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
-from tests.ways import BASIC, each_way
+from tests.ways import BASIC, on_ranks_each_way
 
 SHARDED = set(BASIC) - {"no_shard"}
 
@@ -282,22 +281,7 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
                     attempt()
 
 
-@on_ranks(2)
-def test_construction_leaves_no_graph(rank: int, world_size: int) -> None:
-    """The shard was copied from the originals under autograd, whose graph kept these alive."""
-    for way in BASIC:
-        sharded, _ = pair(rank, world_size, way)
-        for handle in _handles(sharded):
-            assert handle.flat_param.grad_fn is None
-            assert handle.buffer.grad_fn is None
-
-
-def _handles(run: Run) -> list[FlatParamHandle]:
-    return [handle for unit in run.model._sharded_unit.context.units for handle in unit.handles]
-
-
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
     """to("meta") threw the weights away and left a model that crashed later."""
     run, _ = pair(rank, world_size, way)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, collectives
-from flatshard.engine.handle import FlatParamHandle
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case
 from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
 from tests.side import pair
-from tests.ways import WAYS, each_way, ranks_of
+from tests.ways import WAYS, on_ranks_each_way, ranks_of
 
 Checkpoint = Callable[..., Tensor]
 
@@ -181,32 +180,6 @@ def test_gathers_and_hooks(rank: int, world_size: int) -> None:
         assert not x._backward_hooks
 
 
-# Not the native ones: a thread of theirs has views for a moment.
-@pytest.mark.parametrize("collectives", ["auto", "sockets"])
-@pytest.mark.uncoalesced
-@on_ranks(2)
-def test_nobody_holds_views_of_trained_units(rank: int, world_size: int, collectives: str) -> None:
-    """What waits until views are gone costs no memory where all parameters are trained."""
-    found: list[bool] = []
-    reshard = FlatParamHandle.reshard
-
-    def look(handle: FlatParamHandle, **keywords: bool) -> None:
-        reshard(handle, **keywords)
-        found.append(handle.is_free_deferred)
-
-    for (kind, run), width in itertools.product(KINDS.items(), (12, 128)):
-        model = Adapted(run, width, "not").requires_grad_()
-        model = ShardedWrapper(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), collectives=collectives
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FlatParamHandle, "reshard", look)
-            model(torch.ones(2, 7)).sum().backward()
-        assert len(found) >= 3
-        assert not any(found), (kind, width)
-        found.clear()
-
-
 # ---------------------------------------------------------------- views that code outside keeps
 
 
@@ -346,8 +319,7 @@ class _NoStep:
         pass
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> None:
     """Parameters frozen during a later forward, and thawed in time, got no gradients."""
     sharded, plain = pair(rank, world_size, way)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.module import run as model_run
+from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
 from tests.models import CASES
@@ -158,22 +157,6 @@ def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
         model(case.batch(rank, 2)[0]).sum().backward()
         if rank == 0:
             copy.deepcopy(model)
-
-
-@on_ranks(2)
-def test_steps_register_nothing(rank: int, world_size: int) -> None:
-    """Else every step would look at all modules."""
-    for keywords in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}):
-        case = CASES["transformer"]
-        model = case.wrap(case.model(), **keywords)
-        optimizer = torch.optim.AdamW(model.parameters())
-        counts = set()
-        for step in range(3):
-            loss = model(case.batch(step, 2)[0]).float().square().mean()
-            loss.backward()
-            step_and_zero(optimizer)
-            counts.add(model_run._num_registered)
-        assert len(counts) == 1, counts
 
 
 class _Adapted(_Renormed):

@@ -2,11 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
-from flatshard.engine.gradients import Gradients
-from flatshard.tensor.sharded_tensor import local_range
-from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import Case, loss_of, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
-    assert_same_gradients,
     assert_same_state,
     local_loss,
     snapshot,
@@ -96,17 +89,6 @@ DTYPE = torch.float32
 
 def _zoo() -> nn.Module:
     return ZOO.model(DTYPE)
-
-
-def test_the_zoo_has_what_it_should() -> None:
-    model = _zoo()
-    assert model.conv.weight.stride() == (12, 1, 6, 3)
-    assert model.point.weight.stride() == (4, 1, 4, 4) != torch.empty(4, 4, 1, 1).stride()
-    assert model.volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
-    assert not model.gaps.is_contiguous()
-    permuted = [p for p in model.parameters() if not torch.empty_like(p).is_contiguous()]
-    assert len(permuted) >= 5
-    assert len({(p.dtype, p.requires_grad) for p in model.parameters()}) == 5
 
 
 def _wrap(model: nn.Module, strategy: str, **keywords: Any) -> Any:
@@ -237,32 +219,6 @@ def test_summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
         assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
 
 
-def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    assert_same_gradients(model, plain, rtol=1e-5, atol=TOLERANCE)
-    assert all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_gradients(rank: int, world_size: int) -> None:
-    """Those shown under ``no_sync``, and those that were reduced."""
-    for strategy in STRATEGIES:
-        with naming(strategy):
-            _check_gradients(world_size, strategy)
-
-
-def _check_gradients(world_size: int, strategy: str) -> None:
-    plain, model = _fresh(strategy)
-    # All ranks compute the first rank's rows, so that each has the whole gradient of the average.
-    with model.no_sync():
-        local_loss(model, ZOO, 0, 0, world_size, DTYPE).backward()
-    local_loss(plain, ZOO, 0, 0, world_size, DTYPE).backward()
-    _assert_same_gradients(model, plain)
-    for one in (model, plain):
-        local_loss(one, ZOO, 1, 0, world_size, DTYPE).backward()
-    _assert_same_gradients(model, plain)
-
-
 def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
     model: nn.Module = _zoo()
     optimizer = OPTIMIZERS["sgd"](trainable(model))
@@ -328,72 +284,6 @@ def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------- frozen and trainable
-
-
-class Adapted(nn.Module):
-    """A frozen layer with trainable low-rank factors beside it: 1 % of its weights."""
-
-    WIDTH = 200
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(self.WIDTH, self.WIDTH, bias=False).requires_grad_(False)
-        self.down = nn.Linear(self.WIDTH, 1, bias=False)
-        self.up = nn.Linear(1, self.WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-@dataclass
-class _Allocated:
-    """Bytes of flat gradient buffers, and how many there were."""
-
-    total: int = 0
-    count: int = 0
-
-
-@contextmanager
-def _counted_gradient_buffers() -> Iterator[_Allocated]:
-    counted = _Allocated()
-    take = Gradients.take
-
-    def count(self: Gradients) -> Tensor:
-        buffer = take(self)
-        counted.total += buffer.untyped_storage().nbytes()
-        counted.count += 1
-        return buffer
-
-    with mock.patch.object(Gradients, "take", count):
-        yield counted
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_gradient_memory_is_that_of_what_is_trained(rank: int, world_size: int) -> None:
-    for strategy in STRATEGIES:
-        with naming(strategy):
-            _check_gradient_memory(world_size, strategy)
-
-
-def _check_gradient_memory(world_size: int, strategy: str) -> None:
-    torch.manual_seed(0)
-    model = _wrap(Adapted(), strategy)
-    with _counted_gradient_buffers() as allocated:
-        model(torch.randn(4, Adapted.WIDTH)).sum().backward()
-    size = 4
-    trained = 2 * Adapted.WIDTH * size
-    assert trained == 0.01 * Adapted.WIDTH**2 * size
-    # Both factors and the end of the buffer are aligned, on every rank.
-    padding = (2 + world_size) * ALIGNMENT_BYTES
-    assert allocated.count == 1
-    assert trained <= allocated.total <= trained + padding
-    held = 0
-    for param in model.parameters():
-        if param.grad is not None:
-            held += local_range(param.grad).numel() * size
-    share = 1 if strategy == "NO_SHARD" else world_size
-    assert held <= trained / share + padding
 
 
 class Switched(nn.Module):

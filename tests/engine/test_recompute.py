@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, collectives
 from flatshard.wrap import ModuleWrapPolicy
@@ -33,12 +33,11 @@ from tests.oracle import (
     assert_same,
     assert_same_state,
     local_loss,
-    snapshot,
     step_and_zero,
     train_rank_by_rank,
 )
-from tests.side import Run, pair
-from tests.ways import BASIC, WAYS, each_way
+from tests.side import pair
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 Checkpoint = Callable[..., Tensor]
 
@@ -102,22 +101,6 @@ class Layers(nn.Module):
         return x
 
 
-class Segments(nn.Module):
-    """Four units that ``checkpoint_sequential`` runs in two segments."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.stem = nn.Linear(7, 7)
-        self.layers = nn.Sequential(*[Layer(None) for _ in range(4)])
-        self.head = nn.Linear(7, 3)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = checkpoint_sequential(self.layers, 2, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
-
-
 KINDS: dict[str, Checkpoint] = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "saved": functools.partial(checkpoint, use_reentrant=False),
@@ -135,7 +118,6 @@ def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
         "around two": lambda: Layers(outer=run, together=2),
         "inside and around": lambda: Layers(inner=run, outer=run),
         "three deep": lambda: Layers(inner=run, outer=run, together=2, whole=run),
-        "segments": lambda: Segments(use_reentrant=kind == "reentrant"),
     }
 
 
@@ -203,10 +185,9 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 # ---------------------------------------------------------------- around the wrapper itself
 
 
-@each_way
 @both_kinds
 @pytest.mark.uncoalesced
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
     case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=4)
@@ -293,9 +274,8 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
     return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@each_way
 @pytest.mark.uncoalesced
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
@@ -323,67 +303,6 @@ def _check_wrappers(
 
 
 # ---------------------------------------------------------------- with other idioms
-
-
-@pytest.mark.parametrize("way", BASIC)
-@both_kinds
-@on_ranks(2)
-def test_scripts(rank: int, world_size: int, kind: str, way: str) -> None:
-    scripts = (_accumulate, _two_forwards, _evaluate_between, _fail_in_recomputation)
-    for script in every(_nth(way), scripts, start=list(BASIC).index(way)):
-        with naming(script.__name__), _no_input_gradients():
-            build = functools.partial(Layers, inner=KINDS[kind], outer=KINDS[kind])
-            case = Case("layers", build, vectors, (Layer,))
-            plain = Run(case.model().eval(), case, rank, world_size)
-            sharded = Run(_wrap(case, way).eval(), case, rank, world_size)
-            for run in (plain, sharded):
-                script(run)
-                run.train(5, 7)
-            assert_same_state(sharded.model.state_dict(), snapshot(plain.model), 0.0, 1e-12)
-
-
-def _accumulate(run: Run) -> None:
-    for first in (0, 2):
-        with run.no_sync():
-            run.loss(first).backward()
-        run.loss(first + 1).backward()
-        run.step()
-
-
-def _two_forwards(run: Run) -> None:
-    for step in range(2):
-        (run.loss(step) + 2 * run.loss(50 + step)).backward()
-        run.step()
-
-
-def _evaluate_between(run: Run) -> None:
-    for step in range(2):
-        loss = run.loss(step)
-        with torch.no_grad():
-            run.evaluate()
-        loss.backward()
-        with torch.inference_mode():
-            run.evaluate()
-        run.step()
-
-
-def _fail_in_recomputation(run: Run) -> None:
-    run.train()
-    loss = run.loss(20)
-    with _failing(run.submodule("layers")[1]), pytest.raises(ArithmeticError, match="planned"):
-        loss.backward()
-    run.optimizer.zero_grad()
-    run.train(2, 4)
-
-
-@contextlib.contextmanager
-def _failing(layer: nn.Module) -> Iterator[None]:
-    def fail(*_: object) -> None:
-        raise ArithmeticError("planned")
-
-    handle = layer.up.register_forward_hook(fail)
-    yield
-    handle.remove()
 
 
 class _Box:
@@ -425,8 +344,7 @@ class _Boxes(nn.Module):
         return self.head(x + self.second(x).hidden)
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int, way: str) -> None:
     """The tensors in the object are found, so the unit is gathered for the recomputation."""
     for kind in (_Box, _Record):
@@ -436,49 +354,3 @@ def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int,
             run.train(0, 3)
         with naming(kind):
             assert_same(sharded.model, plain.model, 1e-12)
-
-
-class _Child(nn.Linear):
-    """A unit."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
-
-
-class _Reader(nn.Module):
-    """A unit that sums the weight of its child (a unit too) and calls the child, twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = _Child(7, 7), nn.LayerNorm(7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.norm(self.layer(x + self.layer.weight.sum().tanh()))
-        return x
-
-
-class _Readers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.reader, self.head = nn.Linear(7, 7), _Reader(), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.reader, self.first(x), use_reentrant=False))
-
-
-@each_way
-@pytest.mark.uncoalesced
-@on_ranks(2)
-def test_checkpointed_unit_that_sums_a_childs_weight(rank: int, world_size: int, way: str) -> None:
-    """A sum over ranks saved a tensor for backward, the sum of an unsharded weight saves none.
-
-    The child is resharded after its first pass in forward, and not in the recomputed forward, so
-    the checkpoint counted one saved tensor fewer.
-    """
-    case = Case("readers", _Readers, vectors, (_Reader, _Child))
-    sharded, plain = pair(rank, world_size, way, case)
-    with allow_warnings():  # the sum is taken outside the child's forward
-        for run in (sharded, plain):
-            run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)

@@ -6,16 +6,14 @@ import weakref
 import pytest
 
 from flatshard import ShardedWrapper
-from tests.harness import on_ranks
 from tests.idioms.side import ROWS, Side
 from tests.idioms.together import Headed, Net
-from tests.ways import each_way
+from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, way: str) -> None:
     side = Side(f"flatshard {way}")
     two = "is trained, and is also in another .* .around a Headed."
@@ -50,8 +48,7 @@ def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, wa
     side.loss(side.wrap_whole(Headed(encoder)), 0).backward()
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_an_unwrapped_module_in_two_wrappers(rank: int, world_size: int, way: str) -> None:
     side, encoder = Side(f"flatshard {way}"), Net()
     first = side.wrap(Headed(encoder), Net)

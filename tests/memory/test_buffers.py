@@ -27,14 +27,6 @@ def test_the_same_memory_comes_back_once_it_is_unused() -> None:
     assert cache.take(10, torch.float32, CPU).data_ptr() == place
 
 
-def test_other_kinds_are_other_memory() -> None:
-    cache = BufferCache()
-    cache.take(10, torch.float32, CPU)
-    for numel, dtype in ((11, torch.float32), (10, torch.int32)):
-        taken = cache.take(numel, dtype, CPU)
-        assert (taken.numel(), taken.dtype) == (numel, dtype)
-
-
 def test_what_is_unused_is_given_back() -> None:
     cache = BufferCache()
     used = cache.take(10, torch.float32, CPU)
@@ -44,12 +36,3 @@ def test_what_is_unused_is_given_back() -> None:
     cache.take(5, torch.float32, CPU)
     cache.give_back()
     assert not cache._kept
-
-
-def test_what_the_allocator_keeps_is_not_kept_twice() -> None:
-    for cache, is_kept in (
-        (BufferCache(), False),
-        (BufferCache(new=lambda numel, dtype: torch.zeros(numel, dtype=dtype)), True),
-    ):
-        cache.take(4, torch.uint8, CPU)
-        assert (cache._kept is not None) is is_kept

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, ShardedWrapper, declare_elementwise, sharded_modules
+from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.optimizer import adapter
 from tests.harness import naming, on_ranks
 from tests.models import CASES
@@ -104,50 +104,6 @@ def test_fused_where_it_is_left_open(rank: int, world_size: int) -> None:
 
 def _num_params(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-class _Watching(torch.optim.Optimizer):
-    """Plain gradient descent that remembers what it saw."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.lengths: list[int] = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.lengths = [param.numel() for param in params]
-        for param in params:
-            param.sub_(param.grad, alpha=0.1)
-
-
-@pytest.mark.uncoalesced  # one parameter for each layer
-@on_ranks(2)
-def test_the_optimizer_sees_a_parameter_per_shard(rank: int, world_size: int) -> None:
-    declare_elementwise(_Watching)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    optimizer = _Watching(trainable(model))
-    train_steps(model, optimizer, case, rank, world_size, steps=1)
-    handles = [h for one in sharded_modules(model) for h in one._sharded_unit.handles]
-    assert len(optimizer.lengths) == len(handles) < _num_params(optimizer)
-    assert sum(optimizer.lengths) >= sum(param.local.numel() for param in trainable(model))
-
-
-@on_ranks(3)
-def test_state_stays_where_it_is(rank: int, world_size: int) -> None:
-    """Also where the first of neighbours lies on another rank."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    assert rank == 0 or any(p.local.numel() == 0 for p in model.parameters()), "no such case"
-    optimizer = KINDS["adamw"](trainable(model))
-    places = []
-    for _ in range(3):
-        train_steps(model, optimizer, case, rank, world_size, steps=1)
-        states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-        places.append([one.local.untyped_storage().data_ptr() for one in states])
-    assert places[1] == places[0]
-    assert places[2] == places[0]
 
 
 @on_ranks(3)

@@ -20,7 +20,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
-from tests.ways import BASIC, WAYS, each_way
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -146,8 +146,7 @@ def test_method(rank: int, world_size: int, way: str) -> None:
             pair.assert_same_gradients()
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_torch_functions(rank: int, world_size: int, way: str) -> None:
     pair = Pair(rank, world_size, way)
     for foreach in (True, False, None):
@@ -174,70 +173,11 @@ def test_torch_functions(rank: int, world_size: int, way: str) -> None:
             pair.assert_same_gradients()
 
 
-@each_way
-@on_ranks(2)
-def test_inner_unit(rank: int, world_size: int, way: str) -> None:
-    """Only the gradients below it are measured and scaled."""
-    pair = Pair(rank, world_size, way)
-    pair.backward()
-    expected = nn.utils.clip_grad_norm_(pair.plain.mixed.parameters(), 1.0)
-    _assert_close(pair.wrapped.module.mixed.clip_grad_norm_(1.0), expected)
-    pair.assert_same_gradients()
-
-
-@each_way
-@on_ranks(2)
-def test_no_gradients(rank: int, world_size: int, way: str) -> None:
-    pair = Pair(rank, world_size, way)
-    with collectives.record() as events:
-        total = pair.wrapped.clip_grad_norm_(1.0)
-    assert not events
-    _assert_close(total, nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0))
-    assert total.item() == 0
-
-
-@on_ranks(2)
-def test_strategies_mixed(rank: int, world_size: int) -> None:
-    plain, model = Parts(), Parts()
-    for name, strategy in (("mixed", "NO_SHARD"), ("low", "SHARD_GRAD_OP")):
-        inner = ShardedWrapper(model.get_submodule(name), sharding_strategy=strategy)
-        model.register_module(name, inner)
-    wrapped = ShardedWrapper(model)
-    for each in (plain, wrapped):
-        each(torch.ones(2, dtype=torch.float64)).mean().backward()
-    with collectives.record() as events:
-        total = wrapped.clip_grad_norm_(1.0)
-    assert len(events) == 1
-    _assert_close(total, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-
-
-@on_ranks(4)
-def test_groups_mixed(rank: int, world_size: int) -> None:
-    """One reduction for each process group, whatever the dtypes."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    comms = [communicator(group) for group in (dist.group.WORLD, pairs[rank // 2])]
-    wholes, parts = [], []
-    for position in range(6):
-        comm = comms[position % 2]
-        whole = torch.arange(1.0, 9.0).to((torch.float32, torch.float64)[position // 3])
-        numel = 8 // comm.size
-        start = numel * comm.rank
-        spec = _spec("p", whole, start, numel, comm)
-        wholes.append(whole)
-        parts.append(FlatShardTensor(whole[start : start + numel].clone(), spec))
-    with collectives.record() as events:
-        found = reduction_ops.norms(parts, 2.0)
-    assert len(events) == 2
-    for norm, whole in zip(found, wholes, strict=True):
-        _assert_close(norm, whole.norm())
-
-
 # ---------------------------------------------------------------- not finite
 
 
-@each_way
 @pytest.mark.parametrize("value", [math.nan, INF])
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
     pair = Pair(rank, world_size, way)
     pair.set_slope(value)
@@ -264,8 +204,7 @@ def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
 # ---------------------------------------------------------------- not reduced
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_not_reduced(rank: int, world_size: int, way: str) -> None:
     model = ShardedWrapper(
         Parts(), auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
-from tests.harness import run_ranks
+from tests.harness import naming, run_ranks
 from tests.models import CASES
 from tests.oracle import (
     OPTIMIZERS,
@@ -23,8 +24,6 @@ from tests.oracle import (
     train_steps,
     trainable,
 )
-
-pytestmark = pytest.mark.by_turns
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
@@ -79,72 +78,91 @@ def _configs() -> Iterator[Config]:
         yield Config("mlp", 3, strategy, dtype=torch.float32)
 
 
-def _train_sharded(rank: int, world_size: int, config: Config) -> Trained:
-    case = CASES[config.case]
-    keywords = {}
-    if config.min_unit_numel is not None:
-        keywords["auto_wrap_policy"] = functools.partial(
-            size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
-        )
-    model = case.wrap(
-        case.model(config.dtype), sharding_strategy=ShardingStrategy[config.strategy], **keywords
-    )
-    optimizer = OPTIMIZERS[config.optimizer](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)
-    return Trained(snapshot(model), losses)
+def _train_each(rank: int, world_size: int, configs: list[Config]) -> list[Trained]:
+    """Train each way; every other model has one unit a layer."""
+    results = []
+    for number, config in enumerate(configs):
+        case = CASES[config.case]
+        keywords: dict[str, Any] = {"coalesce_bytes": 0} if number % 2 else {}
+        if config.min_unit_numel is not None:
+            keywords["auto_wrap_policy"] = functools.partial(
+                size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
+            )
+        with naming(config):
+            model = case.wrap(
+                case.model(config.dtype), sharding_strategy=config.strategy, **keywords
+            )
+            optimizer = OPTIMIZERS[config.optimizer](trainable(model))
+            losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)
+            results.append(Trained(snapshot(model), losses))
+    return results
 
 
-@pytest.mark.parametrize("config", dict.fromkeys(_configs()), ids=str)
-def test_same_as_one_process(config: Config) -> None:
-    case = CASES[config.case]
-    expected = train(case, config.world_size, config.optimizer, dtype=config.dtype)
-    results = run_ranks(_train_sharded, config.world_size, config)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_same_as_one_process(world_size: int) -> None:
+    configs = [one for one in dict.fromkeys(_configs()) if one.world_size == world_size]
+    found = run_ranks(_train_each, world_size, configs, timeout=200)
+    for config, *results in zip(configs, *found, strict=True):
+        case = CASES[config.case]
+        expected = train(case, world_size, config.optimizer, dtype=config.dtype)
+        tolerance = TOLERANCE[config.optimizer] if config.dtype == torch.float64 else 1e-6
+        with naming(config):
+            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=tolerance)
+            losses = pytest.approx(expected.losses, rel=1e-6, abs=tolerance)
+            assert _mean_losses(results) == losses
+            # Buffers are each rank's own after a forward, as under DDP; parameters everybody's.
+            names = [name for name, _ in case.model().named_parameters(remove_duplicate=False)]
+            for result in results[1:]:
+                for name in names:
+                    assert torch.equal(result.state[name], results[0].state[name]), name
 
-    tolerance = TOLERANCE[config.optimizer] if config.dtype == torch.float64 else 1e-6
-    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=tolerance)
-    assert _mean_losses(results) == pytest.approx(expected.losses, rel=1e-6, abs=tolerance)
-    # Buffers are each rank's own after a forward, as under DDP; parameters are everybody's.
-    names = [name for name, _ in case.model().named_parameters(remove_duplicate=False)]
-    for result in results[1:]:
-        for name in names:
-            assert torch.equal(result.state[name], results[0].state[name]), name
 
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "strategy", "dtype"),
-    diagonal(
-        4,
-        ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
-        [1, 2],
-        STRATEGIES,
-        [torch.float64, torch.float32],
-    ),
+BITWISE = diagonal(
+    4,
+    ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
+    [1, 2],
+    STRATEGIES,
+    [torch.float64, torch.float32],
 )
-def test_bitwise(name: str, world_size: int, strategy: str, dtype: torch.dtype) -> None:
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bitwise(world_size: int) -> None:
     """The average of two gradients is exact but for one rounding, whatever the order."""
-    config = Config(name, world_size, strategy, dtype=dtype)
-    expected = train_rank_by_rank(CASES[name], world_size, dtype=dtype)
-    results = run_ranks(_train_sharded, world_size, config)
+    configs = [
+        Config(name, size, strategy, dtype=dtype)
+        for name, size, strategy, dtype in BITWISE
+        if size == world_size
+    ]
+    found = run_ranks(_train_each, world_size, configs, timeout=200)
+    for config, *results in zip(configs, *found, strict=True):
+        with naming(config):
+            _assert_bitwise(config.case, results, config.dtype)
 
+
+def _assert_bitwise(name: str, results: list[Trained], dtype: torch.dtype = torch.float64) -> None:
+    expected = train_rank_by_rank(CASES[name], len(results), dtype=dtype)
     assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
     assert _mean_losses(results) == expected.losses
 
 
-def _train_ddp(rank: int, world_size: int, name: str) -> Trained:
-    case = CASES[name]
-    model = DistributedDataParallel(case.model())
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size)
-    return Trained(snapshot(model.module), losses)
+LIKE_DDP = ("mlp", "tied-in-unit", "batch-norm", "dropout", "frozen")
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied-in-unit", "batch-norm", "dropout", "frozen"])
-def test_oracle_is_what_ddp_does(name: str) -> None:
-    expected = train_rank_by_rank(CASES[name], 2)
-    results = run_ranks(_train_ddp, 2, name)
+def _train_ddp(rank: int, world_size: int) -> list[Trained]:
+    results = []
+    for name in LIKE_DDP:
+        model = DistributedDataParallel(CASES[name].model())
+        optimizer = OPTIMIZERS["sgd"](trainable(model))
+        losses = train_steps(model, optimizer, CASES[name], rank, world_size)
+        results.append(Trained(snapshot(model.module), losses))
+    return results
 
-    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
-    assert _mean_losses(results) == expected.losses
+
+def test_oracle_is_what_ddp_does() -> None:
+    for name, *results in zip(LIKE_DDP, *run_ranks(_train_ddp, 2), strict=True):
+        with naming(name):
+            _assert_bitwise(name, results)
 
 
 def _mean_losses(results: list[Trained]) -> list[float]:

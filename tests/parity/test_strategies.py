@@ -1,7 +1,7 @@
 """Every strategy, topology and way to accumulate trains as one process does."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,39 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded_modules
-from flatshard.collectives import record
+from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import CustomPolicy
-from tests.combinations import diagonal, every
+from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run, assert_same_model
-from tests.ways import TOPOLOGIES, WAYS, Keywords, ranks_of
+from tests.ways import TOPOLOGIES, WAYS, Keywords
 
 # Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
 IN_SHORT = ["hybrid-zero2", "native-hybrid"]
 
 
 IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        *diagonal(
-            2,
-            ["hybrid", "hybrid-op", "regather"],
-            ["transformer", "tied-across-units", "odd-shapes", "unused"],
-        ),
-        *((way, "twice") for way in IN_SHORT),
-    ],
-)
-@on_ranks(ranks_of)
-def test_models(rank: int, world_size: int, name: str, way: str) -> None:
-    WAYS[way].set_nodes()
-    keywords = WAYS[way].keywords
-    _train_and_compare(rank, world_size, name, lambda case: case.wrap(case.model(), **keywords))
 
 
 def _train_and_compare(
@@ -108,22 +89,6 @@ def test_groups(rank: int, world_size: int, groups: str) -> None:
         assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
 
 
-@on_ranks(3)
-def test_pair_within_part_of_the_world(rank: int, world_size: int) -> None:
-    alone = [dist.new_group([one]) for one in range(3)]
-    both = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), process_group=(both, alone[rank]))
-    assert model._sharded_unit.topology.world.ranks == (0, 2)
-    sharded = Run(model, case, rank // 2, 2)
-    plain = Run(case.model(), case, rank // 2, 2)
-    for run in (sharded, plain):
-        run.train(0, 3)
-    assert_same_model(sharded, plain)
-
-
 # ---------------------------------------------------------------- a strategy for each unit
 
 
@@ -162,67 +127,6 @@ def test_units_of_different_strategies(rank: int, world_size: int) -> None:
         expected = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
         actual = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0.0)
-
-
-# ---------------------------------------------------------------- what is kept when
-
-
-def _gathers(action: Callable[[], Any]) -> int:
-    with record() as events:
-        action()
-    return sum(event.kind == "gather" for event in events)
-
-
-@pytest.mark.uncoalesced
-@on_ranks(2)
-def test_shard_op_gathers_once_per_step(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    run = Run(case.wrap(case.model(), sharding_strategy="SHARD_OP"), case, rank, world_size)
-    assert _gathers(lambda: run.loss(0).backward()) == 3
-    assert _gathers(lambda: run.loss(1).backward()) == 0
-    assert _gathers(lambda: run.model.state_dict()) == 0
-    run.step()
-    assert _gathers(lambda: run.loss(2).backward()) == 3
-    # Evaluation gives the memory back.
-    with torch.no_grad():
-        assert _gathers(run.evaluate) == 0
-    assert all(h.buffer.untyped_storage().size() == 0 for h in _handles(run.model))
-
-
-def _handles(model: nn.Module) -> Iterator[Any]:
-    for wrapper in sharded_modules(model):
-        yield from wrapper._sharded_unit.handles
-
-
-@on_ranks(4)
-def test_backward_gathers_within_the_secondary_group(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    run = Run(case.wrap(case.model(), reshard_after_forward=2), case, rank, world_size)
-    run.train(0, 2)
-    loss = run.loss(2)
-    handles = list(_handles(run.model))
-    freed = [h for h in handles if h.buffer.untyped_storage().size() == 0]
-    assert len(freed) == len(handles)  # mlp has no parameters of the root's own
-    for handle in handles:
-        assert handle.gather.secondary.nbytes == handle.layout.padded_numel // 2 * 8
-    loss.backward()
-    assert all(handle.gather.secondary.nbytes == 0 for handle in handles)
-
-
-@pytest.mark.uncoalesced
-@on_ranks(4)
-def test_nodes_exchange_parameters_once_per_step(rank: int, world_size: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD_OP")
-    run = Run(model, case, rank, world_size)
-    run.train(0, 2)
-    assert _gathers(lambda: run.loss(2).backward()) == 3 + 6
-    assert _gathers(lambda: run.loss(3).backward()) == 6
-    run.step()
-    assert _gathers(lambda: run.loss(4).backward()) == 3 + 6
-    for handle in _handles(model):
-        assert handle.flat_param.numel() == handle.layout.padded_numel // 4
 
 
 # ---------------------------------------------------------------- accumulation
@@ -275,33 +179,6 @@ def _accumulate(run: Run, accumulation: Keywords) -> None:
     run.optimizer.zero_grad()
     run.loss(7).backward()
     run.step()
-
-
-@pytest.mark.uncoalesced
-@on_ranks(4)
-def test_accumulation_reduces_what_it_says(rank: int, world_size: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    case = CASES["mlp"]
-    sizes = [7 * 5 + 5, 5 * 4 + 4, 4 * 3 + 3]
-
-    def reduced(run: Run, **accumulation: Any) -> list[str]:
-        with record() as events, run.model.no_sync(**accumulation):
-            run.loss(0).backward()
-        return [e.kind for e in events if e.kind in ("reduce", "all_reduce")]
-
-    full = Run(case.wrap(case.model()), case, rank, world_size)
-    full.train(0, 2)
-    assert reduced(full) == []
-    assert reduced(full, max_bytes=0) == ["reduce"] * 3
-    assert reduced(full, max_bytes=8 * (sizes[2] + 16)) == ["reduce"] * 2
-    full.loss(1).backward()
-    hybrid = Run(case.wrap(case.model(), sharding_strategy="HYBRID_SHARD"), case, rank, world_size)
-    hybrid.train(0, 2)
-    assert reduced(hybrid, replicas_only=True) == ["reduce"] * 3
-    with record() as events:
-        hybrid.loss(1).backward()
-    kinds = [e.kind for e in events if e.kind in ("reduce", "all_reduce")]
-    assert sorted(kinds) == ["all_reduce"] * 3 + ["reduce"] * 3
 
 
 @on_ranks(4)

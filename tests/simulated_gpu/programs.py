@@ -132,23 +132,6 @@ def are_slow(rank: int, *seconds: str) -> dict[str, Any]:
     return {"error": "", "seconds": 0.0}
 
 
-def wait_in_different_places(rank: int, seconds: str) -> dict[str, Any]:
-    """The last rank is late. Meanwhile rank 0 waits on the GPU, and rank 1 at the end of backward.
-
-    The ranks in between have begun different numbers of collectives, but none waits for another.
-    """
-    program = divergence.Program(rank, GPU)
-    program.step()
-    if rank == dist.get_world_size() - 1:
-        time.sleep(float(seconds))
-    loss = program.model(program.batch).square().sum()
-    if rank == 0:
-        loss.item()
-    loss.backward()
-    torch.cuda.synchronize()
-    return {"error": "", "seconds": 0.0}
-
-
 def save_slowly(rank: int, folder: str, seconds: str) -> dict[str, Any]:
     """Rank 0 writes a checkpoint for so long; the others wait, and go on with the next step."""
     program = divergence.Program(rank, GPU)

@@ -4,16 +4,10 @@ from dataclasses import asdict, dataclass
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.utils import _pytree as pytree
 
 from flatshard import ShardedWrapper
-from tests.harness import on_ranks, run_ranks
+from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, own_parts
 from tests.state.everything import StateDict, loss_of_rows, train
@@ -74,24 +68,3 @@ def _other_layout(rank: int, world_size: int, states: list[StateDict]) -> None:
     loss_of_rows(plain, case, 0, 0, 1).backward()
     with pytest.raises(RuntimeError, match=r"rank 0 of 2.*not sharded"):
         other.step()
-
-
-@on_ranks(2)
-def test_torchs_functions_for_checkpoints(rank: int, world_size: int) -> None:
-    """They give what is sharded, or full, and load the state of an unwrapped model."""
-    case, full = CASES["mlp"], StateDictOptions(full_state_dict=True)
-    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
-        plain, model = case.model(), case.wrap(case.model(), **keywords)
-        theirs = OPTIMIZERS["adamw"](plain.parameters())
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        train(model, optimizer, range(2), case, rank, world_size)
-        mine = get_optimizer_state_dict(model, optimizer, options=full)
-        expected = ShardedWrapper.optim_state_dict(model, optimizer)
-        torch.testing.assert_close(mine["state"], expected["state"])
-        shapes = {name: value.shape for name, value in plain.state_dict().items()}
-        named = get_model_state_dict(model)
-        assert {name: value.shape for name, value in named.items()} == shapes
-        train(plain, theirs, range(2), case, 0, 1)
-        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs))
-        loaded = ShardedWrapper.optim_state_dict(model, optimizer)["state"]
-        torch.testing.assert_close(loaded, get_optimizer_state_dict(plain, theirs)["state"])

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import OPTIMIZERS, own_parts, snapshot, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
-from tests.ways import Keywords, select
+from tests.ways import select
 
 pytestmark = pytest.mark.by_turns
 
@@ -50,78 +49,6 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     ]
     state = {names[ids[position]]: value for position, value in plain["state"].items()}
     return {"state": state, "param_groups": groups}
-
-
-# ---------------------------------------------------------------- from one to the next
-
-# Keywords, ranks, ranks per node; None is a plain model in one process.
-STAGES: list[tuple[Keywords, int, int] | None] = [
-    ({"sharding_strategy": "FULL_SHARD"}, 2, 2),
-    ({"sharding_strategy": "SHARD_GRAD_OP"}, 3, 3),
-    ({"sharding_strategy": "HYBRID_SHARD"}, 4, 2),
-    None,
-    ({"sharding_strategy": "SHARD_OP", "auto_wrap_policy": None}, 3, 3),
-    ({"sharding_strategy": "HYBRID_SHARD_OP"}, 4, 2),
-    ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "auto_wrap_policy": None}, 4, 2),
-    ({"sharding_strategy": "NO_SHARD"}, 2, 2),
-    ({"sharding_strategy": "FULL_SHARD"}, 1, 1),
-    ({"reshard_after_forward": 2}, 4, 4),
-    None,
-]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_goes_on_anywhere(kind: str) -> None:
-    """Each stage loads what the one before it saved; together they are one training run."""
-    plain = CASE.model()
-    optimizer = OPTIMIZERS[kind](trainable(plain))
-    saved: tuple[StateDict, StateDict] | None = None
-    for number, stage in enumerate(STAGES if kind == "adamw" else STAGES[:4]):
-        with naming(f"stage {number}: {stage}"):
-            if stage is None:
-                saved = _plain_stage(kind, number, saved)
-            else:
-                keywords, world_size, per_node = stage
-                saved = run_ranks(_stage, world_size, kind, number, keywords, per_node, saved)[0]
-            train(plain, optimizer, range(2 * number, 2 * number + 2))
-            model_state, optim_state = saved
-            torch.testing.assert_close(model_state, snapshot(plain), rtol=0.0, atol=1e-10)
-            _assert_alike(optim_state, _by_name(plain, optimizer))
-
-
-def _stage(
-    rank: int,
-    world_size: int,
-    kind: str,
-    number: int,
-    keywords: Keywords,
-    per_node: int,
-    saved: tuple[StateDict, StateDict] | None,
-) -> tuple[StateDict, StateDict] | None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    model = CASE.wrap(CASE.model(), **keywords)
-    optimizer = OPTIMIZERS[kind](trainable(model))
-    if saved is not None:
-        model.load_state_dict(saved[0])
-        state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1])
-        optimizer.load_state_dict(state)
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[1], 0.0)
-    steps = range(2 * number, 2 * number + 2)
-    train(model, optimizer, steps, CASE, rank, world_size)
-    result = snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
-    return result if rank == 0 else None
-
-
-def _plain_stage(
-    kind: str, number: int, saved: tuple[StateDict, StateDict] | None
-) -> tuple[StateDict, StateDict]:
-    assert saved is not None
-    model = CASE.model()
-    optimizer = OPTIMIZERS[kind](trainable(model))
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved[1]))
-    train(model, optimizer, range(2 * number, 2 * number + 2))
-    return snapshot(model), ShardedWrapper.optim_state_dict(model, optimizer)
 
 
 # ---------------------------------------------------------------- all kinds of optimizers
@@ -189,39 +116,6 @@ def test_optimizers(rank: int, world_size: int, way: str) -> None:
                 ShardedWrapper.optim_state_dict_to_load(other, again, state, load_directly=True)
                 train(other, again, range(2, 4), case, rank, world_size)
                 torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
-
-
-@each_way
-@on_ranks(2)
-def test_state_from_construction(rank: int, world_size: int, way: str) -> None:
-    """Adagrad has state before its first step; so has what was loaded."""
-    plain, model = CASE.model(), CASE.wrap(CASE.model(), **CHOSEN[way].keywords)
-    both = [
-        (one, torch.optim.Adagrad(trainable(one), initial_accumulator_value=0.5))
-        for one in (plain, model)
-    ]
-    for _ in range(2):
-        plain_state, state = (ShardedWrapper.optim_state_dict(*one) for one in both)
-        _assert_alike(state, plain_state, 0.0)
-        for one in both:
-            ShardedWrapper.optim_state_dict_to_load(*one, state, load_directly=True)
-    for one, ours in zip(both, ((0, 1), (rank, world_size)), strict=True):
-        train(*one, range(2), CASE, *ours)
-    torch.testing.assert_close(model.state_dict(), snapshot(plain), rtol=0.0, atol=1e-10)
-
-
-@on_ranks(2)
-def test_made_before_wrapping(rank: int, world_size: int) -> None:
-    plain, model = CASE.model(), CASE.model()
-    expected, optimizer = (OPTIMIZERS["adamw"](trainable(one)) for one in (plain, model))
-    for one, its in ((plain, expected), (model, optimizer)):
-        train(one, its, range(2))
-    model = CASE.wrap(model)
-    with naming("state from before wrapping"):
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
-    train(plain, expected, range(2, 4))
-    train(model, optimizer, range(2, 4), CASE, rank, world_size)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(plain, expected))
 
 
 # ---------------------------------------------------------------- groups and what else there is
@@ -298,25 +192,6 @@ def test_container_with_plain_parameters(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_ignored_modules(rank: int, world_size: int) -> None:
-    """What is left plain passes through, with each rank's own values."""
-    case = CASES["mlp"]
-    bare = case.model()
-    model = ShardedWrapper(bare, ignored_modules=[bare.fc2])
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, range(2), case, rank, world_size)
-    saved = ShardedWrapper.optim_state_dict(model, optimizer)
-    own = optimizer.state[bare.fc2.weight]["exp_avg"]
-    assert torch.equal(saved["state"]["fc2.weight"]["exp_avg"], own)
-    assert set(saved["state"]) == {name for name, _ in case.model().named_parameters()}
-    again = OPTIMIZERS["adamw"](model.parameters())
-    ShardedWrapper.optim_state_dict_to_load(model, again, saved, load_directly=True)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, again), saved, 0.0)
-    with pytest.raises(RuntimeError, match="SparseAdam cannot step sharded parameters"):
-        torch.optim.SparseAdam(list(model.parameters())).step()
-
-
-@on_ranks(2)
 def test_names_for_positions(rank: int, world_size: int) -> None:
     """Names that the optimizer itself, or DistributedDataParallel, gave."""
     case = CASES["mlp"]
@@ -348,22 +223,6 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
         assert list(by_name["state"]) == names
         again = ShardedWrapper.optim_state_dict(model, optimizer, by_name)
         _assert_alike(again, expected, 0.0)
-
-
-@on_ranks(2)
-def test_parameters_without_state(rank: int, world_size: int) -> None:
-    """A parameter that was never used has no state."""
-    case = CASES["unused"]
-    plain = case.model()
-    expected = OPTIMIZERS["adamw"](plain.parameters())
-    train(plain, expected, range(2), case)
-    saved = _by_name(plain, expected)
-    unused = {"idle.weight", "idle.bias", "fc3.idle"}
-    assert set(saved["state"]) == {name for name, _ in plain.named_parameters()} - unused
-    model = case.wrap(case.model())
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
 
 
 @pytest.mark.uncoalesced  # counts gathers of each layer
@@ -424,18 +283,6 @@ def test_dtypes(rank: int, world_size: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
         _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
-
-
-@on_ranks(2)
-def test_optimizers_get_sharded_state(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    for make, key in ((Signed, "average"), (torch.optim.RMSprop, "square_avg")):
-        optimizer = make(model.parameters())
-        train(model, optimizer, range(1), case, rank, world_size)
-        saved = ShardedWrapper.optim_state_dict(model, optimizer)
-        loaded = ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved)
-        assert type(loaded["state"][0][key]) is FlatShardTensor
 
 
 # ---------------------------------------------------------------- what cannot be done

@@ -28,16 +28,12 @@ from tests.oracle import (
     local_loss,
     snapshot,
     train,
-    train_rank_by_rank,
     train_steps,
     trainable,
 )
-from tests.ways import WAYS
+from tests.ways import WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
-
-CHOSEN = ("full", "grad_op", "no_shard")
-each_way = pytest.mark.parametrize("way", CHOSEN)
 
 
 def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -53,8 +49,7 @@ MODELS = (
 )
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_equals_the_plain_models(rank: int, world_size: int, way: str) -> None:
     for name in MODELS:
         with naming(name):
@@ -98,8 +93,7 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
         assert listed == expected
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_after_training(rank: int, world_size: int, way: str) -> None:
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -159,8 +153,7 @@ FULL = StateDictType.FULL_STATE_DICT
 ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
     """Of the wrapper, the module in it and the parts: whole on rank 0, empty elsewhere."""
     for name in ("nested", "tied-across-units", "batch-norm"):
@@ -253,8 +246,7 @@ def test_torchs_functions(rank: int, world_size: int) -> None:
 PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_load_from_a_plain_model_or_ddp(rank: int, world_size: int, way: str) -> None:
     for name, prefix in [*((name, "") for name in PLAIN), ("batch-norm", "module.")]:
         with naming((name, prefix)):
@@ -282,20 +274,7 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
     torch.testing.assert_close(model(inputs), plain(inputs), rtol=0.0, atol=1e-14)
 
 
-@each_way
-@on_ranks(2)
-def test_training_goes_on_from_loaded_weights(rank: int, world_size: int, way: str) -> None:
-    """A restart from the initial weights, in a model that was trained, ends as a fresh one."""
-    case = CASES["tied-in-unit"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=2)
-    model.load_state_dict(case.model().state_dict())
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
-    _assert_identical(model.state_dict(), train_rank_by_rank(case, world_size).state)
-
-
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_load_into_a_part(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -313,8 +292,7 @@ def test_load_into_a_part(rank: int, world_size: int, way: str) -> None:
     _assert_identical(model.state_dict(), other.state_dict())
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -335,8 +313,7 @@ def test_missing_and_unexpected_keys(rank: int, world_size: int, way: str) -> No
             model.load_state_dict(dict(state))
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_wrong_shape_names_the_parameter(rank: int, world_size: int, way: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
@@ -350,8 +327,7 @@ def test_wrong_shape_names_the_parameter(rank: int, world_size: int, way: str) -
     _assert_identical(model.state_dict(), before)
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_dtype_is_cast(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     plain = case.model()
@@ -362,8 +338,7 @@ def test_dtype_is_cast(rank: int, world_size: int, way: str) -> None:
     _assert_identical(model.state_dict(), plain.state_dict())
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_assign_is_refused(rank: int, world_size: int, way: str) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), **WAYS[way].keywords)

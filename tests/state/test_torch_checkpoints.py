@@ -239,38 +239,6 @@ def test_broadcast_from_rank_0(rank: int, world_size: int) -> None:
             )
 
 
-class Trust(torch.optim.Optimizer):
-    """Scales the step by norms: it works on sharded parameters, not on each rank's elements."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param.grad is not None:
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                momentum.mul_(0.9).add_(param.grad)
-                param.add_(momentum * (param.norm() / (momentum.norm() + 1e-3)), alpha=-0.1)
-
-
-@on_ranks(2)
-def test_optimizers_that_are_not_elementwise(rank: int, world_size: int, tmp_path: Path) -> None:
-    case, results = CASES["mlp"], []
-    for call, steps in ((dcp.save, range(2)), (dcp.load, range(5, 6))):
-        model = case.wrap(case.model())
-        optimizer = Trust(model.parameters())
-        train(model, optimizer, steps, case, rank, world_size)
-        weights, state = get_state_dict(model, optimizer)
-        with allow_warnings():
-            call({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
-        set_model_state_dict(model, weights)
-        set_optimizer_state_dict(model, optimizer, state)
-        train(model, optimizer, range(2, 3), case, rank, world_size)
-        results.append(snapshot(model))
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
-
-
 class RowMeans(torch.optim.SGD):
     """Reads rows of its gradients, at gradients of zero only if ``always``."""
 

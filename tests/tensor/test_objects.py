@@ -26,14 +26,13 @@ from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
 from tests.side import pair
-from tests.ways import BASIC, each_way
+from tests.ways import BASIC, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
 
-@each_way
 @pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     part = copy.deepcopy(sharded.model.fc1)
@@ -219,8 +218,7 @@ class _Tagged(nn.Linear):
         return F.linear(x, self.weight * self.weight.scale, self.bias)
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
     """Set before wrapping, in forward, in a hook or between steps, and read elsewhere."""
     module = nn.Sequential(_Tagged(4, 4), nn.Tanh(), _Tagged(4, 4))

@@ -2,16 +2,13 @@
 
 import importlib.util
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.scripts import Started, run_script
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "benchmark.py"
@@ -56,33 +53,6 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
             assert row["loss"] == pytest.approx(figures["plain_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--impl", "ddp,other"], "--impl: other: choose from flatshard, ddp"),
-        (["--steps", "0"], "--steps: must be at least 1, got 0"),
-        (["--strategy", "SHARD_OP"], "remove fsdp1, fsdp2 from --impl"),
-        (["--impl", "ddp,zero3"], "deepspeed is not installed"),
-    ],
-)
-def test_bad_options_are_one_line(
-    arguments: list[str],
-    said: str,
-    script: ModuleType,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = importlib.util.find_spec
-    without = lambda name: None if name == "deepspeed" else found(name)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(SystemExit) as stopped:
-        script.parse_args(arguments)
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: " in line
-    assert said in line
-
-
 def test_another_loss_is_an_error(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,28 +66,3 @@ def test_another_loss_is_an_error(
         script.main()
     assert stopped.value.code == "error: ddp's loss is 4.000000, the unwrapped model's 4.010000"
     assert "30/50/20" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    endless = [*TINY, "--impl", "compute", "--steps", "1000000000"]
-    script = Started(SCRIPT, *endless, cwd=tmp_path)
-    ranks: list[int] = []
-    try:
-        while len(ranks) < 2:
-            time.sleep(0.1)
-            ranks = script.ranks()
-        os.kill(max(ranks), signal.SIGKILL)
-    finally:
-        status, _, err = script.finish(timeout=100)
-    assert status == 1
-    assert "error: compute, rank 1 failed: process 1 terminated with signal SIGKILL" in err
-    assert not any(command_line(pid) for pid in ranks)
-
-
-def command_line(pid: int) -> bytes:
-    """Empty for a process that is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""

@@ -13,7 +13,6 @@ import linecache
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -454,12 +453,6 @@ def test_quickstart(tmp_path: Path) -> None:
     assert near == [re.sub(r"loss 0\.00\d+", "loss", line) for line in shown if line[0] != "$"]
 
 
-def test_both_sides_of_a_diff_are_programs() -> None:
-    for fence in DIFFS:
-        for side in before_and_after(fence.text):
-            ast.parse(side)
-
-
 def test_migrated_script(tmp_path: Path) -> None:
     """It prints under both wrappers the same, and saves the same weights."""
     diff = next(fence.text for fence in DIFFS if fence.document == "migration.md")
@@ -540,13 +533,6 @@ def test_command(command: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_test_script_is_what_runs_this() -> None:
-    assert any(RUNS_THESE in fence.text for fence in SHELL)
-    bash = shutil.which("bash")
-    assert bash is not None
-    subprocess.run([bash, "-n", "scripts/test.sh"], cwd=ROOT, check=True)
 
 
 # ---------------------------------------------------------------- messages and links
@@ -639,21 +625,6 @@ def test_paths_exist(page: str) -> None:
     assert len(named) > 12
     missing = {path for path in named if not list(ROOT.glob(path.rstrip("./")))}
     assert not missing
-
-
-def test_each_journey_is_a_list_of_files() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    for journey, most in {"parameter": 5, "gradient": 5, "optimizer step": 3}.items():
-        section = re.split(rf"^## The life of an? {journey}$", text, flags=re.MULTILINE)[1]
-        files = re.findall(r"^\d+\. `(flatshard/[^`]+\.py)`: ", section.partition("\n## ")[0], re.M)
-        assert 2 <= len(files) == len(set(files)) <= most, journey
-
-
-def test_glossary_is_short() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text()
-    section = re.split(r"^## Glossary$", text, flags=re.MULTILINE)[1].partition("\n## ")[0]
-    words = re.findall(r"^\| (?!word|-)", section, re.MULTILINE)
-    assert 10 < len(words) <= 25
 
 
 def test_versions_agree() -> None:

@@ -4,7 +4,6 @@ import functools
 import os
 import time
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import evidence
@@ -47,34 +46,6 @@ def test_answers_are_those_of_the_files() -> None:
     counts = [right_of("idioms", implementation=one).partition(" ")[0] for one in sides]
     row = "| {} | {} | {} / {} |".format(*counts)
     assert row in (evidence.ROOT / "docs" / "comparison.md").read_text()
-
-
-def test_idioms_that_are_not_promised() -> None:
-    assert all(names <= set(IDIOMS) for names in evidence.RULED_OUT.values())
-
-
-def test_rows_that_ran_again_replace_theirs(tmp_path: Path) -> None:
-    """A table that ran in parts keeps the date and the commit of each part."""
-    path = tmp_path / "some.csv"
-    first = [evidence.row({"idiom": name}, Cell("right")) for name in ("lstm", "gru")]
-    evidence.write(path, [{**one, "commit": "a"} for one in first])
-    again = evidence.row({"idiom": "gru"}, Cell("raises", "ValueError: at 0x7f3 in /tmp/x/y"))
-    evidence.write(path, [{**again, "commit": "b"}])
-    assert [list(one.values()) for one in evidence.read(path)] == [
-        ["lstm", "right", "", "a"],
-        ["gru", "raises", "ValueError: at … in …y", "b"],
-    ]
-
-
-def test_counts_of_verdicts() -> None:
-    verdicts = ("right", "right, to the bit", "hangs", "refused")
-    rows = [{"by": "a", "verdict": one} for one in verdicts] + [{"by": "b", "verdict": "wrong"}]
-    assert evidence.counts(rows, "by") == [
-        "| by | right | wrong, crashes or hangs | refused |",
-        "| --- | --- | --- | --- |",
-        "| a | 2 | 1 | 1 |",
-        "| b | 0 | 1 | 0 |",
-    ]
 
 
 def test_verdicts() -> None:

@@ -9,7 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 from gpu_checks import equality, overlap
-from gpu_checks.places import FAIL, Place
 
 from tests.scripts import run_script
 
@@ -57,20 +56,6 @@ def test_a_part_that_breaks_is_named_and_others_go_on(
     out = capsys.readouterr().out
     assert "nccl      FAIL    ProcessRaisedException: RuntimeError: Expected one of cpu" in out
     assert "sync      skip    there is no GPU" in out
-
-
-def test_a_case_that_breaks_is_named_and_others_go_on(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = script.parse_args([])
-    args.limit = 90.0
-    fine = {"loss": 0.0, "norm": 0.0, "distance": 0.0}
-    found = [["one", "fp32", "ValueError: that"], ["two", "fp32", fine], ["three", "bf16", fine]]
-    monkeypatch.setattr(equality, "in_ranks", lambda *_: [found])
-    outcome = equality.part_ranks(Place("cpu", "gloo", 2), args)
-    assert outcome.result == FAIL
-    assert "1 cases or figures" in outcome.text
-    assert outcome.text.endswith("one: ValueError: that")
 
 
 def test_overlap_counts_time_that_both_share_once() -> None:

@@ -1,4 +1,4 @@
-"""The notebooks run, and are what their scripts make; figures have the colours of the palette."""
+"""The notebooks run, and are what their scripts make."""
 
 import importlib.util
 import itertools
@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from lib.output import COLOURS
 
 from tests.combinations import every
 from tests.forked_python import PYTHON
@@ -125,15 +124,3 @@ def test_committed_notebook_is_of_its_script(name: str) -> None:
             plots += 1
             assert before["cell_type"] == "markdown"  # which says what the plot shows
     assert plots >= 1
-
-
-def test_figures_have_the_colours_of_the_palette() -> None:
-    assert len(set(COLOURS.values())) == len(COLOURS)
-    drawn = (ROOT / "docs" / "step.svg").read_text()
-    legend = re.findall(r'fill="(#\w+)"/>\s*<text[^>]*>([^<]+)</text>', drawn)
-    named = {name: colour for colour, name in legend if name in COLOURS}
-    assert named == {name: COLOURS[name] for name in named}
-    assert len(named) == 4
-    for folder in ("tutorials", "scripts"):
-        for path in (ROOT / folder).glob("*.py"):
-            assert re.findall(r"tab:\w+|[\"']#[0-9a-fA-F]{6}", path.read_text()) == [], path

@@ -31,12 +31,3 @@ def test_each_element_once(
         places = itertools.product(*axes)
         found += sorted(sum(i * s for i, s in zip(p, strides, strict=True)) for p in places)
     assert found == list(range(start, stop))
-
-
-def test_example() -> None:
-    """Half a row, two rows, and the beginning of another."""
-    assert [(box.offsets, box.sizes) for box in boxes_of((4, 3), 2, 11)] == [
-        ((0, 2), (1, 1)),
-        ((1, 0), (2, 3)),
-        ((3, 0), (1, 2)),
-    ]

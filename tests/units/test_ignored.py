@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from flatshard.collectives import record
-from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks
 from tests.models import loss_of, vectors
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.by_turns
 LINEARS = ModuleWrapPolicy({nn.Linear})
 TOLERANCE = 1e-11
 
-CHOSEN = ("full", "full-3", "no_shard", "no_shard-3", "hybrid-nodes-of-one", "hybrid")
+CHOSEN = ("full", "full-3", "no_shard", "hybrid")
 each_way = pytest.mark.parametrize("way", CHOSEN)
 
 
@@ -149,25 +148,6 @@ def test_training(rank: int, world_size: int, way: str) -> None:
             wrapped = _wrap(model, way, **keywords)
             copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
             _check_trains_like(copies, wrapped, rank, 4)
-
-
-@each_way
-@on_ranks(ranks_of)
-def test_accumulation(rank: int, world_size: int, way: str) -> None:
-    model, keywords, ignored = _build(rank, "parameters")
-    model.norm, model.local = nn.Identity(), nn.Identity()  # whose buffers no_sync leaves alone
-    copies = Copies([copy.deepcopy(model) for _ in range(world_size)], ignored)
-    for r, plain in enumerate(copies.models):
-        plain.load_state_dict(_build(r, "parameters")[0].state_dict(), strict=False)
-    wrapped = _wrap(model, way, **keywords)
-    optimizer = _sgd(wrapped)
-    for step in range(0, 6, 2):
-        with wrapped.no_sync():
-            _loss(wrapped, rank, world_size, step).backward()
-        _loss(wrapped, rank, world_size, step + 1).backward()
-        step_and_zero(optimizer)
-        copies.step([step, step + 1])
-    assert_same(wrapped, copies.models[rank], TOLERANCE, TOLERANCE)
 
 
 @each_way
@@ -422,21 +402,3 @@ def test_everything_ignored(rank: int, world_size: int) -> None:
         _loss(one, rank, world_size, 0).backward()
     for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
-
-
-@on_ranks(1)
-def test_policies_pass_by(rank: int, world_size: int) -> None:
-    """A policy is not asked about what is ignored, and sizes do not count it."""
-    asked = []
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        asked.append(module)
-        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, 10)
-
-    model = Model()
-    states = [model.local, model.fc2.weight]  # fc2 keeps 4 elements
-    wrapped = ShardedWrapper(model, auto_wrap_policy=policy, ignored_states=states)
-    assert not {model.local, *states[0].modules()} & set(asked)
-    assert isinstance(wrapped.fc1, ShardedWrapper)
-    assert not isinstance(wrapped.fc2, ShardedWrapper)
-    assert dist.get_world_size() == 1

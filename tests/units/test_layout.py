@@ -140,20 +140,6 @@ def test_orders_change_no_range() -> None:
         assert permuted.local_span(index, rank) == plain.local_span(index, rank)
 
 
-def test_one_parameter_over_three_ranks() -> None:
-    layout = _layout([(10,)], 3, 16)
-    pieces = [layout.local_span(0, rank) for rank in range(3)]
-    assert [(p.start, p.end, p.offset) for p in pieces] == [(0, 4, 0), (0, 4, 4), (0, 2, 8)]
-
-
-def test_fewer_elements_than_ranks() -> None:
-    layout = _layout([(), (1,)], 4, 16)
-    assert [[layout.local_span(i, r).numel for r in range(4)] for i in range(2)] == [
-        [1, 0, 0, 0],
-        [0, 1, 0, 0],
-    ]
-
-
 def test_large_shards_fill_pages() -> None:
     numel = (2 << 20) // 4 + 1
     for world_size, whole_pages in ((1, False), (2, True), (4, False)):
@@ -161,8 +147,3 @@ def test_large_shards_fill_pages() -> None:
         assert (layout.shard_numel * 4 % PAGE_BYTES == 0) is whole_pages
         assert layout.padded_numel - numel < world_size * PAGE_BYTES // 4
     assert _layout([(numel,)], 2, 4).shard_numel * 4 > 1 << 20
-
-
-def test_nothing_at_all() -> None:
-    layout = _layout([], 4, 4)
-    assert (layout.numel, layout.padded_numel, layout.gaps) == (0, 0, ())

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, sharded_modules
-from flatshard.units.policies import Policy, always_wrap_policy, size_based_auto_wrap_policy
+from flatshard.units.policies import Policy, always_wrap_policy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, naming
 from tests.models import Case, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run
-from tests.ways import BASIC, WAYS, each_way
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -76,23 +75,6 @@ class UsedByRoot(Branches):
         return super().forward(F.linear(x, self.projection))
 
 
-class UsedByParent(Branch):
-    """A unit reads the weight of a unit inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = self.right.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.linear(x, self.projection))
-
-
-class WithUsingParent(Branches):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = UsedByParent()
-
-
 class WithinUnit(nn.Module):
     """A unit that uses a weight twice, once transposed."""
 
@@ -123,21 +105,6 @@ class SharedModule(Branches):
     def __init__(self) -> None:
         super().__init__()
         self.second.left = self.first.right
-
-
-class SharedParts(Branches):
-    """A weight and a bias with other users each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.right.weight = self.first.left.weight
-        self.second.right.bias = self.first.left.bias
-
-
-class Frozen(ThreeUsers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.left.weight.requires_grad_(False)
 
 
 # ---------------------------------------------------------------- who owns what
@@ -176,21 +143,15 @@ def _is_one_of(
     return recurse or isinstance(module, classes)
 
 
-LANGUAGE: dict[str, Any] = {
-    "build": lambda: Transformer(tied=True),
-    "aliases": {"embed.weight": ["head.weight"]},
-    "owners": {"embed.weight": ""},
-    "draw": tokens,
-}
-
 _TIES = [
-    Tie("embedding and head, by class", policy=_classes(nn.Embedding, nn.Linear), **LANGUAGE),
     Tie(
-        "embedding and head, by size",
-        policy=functools.partial(size_based_auto_wrap_policy, min_num_params=80),
-        **LANGUAGE,
+        "embedding and head",
+        lambda: Transformer(tied=True),
+        always_wrap_policy,
+        {"embed.weight": ["head.weight"]},
+        {"embed.weight": ""},
+        tokens,
     ),
-    Tie("embedding and head, every module", policy=always_wrap_policy, **LANGUAGE),
     Tie(
         "siblings",
         functools.partial(Branches, tied=True),
@@ -209,25 +170,11 @@ _TIES = [
         {"first.left.weight": ""},
     ),
     Tie(
-        "three users, frozen",
-        Frozen,
-        _classes(Branch, Leaf),
-        {"first.left.weight": ["first.right.weight", "second.left.weight"]},
-        {"first.left.weight": ""},
-    ),
-    Tie(
         "used by the root",
         UsedByRoot,
         _classes(Branch, Leaf),
         {"projection": ["first.left.weight"]},
         {"projection": ""},
-    ),
-    Tie(
-        "used by the parent",
-        WithUsingParent,
-        _classes(Branch, Leaf),
-        {"second.projection": ["second.right.weight"]},
-        {"second.projection": "second"},
     ),
     Tie(
         "within a unit",
@@ -250,13 +197,6 @@ _TIES = [
         {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
         {"first.right.weight": "", "first.right.bias": ""},
     ),
-    Tie(
-        "weight and bias",
-        SharedParts,
-        _classes(Branch, Leaf),
-        {"first.left.weight": ["first.right.weight"], "first.left.bias": ["second.right.bias"]},
-        {"first.left.weight": "first", "first.left.bias": ""},
-    ),
 ]
 
 TIES = {tie.name: tie for tie in _TIES}
@@ -276,9 +216,8 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
             assert torch.equal(state[first], state[other]), f"{first} and {other} differ"
 
 
-@each_way
 @pytest.mark.uncoalesced  # which of two units owns what they share
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
     """Where a tied weight lies, that it lies there once, and that its names have one object."""
     for tie in TIES.values():
@@ -313,8 +252,7 @@ def _assert_tied(model: nn.Module, tie: Tie) -> None:
 # ---------------------------------------------------------------- training and state dicts
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_training_and_state_dicts(rank: int, world_size: int, way: str) -> None:
     for tie in every(1 if way == "full" else 6, TIES.values(), start=list(BASIC).index(way)):
         with naming(tie.name):

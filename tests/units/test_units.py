@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
-from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
-from tests.harness import allow_warnings, naming, on_ranks
-from tests.models import CASES, Block, Case, Mlp, vectors
+from flatshard.wrap import CustomPolicy, enable_wrap, wrap
+from tests.harness import on_ranks
+from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
@@ -80,14 +80,6 @@ def test_auto_trains_right(rank: int, world_size: int, strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_auto_on_tiny_models_is_one_unit(rank: int, world_size: int) -> None:
-    """And says nothing: a warning is an error here."""
-    for name in ("mlp", "tied-in-unit", "odd-shapes"):
-        model = ShardedWrapper(CASES[name].model(), auto_wrap_policy="auto")
-        assert sharded_modules(model) == [model]
-
-
-@on_ranks(2)
 def test_an_unknown_policy(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"expected \"auto\", .* got 'automatic'"):
         ShardedWrapper(Mlp(), auto_wrap_policy="automatic")
@@ -135,30 +127,6 @@ def test_report(rank: int, world_size: int) -> None:
         "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
-
-
-@pytest.mark.uncoalesced  # names units one by one
-@on_ranks(2)
-def test_report_of_units_made_in_other_ways(rank: int, world_size: int) -> None:
-    keywords = {"collectives": "native"}
-    plain = Mlp()
-    plain.fc1 = ShardedWrapper(plain.fc1, sharding_strategy="SHARD_GRAD_OP", **keywords)
-    plain.fc2 = ShardedWrapper(plain.fc2, sharding_strategy="NO_SHARD", **keywords)
-    assert table(plain.fc1)["(root)"][-1] == "root: the whole model"
-    found = table(ShardedWrapper(plain, **keywords))
-    assert found["fc1"][1:5] == ["40", "8 (20.0%)", "float32", "192 B"]
-    assert found["fc1"][5:] == ["SHARD_GRAD_OP", "2", "gloo", "by hand"]
-    assert found["fc2"][-5:] == ["0 B", "NO_SHARD", "1", "gloo", "by hand"]
-    policy = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(Mlp(), auto_wrap_policy=policy, **keywords)
-    reason = "policy ModuleWrapPolicy({Linear})"
-    assert table(model)["fc3"][-1] == reason
-    assert table(model)["(root)"][:4] == ["Mlp", "0", "0 (0.0%)", "none"]
-    assert table(model.fc3) == {
-        "unit": table(model)["unit"],
-        "fc3": table(model)["fc3"],
-        "total": ["1 unit", "15", "1 (6.7%)", "64 B"],
-    }
 
 
 # ---------------------------------------------------------------- the judgement
@@ -267,47 +235,6 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-LINEARS = ["fc1", "fc2", "fc3"]
-TORCHS: dict[str, tuple[str, Any, list[str]]] = {
-    "size": (
-        "mlp",
-        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=20),
-        ["fc1", "fc2"],
-    ),
-    "transformer": (
-        "transformer",
-        functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        ["blocks.0", "blocks.1"],
-    ),
-    "lambda": (
-        "mlp",
-        functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=_is_linear),
-        LINEARS,
-    ),
-    "always": ("mlp", torch_wrap.always_wrap_policy, LINEARS),
-    "classes": ("mlp", torch_wrap.ModuleWrapPolicy({nn.Linear}), LINEARS),
-    "custom": ("mlp", torch_wrap.CustomPolicy(_is_linear), LINEARS),
-    "or": (
-        "mlp",
-        functools.partial(
-            torch_wrap._or_policy, policies=[torch_wrap.ModuleWrapPolicy({nn.Linear})]
-        ),
-        LINEARS,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.uncoalesced  # names units one by one
-@on_ranks(2)
-def test_policies_of_torch(rank: int, world_size: int, name: str) -> None:
-    case_name, policy, expected = TORCHS[name]
-    case = CASES[case_name]
-    model = ShardedWrapper(case.model(), auto_wrap_policy=policy)
-    assert unit_names(model) == ["", *expected]
-    trains_right(model, case, rank, world_size)
-
-
 @pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
 @on_ranks(2)
 def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any) -> None:
@@ -336,25 +263,3 @@ def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any
     refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
     with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)
-
-
-@on_ranks(2)
-def test_settings_in_torchs_words(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    for keywords in (
-        {"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP},
-        {"sharding_strategy": fsdp.ShardingStrategy.NO_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD},
-        {"sharding_strategy": fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2},
-        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE},
-        {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST},
-        {"cpu_offload": fsdp.CPUOffload()},
-        {"cpu_offload": fsdp.CPUOffload(offload_params=True)},
-        {"mixed_precision": fsdp.MixedPrecision()},
-        {"mixed_precision": fsdp.MixedPrecision(reduce_dtype=torch.float64)},
-        {"mixed_precision": fsdp.MixedPrecisionPolicy()},
-        {"mixed_precision": fsdp.MixedPrecisionPolicy(param_dtype=torch.float64)},
-    ):
-        with naming(keywords), allow_warnings(UserWarning, "cpu_offload"):
-            trains_right(case.wrap(case.model(), **keywords), case, rank, world_size)

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -246,41 +245,6 @@ def test_plans_are_named_once_and_in_post_order(root: nn.Module, data: st.DataOb
 # --- sizes ---
 
 
-def sizes_asked(root: nn.Module, chosen: Callable[[nn.Module], bool]) -> dict[nn.Module, list[int]]:
-    """What a callable policy is told about each module: all elements, then those left."""
-    told: dict[nn.Module, list[int]] = {}
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        told.setdefault(module, []).append(nonwrapped_numel)
-        return recurse or chosen(module)
-
-    find_units(root, policy)
-    return told
-
-
-def test_a_module_is_asked_about_without_its_units() -> None:
-    root = nn.Sequential(nn.Sequential(Block(4, 8), nn.Linear(4, 2)))
-    told = sizes_asked(root, lambda module: isinstance(module, nn.Linear) and is_wide(module))
-    assert told == {
-        root: [86],
-        root[0]: [86, 46],
-        root[0][0]: [76, 36],
-        root[0][0].up: [40, 40],
-        root[0][0].down: [36, 36],
-        root[0][1]: [10, 10],
-    }
-
-
-def test_shared_parameters_count_once() -> None:
-    root = nn.Sequential(Shared())
-    model = root[0]
-    told = sizes_asked(root, lambda module: module in (model.left, model.right, model.embed))
-    # left 20 + 76, right 76 + 25, embed 20 of which head has the same 20
-    assert told[model] == [20 + 76 + 25 + 20, 0]
-    assert told[model.head] == [20, 20]
-    assert told[model.left[1]] == [76, 76]  # once, though it has two parents
-
-
 def test_no_descent_means_no_unit() -> None:
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return not (recurse and isinstance(module, Block))
@@ -366,12 +330,6 @@ class TestNeverUnits:
         assert names(find_units(nn.Sequential(attention), policy)) == ["0"]
 
 
-def test_encoder_left_by_attention_projection() -> None:
-    """`out_proj` is a Linear, but its attention reads it."""
-    found = names(find_units(encoder(), ModuleWrapPolicy({nn.Linear})))
-    assert found == ["layers.0.linear1", "layers.0.linear2", "layers.1.linear1", "layers.1.linear2"]
-
-
 # --- overrides and reprs ---
 
 
@@ -393,18 +351,6 @@ def test_a_policy_object_needs_no_base_class() -> None:
 
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert find_units(root, Second()) == [ChosenModule("1", root[1], {"limit_all_gathers": False})]
-
-
-def test_reprs() -> None:
-    assert repr(ModuleWrapPolicy([nn.Linear, Block, Block])) == "ModuleWrapPolicy({Block, Linear})"
-    assert repr(CustomPolicy(is_wide)) == "CustomPolicy(is_wide)"
-    assert repr(ChosenModule("a", Block())) == "ChosenModule(name='a', overrides={})"
-
-
-def test_policies_can_be_pickled() -> None:
-    policy = pickle.loads(pickle.dumps(ModuleWrapPolicy({Block})))
-    assert repr(policy) == "ModuleWrapPolicy({Block})"
-    as_policy(pickle.loads(pickle.dumps(functools.partial(always_wrap_policy))))
 
 
 def test_size_policy_defaults_match_torch_and_can_be_changed(

@@ -7,7 +7,11 @@ from torch import nn
 from flatshard.extras.advice import explain_no_match
 from flatshard.units.module_tree import ModuleTree
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.units.test_wrap import Block
+
+
+class Block(nn.Sequential):
+    def __init__(self, width: int = 4, hidden: int = 8) -> None:
+        super().__init__(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
 
 
 def test_explain_no_match() -> None:

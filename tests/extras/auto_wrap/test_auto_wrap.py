@@ -52,12 +52,6 @@ class Block(Layer):
         self.mlp = FeedForward(width)
 
 
-class CrossBlock(Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.cross = Attention(width)
-
-
 class Gpt(Layer):
     def __init__(
         self, depth: int = 4, width: int = 512, vocabulary: int = 30_000, tied: bool = False
@@ -135,38 +129,11 @@ def test_tied_blocks_do_not_count_what_they_share() -> None:
     assert held(model, found)[""] >= sum(p.numel() for p in model.blocks[0].mlp.parameters())
 
 
-def test_a_shared_module_is_one_unit() -> None:
-    shared = Block(512)
-    model = nn.ModuleDict({"a": nn.Sequential(shared, Block(512)), "b": nn.Sequential(shared)})
-    assert names(find_units(model, "auto")) == ["a.0", "a.1"]
-
-
 def test_model_inside_a_model() -> None:
     """As Hugging Face and many trainers have it: all but the head is one attribute."""
     model = nn.ModuleDict({"model": Gpt(), "head": nn.Linear(512, 4000)})
     assert "model.blocks.3" in auto(model)
     assert "model" not in auto(model)
-
-
-def test_encoder_and_decoder() -> None:
-    class EncoderDecoder(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(*(Block(512) for _ in range(3)))
-            self.decoder = nn.ModuleList(CrossBlock(512) for _ in range(4))
-            self.embed = nn.Embedding(20_000, 512)
-
-    assert auto(EncoderDecoder()) == {
-        **{f"encoder.{i}": REPEATED.format(3, "Block") for i in range(3)},
-        **{f"decoder.{i}": REPEATED.format(4, "CrossBlock") for i in range(4)},
-        "embed": "policy 'auto': a large Embedding",
-    }
-
-
-def test_a_decoders_two_attentions_do_not_divide_it() -> None:
-    """Even where it is a large part of the model."""
-    model = nn.Sequential(*(CrossBlock(1024) for _ in range(2)))
-    assert names(find_units(model, "auto")) == ["0", "1"]
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -205,18 +172,6 @@ def test_stages_of_blocks() -> None:
     assert names(found) == [*blocks, "2.shrink"]
 
 
-def test_towers_of_blocks() -> None:
-    class Tower(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(512) for _ in range(3))
-
-    model = nn.ModuleDict({"text": Tower(), "image": Tower()})
-    assert names(find_units(model, "auto")) == [
-        f"{tower}.blocks.{i}" for tower in ("text", "image") for i in range(3)
-    ]
-
-
 def test_blocks_in_blocks() -> None:
     """Where the outer ones are small against the model, they are the units."""
 
@@ -250,18 +205,6 @@ def test_experts_are_no_units(depth: int) -> None:
     assert not [name for name in chosen if "experts" in name]
     if depth > 1:
         assert chosen == [*(f"blocks.{i}" for i in range(depth)), "head"]
-
-
-def test_experts_by_class() -> None:
-    class Expert(FeedForward):
-        pass
-
-    model = MixtureBlock(512, "choices")
-    model.mlp["choices"] = nn.ModuleList(Expert(512) for _ in range(4))
-    assert names(find_units(nn.ModuleList([model, model.attention]), "auto")) == [
-        "0.attention",
-        "0",
-    ]
 
 
 def test_blocks_of_different_classes() -> None:

@@ -132,17 +132,6 @@ def test_padding_of_transformers(
     check_padding("blocks.0", [layout], boundary)
 
 
-def test_units_take_turns() -> None:
-    """The largest parameter of each is on another rank."""
-    params = {"a": torch.empty(400, 100), "b": torch.empty(300, 100)}
-    plain = FlatLayout.build(params, world_size=2, itemsize=4)
-    held = [
-        [layout.local_span(0, rank).numel for rank in range(2)]
-        for layout in (move(plain, "tensor", 4, first) for first in range(3))
-    ]
-    assert held == [[40_000, 0], [30_000, 0], [40_000, 0]]  # of what comes first in memory
-
-
 def test_rows_are_those_in_memory() -> None:
     """Of channels_last images, and of transposed matrices."""
     params = {
@@ -183,9 +172,3 @@ def test_too_much_padding_is_refused() -> None:
 def test_what_is_no_boundary(value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^boundary: expected 'element', 'row', 'tensor' or a number"):
         as_boundary(value)
-
-
-def test_boundaries() -> None:
-    assert [as_boundary(one) for one in ("element", "row", "tensor", 256, 1)] == [
-        *("element", "row", "tensor", 256, "element")
-    ]

@@ -220,7 +220,7 @@ def resident(path: Path) -> int:
     return total
 
 
-def load_mapped(rank: int, world_size: int, path: Path, kind: str) -> None:
+def load_mapped(rank: int, world_size: int, path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))
 
@@ -230,11 +230,7 @@ def load_mapped(rank: int, world_size: int, path: Path, kind: str) -> None:
         param_init_fn=flatshard.leave_empty,
     )
     size = path.stat().st_size
-    if kind == "torch":
-        state = torch.load(path, mmap=True)
-    else:
-        safetensors = pytest.importorskip("safetensors.torch")
-        state = safetensors.load_file(path)
+    state = torch.load(path, mmap=True)
     before = resident(path)
     model.load_state_dict(state)
     # The kernel maps up to 2 MiB around each fault.
@@ -244,15 +240,10 @@ def load_mapped(rank: int, world_size: int, path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_only_own_parts_of_a_mapped_file_are_read(tmp_path: Path, kind: str) -> None:
-    state = {f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}
+def test_only_own_parts_of_a_mapped_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    if kind == "torch":
-        torch.save(state, path)
-    else:
-        pytest.importorskip("safetensors.torch").save_file(state, path)
-    run_ranks(load_mapped, 4, path, kind)
+    torch.save({f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}, path)
+    run_ranks(load_mapped, 4, path)
 
 
 # ---------------------------------------------------------------- memory

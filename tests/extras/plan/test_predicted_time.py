@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard.extras.plan import hardware
 from flatshard.extras.plan.hardware import COLLECTIVE_SHARE, Device, Machine
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
-from flatshard.extras.plan.trace import Op
 from flatshard.wrap import ModuleWrapPolicy
 
 WIDTH, UNITS = 64, 4
-NUMEL = UNITS * WIDTH**2
 FAST = 1e30
 
 
@@ -43,42 +40,9 @@ def predict(
     return Replay(traced.trace, flats, Machine(device, 2, FAST, FAST, 0.0, "sockets")).run()
 
 
-def test_adam_on_plain_parameters_moves_more_bytes() -> None:
-    adam, momentum = (
-        predict("NO_SHARD", memory_rate=1.0, optimizer_bytes=nbytes).seconds for nbytes in (8, 4)
-    )
-    # Adam's operators move 20 tensors. One kernel for SGD moves 5.
-    assert adam - momentum == pytest.approx((20 - 5) * 4 * NUMEL)
-    adam, momentum = (
-        predict("FULL_SHARD", memory_rate=1.0, optimizer_bytes=nbytes).seconds for nbytes in (8, 4)
-    )
-    assert adam - momentum == pytest.approx((7 - 5) * 4 * NUMEL / 2)
-
-
 def test_frozen_parameters_are_gathered_once() -> None:
     sent = [sum(predict("SHARD_OP", num_frozen=number).sent_bytes) for number in (0, 2)]
     assert sent[1] == sent[0] / 2
-
-
-def attend(model: nn.Module) -> Tensor:
-    x = model(torch.ones(2, 16, WIDTH)).unflatten(-1, (4, -1)).transpose(1, 2)
-    return F.scaled_dot_product_attention(x, x, x).sum()
-
-
-def test_attention_on_cpus_has_operations() -> None:
-    traced = TracedModel.of(build, attend, on_gpu=False)
-    found = [one for one in traced.trace.events if getattr(one, "is_attention", False)]
-    forward = 4 * 2 * 16**2 * WIDTH
-    assert [one.flops for one in found] == [forward, forward * 5 // 2]
-
-
-def test_a_running_collective_takes_multiprocessors_of_a_gpu() -> None:
-    op = Op("aten.mm", 100, 24, False)
-    gpu, cpu = (Device(1.0, 1.0, FAST, 0.0, is_gpu=is_gpu) for is_gpu in (True, False))
-    assert (gpu.seconds(op), cpu.seconds(op, busy=50.0)) == (100, 100)
-    assert gpu.seconds(op, busy=50.0) == pytest.approx(100 + COLLECTIVE_SHARE * 50)
-    assert gpu.seconds(op, busy=FAST) == pytest.approx(100 / (1 - COLLECTIVE_SHARE))
-    assert gpu.seconds(op, busy=-50.0) == 100  # all collectives have ended
 
 
 def test_a_step_is_longer_if_collectives_overlap_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.extras.summon.summoning import assert_trains_alike, on_ranks_each_way, summon
+from tests.extras.summon.summoning import assert_trains_alike, summon
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
 from tests.side import Run, pair
-from tests.ways import WAYS
+from tests.ways import WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flatshard import collectives
-from tests.extras.summon.summoning import assert_trains_alike, on_ranks_each_way, summon
+from tests.extras.summon.summoning import assert_trains_alike, summon
 from tests.harness import allow_warnings, naming
 from tests.side import pair
+from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.extras.summon.summoning import assert_trains_alike, on_ranks_each_way, summon
+from tests.extras.summon.summoning import assert_trains_alike, summon
 from tests.harness import on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
+from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
