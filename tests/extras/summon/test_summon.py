@@ -209,7 +209,7 @@ def test_nested(rank: int, world_size: int, way: str) -> None:
         sharded.submodule("fc1").weight.fill_(2)
         for options in ({}, {"writeback": False}, {"with_grads": True}):
             with (
-                pytest.raises(RuntimeError, match="asked for summon_full_params"),
+                pytest.raises(RuntimeError, match="asked for summon_full"),
                 summon(sharded.model, **options),
             ):
                 pass
@@ -249,7 +249,7 @@ def test_rank0_only(rank: int, world_size: int, way: str) -> None:
                 with pytest.raises(RuntimeError, match="rank0_only"):
                     sharded.model.state_dict()
         with (
-            pytest.raises(RuntimeError, match="asked for summon_full_params"),
+            pytest.raises(RuntimeError, match="asked for summon_full"),
             summon(sharded.model),
         ):
             pass
