@@ -25,8 +25,7 @@ from flatshard.units.layout import PAGED_BYTES
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
 _PROT_READ_WRITE = 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
-_MADV_DONTNEED = 4
-_MADV_POPULATE_WRITE = 23
+_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
 _MFD_NOEXEC_SEAL = 8
 
 

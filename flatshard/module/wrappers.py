@@ -110,11 +110,11 @@ def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
             )
 
 
-def units_between_steps(module: nn.Module, caller: str) -> list[Unit]:
+def units_between_steps(module: nn.Module, caller: str, *, nested: bool = True) -> list[Unit]:
     """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: the model must be an nn.Module, got {type(module).__name__}.")
-    units = units_in(module)
+    units = units_in(module, nested=nested)
     for context in dict.fromkeys(unit.context for unit in reversed(units)):
         context.check_between_steps(caller)
     check_not_summoned(units, f"asked for {caller}")

@@ -18,7 +18,7 @@ from flatshard.comm.consistency import Facts, agreed, checksum
 from flatshard.comm.settings import as_flag
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
-from flatshard.module.wrappers import handles_in, units_in
+from flatshard.module.wrappers import handles_in, units_between_steps
 from flatshard.precision import set_grad
 from flatshard.state.model_state import gather_full, worlds_of
 from flatshard.tensor import whole
@@ -52,9 +52,7 @@ def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[No
             "rank 0's edits would not reach the other ranks' shards. To edit parameters, pass "
             "rank0_only=False and make the same edit on every rank."
         )
-    units = units_in(module, nested=recurse)
-    for context in dict.fromkeys(unit.context for unit in units):
-        context.check_between_steps("summon_full_params()")
+    units = units_between_steps(module, "summon_full_params()", nested=recurse)
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
@@ -97,12 +95,6 @@ def _check_can_show(handle: FlatParamHandle) -> None:
             f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
             "DTensor, and ranks outside of the shard group hold the rest of the parameter. Read "
             "the parameter in model.state_dict(), and edit it with p.copy_(...)."
-        )
-    if handle.summoned is not None:
-        raise RuntimeError(
-            f"{unit_text(handle.unit_name)}: summon_full_params() was called inside another "
-            "summon_full_params() of the same parameters. Use the full parameters of the outer "
-            "context, or leave the outer context first."
         )
     handle.check_places()
 
