@@ -137,8 +137,10 @@ def _units(
         if not is_whole:
             first = handle.layout.shard_range(handle.topology.index)[0]
             places = _joined(handle, (where + first).to(_PLACE), counts, getting).to(torch.int64)
-            full = full.new_empty(handle.layout.padded_numel).put_(places, full)
-            is_changed = torch.zeros_like(full, dtype=torch.bool).index_fill_(0, places, True)
+            found, full = full, full.new_empty(handle.layout.padded_numel)
+            full[places] = found
+            is_changed = torch.zeros_like(full, dtype=torch.bool)
+            is_changed[places] = True
         for index, (name, param) in enumerate(params if world.global_rank in getting else ()):
             digest = sum(sums[index] for sums in checksums) % 2**64 if options.digests else None
             values, indices = view_of(full, param.span), None
