@@ -133,7 +133,11 @@ def _units(
         kept.setdefault(handle, torch.empty_like(changed))[where] = changed
         handle.page_out()
         sizes = [len(shard)] * len(ranks) if is_whole else counts
-        full, is_changed = _joined(handle, changed, sizes, getting), changed
+        is_changed = changed
+        if is_whole and changed.itemsize > 1:  # backends cannot all-gather dtypes of one byte
+            full = handle.gather_flat(changed.view(_dtype(shard, options))).view(changed.dtype)
+        else:
+            full = _joined(handle, changed, sizes, getting)
         if not is_whole:
             first = handle.layout.shard_range(handle.topology.index)[0]
             places = _joined(handle, (where + first).to(_PLACE), counts, getting).to(torch.int64)
