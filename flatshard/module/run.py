@@ -253,14 +253,11 @@ def accumulating(
         yield  # the enclosing `no_sync(uneven=True)` already accumulates
         return
     context.check_between_steps("no_sync()")
-    if uneven:
-        with extra("uneven", "no_sync(uneven=True)").uneven(context):
-            yield
-        return
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"no_sync: expected max_bytes of at least 0, got {max_bytes}.")
     syncs = _plan_accumulation(context.units, max_bytes, replicas_only)
-    with temporarily([context], syncs=syncs, under_no_sync=True):
+    together = extra("uneven", "no_sync(uneven=True)").uneven if uneven else contextlib.nullcontext
+    with together(context), temporarily([context], syncs=syncs, under_no_sync=True):
         yield
 
 

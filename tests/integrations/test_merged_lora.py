@@ -174,3 +174,7 @@ def _refused() -> None:
         model = ShardedWrapper(_adapted(config))
         with naming(message), pytest.raises(NotImplementedError, match=message):
             flatshard.full_tensors(model, merge_lora=True)
+    prompted = _adapted(lambda: _config(target_modules=["first"]))
+    prompted.base_model = Model()  # as with prompt tuning, which has no adapters in layers
+    with pytest.raises(NotImplementedError, match="'' is a PeftModel, and only LoRA"):
+        flatshard.full_tensors(ShardedWrapper(prompted), merge_lora=True)

@@ -10,26 +10,20 @@ end of the context, all ranks run the end of a backward together, which reduces 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import weakref
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard.comm.consistency import differing_fact
+from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.options.extras import default_extra, extra
 
-_NAME = "no_sync(uneven=True)"
-_logger = logging.getLogger("flatshard")
-_told: weakref.WeakSet[RunState] = weakref.WeakSet()  # models whose cost was logged
+_NAME, _LEAVING = "no_sync(uneven=True)", "leaving no_sync(uneven=True)"
 
 
 @contextlib.contextmanager
@@ -42,16 +36,14 @@ def uneven(state: RunState) -> Iterator[None]:
     # Add the extension on all ranks: a rank without micro-batches does not call `average_over`.
     if state.extension("average_over") is None and (counting := default_extra("average_over")):
         state.extend(counting.AverageOver(state))
-    if state.world.rank == 0 and state not in _told:
-        _tell_cost(state)
-    accumulate = [GradSync.ACCUMULATE] * len(state.units)
+    if state.world.rank == 0:
+        grad_bytes = sum(handle.reduce_plan.full_bytes for handle in state.handles)
+        _tell_cost(grad_bytes + sum(unit.buffer_bytes for unit in state.units))
     try:
         with (
             temporarily(state.units, stays_unsharded=True),
-            temporarily([state], syncs=accumulate, under_no_sync=True),
             # Ranks run different forwards, but must predict the same order of units afterwards.
             temporarily([state.prefetch], order=ExecutionOrder()),
-            register_optimizer_step_pre_hook(partial(_refuse_step, state)),
         ):
             outside = state.outside_use or extra("out_of_forward", "no_sync(uneven=True)")
             with torch.no_grad(), outside.unsharded(state.units):
@@ -62,9 +54,10 @@ def uneven(state: RunState) -> Iterator[None]:
             except CollectiveError:  # every rank raises such an error
                 raise
             except Exception as error:
-                _leave_together(state, error)
+                with contextlib.suppress(Exception):
+                    raise_everywhere(error, state.world, op_name=_LEAVING)
                 raise
-            _leave_together(state, None)
+            raise_everywhere(None, state.world, op_name=_LEAVING)
         _reduce(state)
     except BaseException:
         state.forward.recover()
@@ -74,53 +67,27 @@ def uneven(state: RunState) -> Iterator[None]:
         raise
 
 
-def _tell_cost(state: RunState) -> None:
-    """Log what memory the context takes."""
-    _told.add(state)
-    buffers = sum(unit.buffer_bytes for unit in state.units) / 2**20
-    grads = sum(handle.reduce_plan.full_bytes for handle in state.handles) / 2**20
-    _logger.warning(
-        f"{_NAME}: inside of the context, each rank holds the unsharded parameters "
-        f"({buffers:.0f} MiB) and gradients (about {grads:.0f} MiB) of the whole model. This is "
-        "said once."
+@functools.cache
+def _tell_cost(nbytes: int) -> None:
+    """Log what memory the context takes, once for each size of model."""
+    logging.getLogger("flatshard").warning(
+        f"{_NAME}: inside of the context, each rank holds the unsharded parameters and gradients "
+        f"of the whole model (about {nbytes / 2**20:.0f} MiB). This is said once."
     )
 
 
-def _refuse_step(state: RunState, optimizer: Optimizer, *_: Any) -> None:
-    """Raise if ``optimizer`` steps parameters of the model. Called before each optimizer's step."""
-    own = {id(param) for handle in state.handles for param in handle.sharded}
-    if not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
-        raise RuntimeError(
-            f"{_NAME}: {type(optimizer).__name__}.step() was called inside of the context, where "
-            "gradients are not reduced. Step after the context, on all ranks."
-        )
+def _reduce(state: RunState) -> None:
+    """Reduce the gradients of all ranks, and publish the averages in ``.grad``. Collective.
 
-
-def _leave_together(state: RunState, error: Exception | None) -> None:
-    """Wait until all ranks leave the context. Collective.
-
-    Raises RuntimeError if another rank leaves with an exception, which the message contains, or if
-    ranks have converted or frozen different parameters.
+    Raises ValueError on all ranks if ranks have converted or frozen different parameters.
     """
-    text = None if error is None else f"{type(error).__name__}: {error}"
     facts = {
         param.where: f"{(own := param.sharded).dtype}, requires_grad={own.requires_grad}"
         for handle in state.handles
         if handle.topology.world.size == state.world.size  # else other ranks train other units
         for param in handle.params
     }
-    everyone = state.world.host.gather((text, facts), "leaving no_sync with uneven=True")
-    for rank, (theirs, _) in zip(state.world.ranks, everyone, strict=True):
-        if theirs is not None and error is None:
-            raise RuntimeError(f"{_NAME}: rank {rank} left the context by an exception. {theirs}")
-    different = differing_fact([theirs for _, theirs in everyone], state.world.ranks)
-    if error is None and different is not None:
-        _, first = different
-        raise RuntimeError(f"{_NAME}: ranks differ: {first}. Convert and freeze on every rank.")
-
-
-def _reduce(state: RunState) -> None:
-    """Reduce the gradients of all ranks, and publish the averages in ``.grad``. Collective."""
+    agreed(lambda: (True, facts), [state.world], _NAME, "Convert and freeze on every rank.")
     state.forward.recover()  # a backward may have failed, and the program caught the exception
     for unit in state.units:
         unit.sync = GradSync.FULL

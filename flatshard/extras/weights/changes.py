@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.module.wrappers import handles_in, model_shards, state_dicts_in
-from flatshard.state.model_state import StateDictOptions, options_set
+from flatshard.extras.weights.reading import Flats, Item, Options, read
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import as_bytes, view_of
 
 _CALLER = "WeightChanges.changes()"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_POSITION = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
+_PLACE = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
 # If a larger share of one rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
@@ -75,11 +73,10 @@ class WeightChanges:
         Raises:
             ValueError: ``dtype`` is no floating-point dtype.
         """
-        if not getattr(dtype, "is_floating_point", False):
-            raise ValueError(f"dtype must be a floating-point dtype, got {dtype!r}.")
+        Options(dtype).check(1)
         self._model, self._dtype = model, dtype
-        self._is_reading = False
-        self._kept: dict[Any, Tensor] = {}  # copies of shards, and of tensors outside of units
+        # Rounded copies of shards and of tensors outside of units, from the last complete pass.
+        self._kept: dict[Any, Tensor] = {}
 
     def changes(
         self, *, ranks: Literal["all"] | int = "all", digests: bool = False
@@ -88,8 +85,9 @@ class WeightChanges:
 
         The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
         parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
-        takes part in the rest of the pass, and the next pass yields all weights on every rank.
-        Extra memory: about two copies of the largest unit in the dtype.
+        takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and the
+        next pass yields all weights. Extra memory: about two copies of the largest unit in the
+        dtype, and three if all of it is sent.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -101,172 +99,116 @@ class WeightChanges:
         Raises:
             ValueError: an argument is wrong, or differs between ranks.
             NotImplementedError: a parameter was a DTensor.
-            RuntimeError: a forward or backward of the model is running.
+            RuntimeError: a forward or backward of the model is running. At the end: another rank
+                stopped early, or a rank wrote to the model.
         """
-        shards = model_shards(self._model, _CALLER)
-        world: Communicator = ALONE if shards is None else shards.world
+        kept, options = self._kept, Options(self._dtype, ranks=ranks, digests=digests)
+        finish = lambda _, __, *change: WeightChange(*change)  # noqa: E731
+        items = read(self._model, _CALLER, options, partial(_units, kept), finish)
+        self._kept = {}
+        return self._keeping(kept, items)
 
-        def prepare() -> tuple[bool, Facts]:
-            if self._is_reading:
-                raise ValueError("the last pass is not over. Read its iterator to the end first.")
-            if ranks not in ("all", *range(world.size)):
-                raise ValueError(f"ranks must be 'all' or a rank < {world.size}, got {ranks!r}.")
-            return True, {"the call": f"{ranks=}, {digests=}, {self._dtype}"}
+    def _keeping(self, kept: dict[Any, Tensor], items: Iterator[Any]) -> Iterator[Any]:
+        yield from items
+        self._kept = kept  # the pass is complete; otherwise, the next pass yields all weights
 
-        agreed(prepare, [world], _CALLER, "Pass equal arguments on every rank.")
-        if shards is not None:
-            shards.refuse_dtensors(_CALLER)
-        items = self._read(world, ranks, digests)
-        # Start the generator. If the user drops the iterator unread, `_read` must still take part
-        # in the exchanges, for which the other ranks wait. But if a generator is dropped before it
-        # has started, Python runs none of its code.
-        next(items)
-        return items
 
-    def _read(
-        self,
-        world: Communicator,
-        ranks: Any,
-        digests: bool,
-        is_exiting: Callable[[], bool] = sys.is_finalizing,
-    ) -> Iterator[Any]:
-        handles = handles_in(self._model)
-        for handle in handles:
-            handle.absorb_replaced()
-        # Positions of changed values in this rank's shards.
-        changed = {handle: self._changed(handle) for handle in handles}
-        # For each flat parameter: how many values of this rank changed (None: send all), and
-        # checksums.
-        mine = [
-            (None if where is None else len(where), self._digests(handle) if digests else [])
-            for handle, where in changed.items()
-        ]
-        said = dict(zip(world.ranks, world.host.gather(mine, _CALLER), strict=True))
-        receivers = set(world.ranks) if ranks == "all" else {world.ranks[ranks]}
-        self._is_reading, is_over = True, False
-        items = self._items(changed, said, receivers)
-        try:
-            yield None
-            for item in items:
-                if world.global_rank in receivers:
-                    yield item
-            is_over = True
-        finally:
-            # The other ranks wait for this rank. But a process that exits cannot take part.
-            for _ in items if not is_exiting() else ():
-                pass
-            self._is_reading = False
-            if not is_over:
-                self._kept.clear()
-
-    def _rounded(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(dtype, copy=copy)
-
-    def _changed(self, handle: FlatParamHandle) -> Tensor | None:
-        """Return the positions of changed values in this rank's shard; None for too many."""
-        old = self._kept.get(handle)
-        if old is None or handle.layout.padded_numel > torch.iinfo(_POSITION).max:
-            return None
-        where = (_words(self._rounded(handle.flat_param)) != _words(old)).nonzero().view(-1)
+def _units(
+    kept: dict[Any, Tensor], options: Options, world: Communicator, flats: Flats, rest: list[Item]
+) -> Iterator[list[Item]]:
+    """Yield the changes of each flat parameter, then those of ``rest``. Collective: all ranks."""
+    # For each flat parameter: positions of this rank's changed values (None: send all), checksums.
+    looked = [_look(handle, params, kept.get(handle), options) for handle, params in flats.items()]
+    mine = [(None if where is None else len(where), sums) for where, sums in looked]
+    said = dict(zip(world.ranks, world.host.gather(mine, _CALLER), strict=True))
+    getting = world.ranks if options.ranks in ("all", "local") else [world.ranks[options.ranks]]
+    for number, (handle, params) in enumerate(flats.items()):
+        ranks, shard = handle.topology.shard.ranks, handle.flat_param.detach()
+        counts, checksums = zip(*(said[rank][number] for rank in ranks), strict=True)
+        is_whole = None in counts
+        if not (is_whole or any(counts)):
+            continue
+        where: Any = slice(None) if is_whole else looked[number][0]
+        changed = _bits(shard[where], options)
+        kept.setdefault(handle, torch.empty_like(changed))[where] = changed
         handle.page_out()
-        return where if len(where) <= _SHARE * handle.layout.shard_numel else None
-
-    def _digests(self, handle: FlatParamHandle) -> list[int]:
-        """Return, for each parameter, the checksum of this rank's elements."""
-        shard, sums = self._rounded(handle.flat_param), []
-        for param in handle.params:
-            own = shard[param.local.start : param.local.end]
-            places = torch.arange(own.numel(), device=own.device) + param.spec.offset
-            sums.append(_checksum(own, _row_major(places, param.spec)))
-        return torch.stack(sums).tolist()  # type: ignore[no-any-return]
-
-    def _items(
-        self,
-        changed: dict[FlatParamHandle, Tensor | None],
-        said: dict[int, Any],
-        receivers: set[int],
-    ) -> Iterator[WeightChange]:
-        names: dict[Tensor, str] = {}  # a wrapper inside of the model has shorter names
-        with options_set(state_dicts_in(self._model), StateDictOptions()):
-            for name, tensor in self._model.state_dict(keep_vars=True).items():
-                if isinstance(tensor, Tensor):
-                    names.setdefault(tensor, name)
-        for number, (handle, where) in enumerate(changed.items()):
-            ranks = handle.topology.shard.ranks
-            counts, digests = zip(*(said[rank][number] for rank in ranks), strict=True)
-            sums = [sum(each) % 2**64 for each in zip(*digests, strict=True)]
-            found: Iterator[Any]
-            if where is None or None in counts:
-                found = self._whole(handle)
-            else:
-                found = self._sparse(handle, where, counts, receivers)
-            for param, indices, values in found:
-                digest = sums[param.index] if sums else None
-                yield WeightChange(names[param.sharded], indices, values, digest)
-        inside = {param.sharded for handle in changed for param in handle.params}
-        for tensor, name in names.items():
-            if tensor not in inside:
-                old, new = self._kept.get(name), self._rounded(tensor).contiguous()
-                if old is None or not torch.equal(as_bytes(old), as_bytes(new)):
-                    self._kept[name] = new.clone()
-                    yield WeightChange(name, None, new.clone())
-
-    def _whole(self, handle: FlatParamHandle) -> Iterator[tuple[Any, None, Tensor]]:
-        """All-gather a flat parameter; yield ``(parameter, None, all values)`` per parameter.
-
-        Collective: all ranks of the shard group.
-        """
-        shard = handle.flat_param.detach()
-        rounded = self._kept[handle] = self._rounded(shard, copy=True)
-        # Backends cannot send dtypes of one byte, so round to such a dtype after the all-gather.
-        full = handle.gather_flat(rounded if rounded.element_size() > 1 else shard)
-        for param in handle.params:
-            yield param, None, self._rounded(view_of(full, param.span))
-
-    def _sparse(
-        self, handle: FlatParamHandle, where: Tensor, counts: Sequence[int], receivers: set[int]
-    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """Exchange the changed values of a flat parameter. Collective: the shard group.
-
-        Args:
-            handle: the owner of the flat parameter.
-            where: positions of the changed values in this rank's shard.
-            counts: how many values changed on each rank of the group.
-            receivers: the ranks that get the values.
-        """
-        comm, holders, kept = handle.topology.shard, handle.topology.holders, self._kept[handle]
-        values = handle.flat_param.detach()[where].to(kept.dtype)
-        kept[where] = values
-        first = handle.layout.shard_range(handle.topology.index)[0]
-        positions = (where + first).to(handle.device, _POSITION)
-        values = values.to(handle.device)
-        if comm.size > 1 and any(counts):
-            size = _POSITION.itemsize + values.element_size()
-            payload = torch.cat([as_bytes(positions), as_bytes(values)])
-            gets = [rank in receivers for rank in comm.ranks]
-            lengths = [payload.numel() * getting for getting in gets]
-            expected = [count * size * gets[comm.rank] for count in counts]
-            sent = payload.repeat(sum(gets))
-            work, came = comm.exchange(sent, lengths, expected, op_name=_CALLER)
-            work.wait()
-            pieces = came.to(handle.device).split(expected)
-            # In the order of shards, positions ascend.
-            found = [(pieces[rank], _POSITION.itemsize * counts[rank]) for rank in holders]
-            positions = torch.cat([part[:end].clone().view(_POSITION) for part, end in found])
-            values = torch.cat([part[end:].clone().view(kept.dtype) for part, end in found])
-        positions = positions.to(torch.int64)
-        bounds = [end for param in handle.params for end in (param.span.start, param.span.end)]
-        # One search, and one wait for an accelerator, for all parameters of the unit.
-        ends = torch.searchsorted(positions, positions.new_tensor(bounds)).tolist()
-        for param, start, end in zip(handle.params, ends[::2], ends[1::2], strict=True):
-            if start < end:
-                indices = _row_major(positions[start:end] - param.span.start, param.spec)
-                yield param, indices, values[start:end]
+        sizes = [len(shard)] * len(ranks) if is_whole else counts
+        is_changed = changed
+        if is_whole and changed.itemsize > 1:  # backends cannot all-gather dtypes of one byte
+            full = handle.gather_flat(changed.view(_dtype(shard, options))).view(changed.dtype)
+        else:
+            full = _joined(handle, changed, sizes, getting)
+        if not is_whole:
+            first = handle.layout.shard_range(handle.topology.index)[0]
+            places = _joined(handle, (where + first).to(_PLACE), counts, getting).to(torch.int64)
+            found, full = full, full.new_empty(handle.layout.padded_numel)
+            full[places] = found
+            is_changed = torch.zeros_like(full, dtype=torch.bool)
+            is_changed[places] = True
+        for index, (name, param) in enumerate(params if world.global_rank in getting else ()):
+            digest = sum(sums[index] for sums in checksums) % 2**64 if options.digests else None
+            values, indices = view_of(full, param.span), None
+            if not is_whole:
+                indices = view_of(is_changed, param.span).reshape(-1).nonzero().view(-1)
+                values = values.reshape(-1)[indices]
+            if indices is None or len(indices):
+                yield [(name, indices, values.view(_dtype(shard, options)), digest)]
+    for name, tensor in rest:
+        new = _bits(tensor, options).clone()
+        if name not in kept or not torch.equal(kept[name], new):
+            kept[name] = new
+            yield [(name, None, new.clone().view(_dtype(tensor, options)))]
 
 
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_WORDS[tensor.element_size()])
+def _look(
+    handle: FlatParamHandle, params: list[Any], old: Tensor | None, options: Options
+) -> tuple[Tensor | None, list[int]]:
+    """Return the positions of changed values in this rank's shard, and checksums of its elements.
+
+    The positions are None for too many. There is one checksum for each of ``params``, if asked for.
+    """
+    for _, param in params:
+        param.spec.refuse_part(_CALLER)
+    shard, where, sums = _bits(handle.flat_param, options), None, []
+    if old is not None and handle.layout.padded_numel <= torch.iinfo(_PLACE).max:
+        where = (shard != old).nonzero().view(-1)
+        where = where if len(where) <= _SHARE * len(shard) else None
+    for _, param in params if options.digests else ():
+        own = shard[param.local.start : param.local.end]
+        places = torch.arange(own.numel(), device=own.device) + param.spec.offset
+        sums.append(int(_checksum(own, _row_major(places, param.spec))))
+    handle.page_out()
+    return where, sums
+
+
+def _joined(
+    handle: FlatParamHandle, mine: Tensor, counts: Sequence[int], getting: Collection[int]
+) -> Tensor:
+    """Return the elements of all ranks' ``mine``, in the order of shards; empty if not ``getting``.
+
+    Collective: the shard group. ``counts``: number of elements per rank. ``getting``: the ranks
+    that get the elements.
+    """
+    comm, mine = handle.topology.shard, mine.to(handle.device)
+    if comm.size == 1:
+        return mine.clone()
+    gets = [rank in getting for rank in comm.ranks]
+    lengths = [mine.nbytes * one for one in gets]
+    expected = [count * mine.itemsize * gets[comm.rank] for count in counts]
+    work, came = comm.exchange(as_bytes(mine).repeat(sum(gets)), lengths, expected, op_name=_CALLER)
+    work.wait()
+    pieces = came.to(handle.device).split(expected)
+    return torch.cat([pieces[rank] for rank in handle.topology.holders]).view(mine.dtype)
+
+
+def _dtype(tensor: Tensor, options: Options) -> Any:
+    return options.dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _bits(tensor: Tensor, options: Options) -> Tensor:
+    """Return the rounded values as integers: -0.0 differs from 0.0, and a NaN equals itself."""
+    rounded = tensor.detach().to(_dtype(tensor, options)).contiguous()
+    return rounded.view(_WORDS[rounded.itemsize])
 
 
 def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
@@ -279,7 +221,7 @@ def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
 
 def _checksum(values: Tensor, indices: Tensor) -> Tensor:
     """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
-    return (_words(values).to(torch.int64).view(-1) * (indices + 1)).sum()  # modulo 2**64
+    return (values.to(torch.int64).view(-1) * (indices + 1)).sum()  # modulo 2**64
 
 
 def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:
@@ -307,14 +249,15 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
             if indices is None:
                 target.copy_(values)
             else:
-                target.put_(indices.to(target.device), values.to(target.device, target.dtype))
-            if digest is not None:
-                held = target.detach().to(values.dtype)
-                places = torch.arange(held.numel(), device=held.device)
-                if int(_checksum(held, places)) % 2**64 != digest:
-                    raise ValueError(
-                        f"apply_changes: {name!r} differs from the trained model after the change. "
-                        "Expected that the tensor held the weights of the previous pass before the "
-                        "change. Pass the changes of every pass, in order, or make a new "
-                        "WeightChanges, whose first pass has all weights."
-                    )
+                word = _WORDS[target.itemsize]  # `put_` does not support float8
+                new = values.to(target.device, target.dtype).view(word)
+                target.view(word).put_(indices.to(target.device), new)
+            held = target.detach().to(values.dtype).contiguous().view(_WORDS[values.itemsize])
+            places = torch.arange(held.numel(), device=held.device)
+            if digest is not None and int(_checksum(held, places)) % 2**64 != digest:
+                raise ValueError(
+                    f"apply_changes: {name!r} differs from the trained model after the change. "
+                    "Expected that the tensor held the weights of the previous pass before the "
+                    "change. Pass the changes of every pass, in order, or make a new "
+                    "WeightChanges, whose first pass has all weights."
+                )

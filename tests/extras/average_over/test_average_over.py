@@ -134,7 +134,32 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     grads = [param.grad.full_tensor() for param in model.parameters()]
     assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
     model.zero_grad()
-    _loss(model, case, rank, 0, 1).backward()  # ranks that pass no count average over ranks
+    # A backward that computes only gradients of inputs leaves the count for the next backward.
+    for accumulating in (False, True):
+        model.average_over(_count(rank, 0, 1))
+        with model.no_sync() if accumulating else contextlib.nullcontext():
+            inputs = case.batch(1, 4)[0].requires_grad_()
+            torch.autograd.grad(model(inputs).sum(), inputs)
+        _loss(model, case, rank, 0, 1).backward()
+        grads = [param.grad.full_tensor() for param in model.parameters()]
+        assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+        model.zero_grad()
+    _as_before_any_count(model, case, rank)
+
+
+def _as_before_any_count(model: Any, case: Case, rank: int) -> None:
+    """Without counts, `join` and `no_sync(max_bytes=...)` give what they give without the extra."""
+    grads = []
+    for one in (model, case.wrap(case.model())):
+        with one.no_sync(max_bytes=100):
+            _loss(one, case, rank, 0, 1).backward()
+        one.zero_grad()
+        with one.join():
+            for number in range(2 - rank):
+                one.zero_grad()
+                _loss(one, case, rank, 0, number).backward()
+        grads.append([param.grad.full_tensor() for param in one.parameters()])
+    assert_same(dict(enumerate(grads[0])), dict(enumerate(grads[1])))
 
 
 def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:
@@ -165,13 +190,13 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         assert all(param.grad is None for param in model.parameters())
 
     raises("counts of average_over, backward", lambda: backward(None, 2), CollectiveError)
-    raises("rank 1: this rank ran a backward without", lambda: backward(2, None))
-    raises("rank 1: this rank passed the count -2", lambda: backward(2, -2))
-    raises("rank 0: this rank passed the count nan", lambda: backward(float("nan"), 2))
+    raises("rank 1 ran a backward without", lambda: backward(2, None))
+    raises("rank 1 passed the count -2", lambda: backward(2, -2))
+    raises("rank 0 passed the count nan", lambda: backward(float("nan"), 2))
     raises("add up to 0", lambda: backward(0, 0.0))
     raises("expected an int", lambda: model.average_over(torch.ones(2)), TypeError)
     with model.no_sync(max_bytes=100):
-        raises("of only some units", lambda: backward(1, 1))
+        raises("only some units", lambda: backward(1, 1))
     model.register_comm_hook("state", Averaging())
     raises("a communication hook is registered", lambda: backward(1, 1))
     model = case.wrap(case.model())
@@ -183,3 +208,7 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
     model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))  # after the count
     raises(r"average_over\(\) needs all gradients", _loss(model, case, rank, 0, 1).backward)
     raises(r"average_over\(\) needs all gradients", lambda: backward(1, 1))
+    model = case.wrap(case.model())
+    with model.no_sync():
+        backward(1, float("-inf"))
+    raises("rank 1 passed the count -inf", lambda: backward(1, float("inf")))

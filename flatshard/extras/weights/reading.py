@@ -1,0 +1,347 @@
+"""``full_tensors``, and ``read``: all ranks together iterate over a model, one unit at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, cycle
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flatshard.comm.communicator import ALONE, Communicator
+from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.work import AsyncWork
+from flatshard.engine.handle import FlatParamHandle
+from flatshard.extras.weights.lora import MergedLora
+from flatshard.memory.buffers import BufferCache
+from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
+from flatshard.state.model_state import StateDictOptions, options_set
+from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.units.layout import view_of
+from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
+
+
+class TensorName(str):
+    """The name of a tensor in the unwrapped model.
+
+    Attributes:
+        names: all names of the tensor. A tied parameter has several names; the first is this name.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``full_tensors``, which explains them, and of ``WeightChanges.changes``."""
+
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    bucket_bytes: int | None = None
+    # Not compared between ranks by their text: a function's text differs. Ranks compare the chosen
+    # names.
+    names: Callable[[str], bool] | Collection[str] | None = field(default=None, repr=False)
+    ranks: Any = "all"
+    merge_lora: bool = False
+    debug: bool = False
+    digests: bool = False
+
+    def check(self, size: int) -> None:
+        """Raise ValueError if an argument is wrong; ``size``: number of ranks."""
+        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+            raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype!r}.")
+        limit = self.bucket_bytes
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"bucket_bytes must be at least 1, got {limit!r}.")
+        torch.empty(0, device=self.device)  # raises if this host lacks the device
+        if self.ranks not in ("all", "local", *range(size)):
+            raise ValueError(
+                f"ranks must be 'all', 'local' or a rank < {size}, got {self.ranks!r}."
+            )
+
+
+Item = tuple[Any, ...]  # the name of a tensor, and the tensor or its changes
+Flats = dict[FlatParamHandle, list[tuple[TensorName, OriginalParam]]]
+# Yields a list of items for each flat parameter, and a list for the tensors outside of units. The
+# arguments: options, all ranks, the chosen parameters by flat parameter, and all other tensors.
+Units = Callable[[Options, Communicator, Flats, list[Item]], Iterator[list[Item]]]
+
+
+def full_tensors(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    bucket_bytes: int | None = None,
+    names: Callable[[str], bool] | Collection[str] | None = None,
+    ranks: Literal["all", "local"] | int = "all",
+    merge_lora: bool = False,
+    debug: bool = False,
+) -> Iterator[Any]:
+    """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
+
+    The names are those of the unwrapped model, in the same order on all ranks: parameters unit by
+    unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
+    consumer works on the unit before. A tied parameter appears once; ``name.names`` has all of its
+    names. Buffers are this rank's own.
+
+    The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
+    longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the
+    peak: three times the largest unit, and with ``bucket_bytes`` about two buckets more; and copies
+    in another dtype or on another ``device``.
+
+    Collective: all ranks, with equal arguments; every rank reads to the end. If a rank stops early
+    (``break``, an exception, or ``close()`` of a kept iterator), the rank still takes part in the
+    remaining all-gathers, and at the end the other ranks raise RuntimeError. From the call to the
+    end, forwards of the model raise RuntimeError.
+    Other collectives, such as ``state_dict()`` and ``norms()``, may be called between two items, by
+    all ranks between the same items.
+
+    Example:
+        ```python
+        import flatshard
+
+        for name, tensor in flatshard.full_tensors(model, dtype=torch.bfloat16):
+            print(name, tuple(tensor.shape))
+        ```
+
+    Args:
+        model: a wrapper, a module that contains wrappers, or an unwrapped model.
+        dtype: floating-point dtype of the floating-point tensors. Each rank casts before it sends,
+            unless ``dtype`` is wider than the parameters or float8. None: the model's dtypes.
+        device: device of the tensors. None: the device that computes.
+        bucket_bytes: if set, each item is a list of ``(name, tensor)`` pairs with at most this
+            many bytes, or one larger tensor.
+        names: the names to yield, or a function that tells for each name whether to yield it. Units
+            without a chosen parameter are not all-gathered. None: all names.
+        ranks: which ranks get tensors. ``"all"``: all ranks. A number: only this rank of the
+            model's group; the other ranks only take part, and their iterators are empty.
+            ``"local"``: all ranks; of a tensor-parallel parameter each rank gets only its part.
+        merge_lora: add the active LoRA adapters of PEFT to their weights, one unit at a time, in
+            fp32 and rounded once, and yield the names and tensors of the model without adapters
+            (as after ``merge_and_unload()``). The model stays as it is. Each rank that gets
+            tensors keeps full copies of the adapters meanwhile.
+        debug: overwrite the tensors of an item with NaN (integers: the largest value) when the
+            next item is asked for. This finds consumers that keep tensors without a clone.
+
+    Raises:
+        ValueError: on all ranks, before the first all-gather: an argument is wrong or differs
+            between ranks, or another ``full_tensors`` of the model is not finished.
+        NotImplementedError: ``merge_lora`` met an adapter that is no plain LoRA (DoRA, IA3, ...).
+        RuntimeError: a forward or backward of the model is running, or parameters were written
+            before the last item. At the end: another rank stopped early.
+    """
+    options = Options(dtype, device, bucket_bytes, names, ranks, merge_lora, debug)
+    return read(model, "full_tensors()", options, _units, _finish)
+
+
+def read(
+    model: nn.Module, caller: str, options: Options, units: Units, finish: Callable[..., Any]
+) -> Iterator[Any]:
+    """Return an iterator over the items of ``units``. Collective, until all ranks have read it.
+
+    If a rank stops early, the rank still takes part in the rest, and at the end the other ranks
+    raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+
+    ``finish``: makes an item for the consumer from an item of ``units``. May fail on some ranks.
+    """
+    shards = model_shards(model, caller)
+    world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
+    wrappers = wrappers_in(model)
+
+    def prepare() -> tuple[tuple[Flats, list[Item], MergedLora | None], Facts]:
+        options.check(world.size)
+        if any(_refuse in one._forward_pre_hooks.values() for one in wrappers):
+            raise ValueError(
+                f"another {caller} of this model is not finished. First read that iterator to "
+                "the end, or call its close(), on every rank."
+            )
+        lora = MergedLora(model) if options.merge_lora else None
+        with options_set(parts, StateDictOptions()):
+            flats, rest = _choose(model, options.names, lora)
+        order = [*(name for some in flats.values() for name, _ in some), *(one[0] for one in rest)]
+        return (flats, rest, lora), {"the call": f"{options}", "the list of tensors": repr(order)}
+
+    flats, rest, lora = agreed(prepare, [world], caller, "Pass equal arguments on every rank.")
+    versions = {handle: handle.version for handle in flats}
+    if lora is not None:
+        some = Options(device=options.device, names=lora.sources, ranks=options.ranks)
+        lora.keep(read(model, caller, some, units, finish))
+
+    def reading(is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
+        # A generator that is closed early still takes part in all remaining all-gathers, unless the
+        # process exits. `is_exiting` is a local variable, because Python clears global variables at
+        # exit.
+        hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
+        # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
+        failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
+        items = _items(units(options, world, flats, rest), options)
+        try:
+            # The first item is empty: see the end of `read`.
+            for item in chain([[]], filter(None, items)):
+                if stopped or (item and not is_reading):
+                    continue
+                try:
+                    item = [finish(options, lora, *one) for one in item]
+                    yield item[0] if item and options.bucket_bytes is None else item
+                except Exception as error:  # no memory for a copy, for example
+                    failed, stopped = error, f"raised {type(error).__name__}: {error}"
+                except GeneratorExit:
+                    if is_exiting():  # a process that exits cannot take part in all-gathers
+                        return
+                    place = f"after {item[-1][0]!r}" if item else "before the first item"
+                    stopped = f"stopped reading {place} (break or exception)"
+                for _, tensor in item if options.debug else ():
+                    if tensor.dtype is not torch.bool:
+                        is_float = tensor.is_floating_point() or tensor.is_complex()
+                        tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        written = [flats[one][0][1].where for one, old in versions.items() if one.version != old]
+        mine = stopped or (f"wrote {written[0]} before the last item was read" if written else "")
+        everyone = world.host.gather(mine, f"the end of {caller}")
+        for rank, theirs in zip(world.ranks, everyone, strict=True):
+            if theirs and not stopped:
+                raise RuntimeError(
+                    f"{caller}: rank {rank} {theirs}. Read to the end on every rank, and "
+                    "write to no parameter in between."
+                )
+        if failed is not None:
+            raise failed
+
+    items = reading()
+    # Start the generator. If the user drops the iterator before the first item, `reading` must
+    # still take part in the all-gathers, for which the other ranks wait. But if a generator is
+    # dropped before it has started, Python runs none of its code.
+    next(items)
+    return items
+
+
+def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
+    """Return the chosen parameters by flat parameter, and all other chosen tensors.
+
+    The order is the same on all ranks. Raises ValueError if the user asked for an unknown name.
+    """
+    known: dict[Tensor, TensorName] = {}
+    # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
+    for text, value in model.state_dict(keep_vars=True).items():
+        shown = text if lora is None else lora.name_of(text)
+        if isinstance(value, Tensor) and shown is not None:
+            name = known.setdefault(value, TensorName(shown))
+            name.names = (*getattr(name, "names", ()), shown)
+    is_asked: Any = names
+    if isinstance(names, Collection):
+        asked = {names} if isinstance(names, str) else set(names)
+        is_asked = asked.__contains__
+        if unknown := asked.difference(*(name.names for name in known.values())):
+            raise ValueError(
+                f"names: the model has no parameter or persistent buffer {min(unknown)!r}, and "
+                f"{len(unknown)} of {len(asked)} names are unknown. See model.state_dict()."
+            )
+    owners: dict[Tensor, Any] = {p.sharded: (h, p) for h in handles_in(model) for p in h.params}
+    flats: Flats = {}
+    rest: list[Item] = []
+    for tensor, name in known.items():
+        if is_asked is not None and not any(map(is_asked, name.names)):
+            continue
+        if tensor in owners:
+            handle, param = owners[tensor]
+            flats.setdefault(handle, []).append((name, param))
+        else:
+            rest.append((name, tensor))
+    for handle in flats:
+        handle.absorb_replaced()
+    return flats, rest
+
+
+def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
+    """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
+
+    Sizes are those after the cast to ``options.dtype``. A tensor larger than the limit gets a list
+    of its own. Without a limit, each list contains one item. The last list may be empty.
+    """
+    bucket: list[Item] = []
+    size, limit = 0, options.bucket_bytes
+    for item in chain.from_iterable(units):
+        if limit is None:
+            yield [item]
+            continue
+        nbytes = item[1].numel() * _yielded_dtype(item[1], options.dtype).itemsize
+        if bucket and size + nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes
+    yield bucket
+
+
+def _units(options: Options, _: Any, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
+    """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
+
+    Collective. The all-gather of the next flat parameter starts before the tensors of the current
+    flat parameter are yielded. All ranks that read items start each all-gather at the same item.
+    Otherwise, if the user's program runs a collective between two items, the collective could come
+    before an all-gather on one rank and after it on another, and NCCL would deadlock.
+    """
+    # Memory for the last, the present and the next flat parameter. A cache does not reuse memory in
+    # which the consumer still holds a tensor.
+    caches = cycle([BufferCache(), BufferCache(), BufferCache()])
+    sent = None if options.merge_lora else options.dtype  # each rank casts before it sends
+    started = (_start(handle, next(caches), sent) for handle in flats)
+    following = next(started, None)
+    for handle, some in flats.items():
+        assert following is not None, "there is an all-gather for each flat parameter"
+        (full, work), following = following, next(started, None)
+        if work is not None:
+            work.wait()
+            handle.page_out()
+        views = [(name, view_of(full, param.span), param.spec) for name, param in some]
+        is_local = options.ranks == "local"
+        yield [(name, view if is_local else spec.unsplit(view)) for name, view, spec in views]
+    # The rest are the model's own tensors. So copy them: the consumer may write to an item.
+    yield [(name, tensor.detach().clone()) for name, tensor in rest]
+
+
+def _start(
+    handle: FlatParamHandle, cache: BufferCache, asked: torch.dtype | None
+) -> tuple[Tensor, AsyncWork | None]:
+    """Start to all-gather a flat parameter. Collective: all ranks of the shard group.
+
+    Returns a pair: the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and the
+    work that fills the flat parameter, or None if no all-gather was needed.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
+        # Cast before the all-gather if fewer bytes are sent then. Backends cannot send dtypes of
+        # one byte, so cast to float8 afterwards.
+        fits = asked and shard.is_floating_point() and 2 <= asked.itemsize <= shard.itemsize
+        sent: torch.dtype = asked if asked and fits else shard.dtype
+        full = cache.take(handle.layout.padded_numel, sent, handle.device)
+        if handle.is_whole or (handle.is_current and buffer.dtype == shard.dtype):
+            return full.copy_(shard if handle.is_whole else buffer), None
+        return full, gather.start_full(shard.to(handle.device, sent), full, gather.read_tags)
+
+
+def _finish(options: Options, lora: MergedLora | None, name: TensorName, tensor: Tensor) -> Item:
+    merged = tensor if lora is None else lora.merge(name.names, tensor)
+    return name, _cast(merged, _yielded_dtype(tensor, options.dtype), options.device)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
+    return tensor.to(device or tensor.device, dtype)
+
+
+def _yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
+
+
+def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
+    raise RuntimeError(
+        f"{unit_text(unit_of(wrapper).name)}: a forward began before full_tensors() was "
+        "read to its end. Read all items first, or call the iterator's close() on every rank."
+    )
