@@ -135,8 +135,7 @@ def _program(state: RunState) -> bytes:
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles])
     # Ranks outside of a smaller group have a different unit at the same index.
     whole = [h.trained for h in state.handles if h.topology.world.size == state.world.size]
-    trained = crc32(bytes(chain.from_iterable(whole)), crc32(reduced))
-    digest = (loads + trained + state.steps.digest) % 2**32
+    digest = (loads + crc32(reduced + bytes(chain(*whole))) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 
