@@ -1013,9 +1013,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         # Called by `.to()`, `.double()` and similar conversions.
         if self._sharded_unit.is_initialising:
             return self
-        apply = super()._apply
-        conversion = extra("conversion", "model.to()")
-        conversion.convert(self, fn, lambda: apply(fn, recurse), recurse=recurse)
+        extra("conversion", "model.to()").convert(self, fn, recurse=recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain, compress, islice
 from zlib import crc32
 
+from flatshard.comm.consistency import Facts, differing_fact
 from flatshard.comm.host_exchange import differ, with_complements
-from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import REMEDY, Begun, first_difference
 from flatshard.engine.buffer_sync import BufferSync
 from flatshard.engine.events import Kind, StepExtension
@@ -126,13 +126,16 @@ def _used_within(handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    They identify the model, the counts of loads and writes, the steps of optimizers, and the flat
-    parameters that this backward reduces. Each byte is followed by its complement: from the two
-    maxima over the ranks, ``differ`` finds the bytes that differ.
+    They identify the model, the counts of loads and writes, the steps of optimizers, the flat
+    parameters that this backward reduces, and the parameters that are trained. Each byte is
+    followed by its complement: from the two maxima over the ranks, ``differ`` finds the bytes that
+    differ.
     """
     loads = sum([unit.loads_sum for unit in state.units])
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles])
-    digest = (loads + crc32(reduced) + state.steps.digest) % 2**32
+    # Ranks outside of a smaller group have a different unit at the same index.
+    whole = [h.trained for h in state.handles if h.topology.world.size == state.world.size]
+    digest = (loads + crc32(reduced + bytes(chain(*whole))) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 
@@ -152,35 +155,35 @@ def _check_program(state: RunState, maxima: bytes) -> None:
             "backward() computes gradients of several ShardedWrappers, all ranks must reach the "
             "ShardedWrappers in the same order. Call backward() once for each ShardedWrapper."
         )
-    if different := _different_loads(state):
+    loads = {f"{k} of {unit_text(u.name)}": str(n) for u in state.units for k, n in u.loads.items()}
+    if difference := _difference(state, loads):
         raise RuntimeError(
             f"{backward}: ranks called load_state_dict(), or wrote to tensors of a state_dict(), "
-            f"different numbers of times: {different}. The model now mixes shards of "
-            "different states. Load or write the same state on every rank (torch.load(path, "
-            "mmap=True) reads only the needed values). If only one rank edits tensors of a "
-            "state_dict(), clone() the tensors first."
+            f"different numbers of times. The number for {difference}. The model now mixes shards "
+            "of different states. Load or write the same state on every rank. If only one rank "
+            "edits tensors of a state_dict(), clone() the tensors first."
         )
     state.steps.raise_difference()
+    trained = {
+        f"requires_grad of {param.where}": str(trains)
+        for handle in state.handles
+        if handle.topology.world.size == state.world.size
+        for param, trains in zip(handle.params, handle.trained, strict=False)
+    }
     raise RuntimeError(
-        f"{backward}: ranks reduce the gradients of different parameters. Set requires_grad and "
-        "use no_sync() in the same way on every rank."
+        f"{backward}: ranks reduce the gradients of different parameters. In the last forward, "
+        f"{_difference(state, trained) or 'only some ranks were under no_sync()'}. Set "
+        "requires_grad and use no_sync() in the same way on every rank."
     )
 
 
-def _different_loads(state: RunState) -> str:
-    """Name, with each rank's number, the last state that ranks have loaded or written unequally.
+def _difference(state: RunState, facts: Facts) -> str:
+    """Return the first of ``facts`` that differs between ranks, for an error. Empty: none differs.
 
-    Empty if no state differs. All ranks return the same text. Collective: all ranks of the model.
+    Collective: all ranks of the model. All ranks return the same text.
     """
-    loads = {f"{k} of {unit_text(u.name)}": n for u in state.units for k, n in u.loads.items()}
-    everyone = state.world.host.gather(loads, "what was loaded or written")
-    numbers_of = {what: [one.get(what, 0) for one in everyone] for one in everyone for what in one}
-    for what, numbers in reversed(numbers_of.items()):
-        if len({*numbers}) > 1:
-            ranks = {n: compress(state.world.ranks, map(n.__eq__, numbers)) for n in {*numbers}}
-            counts = (f"{n} on rank {ranks_text(ranks[n])}" for n in sorted(ranks, reverse=True))
-            return f"{what} ({', '.join(counts)})"
-    return ""
+    everyone = state.world.host.gather(facts, "what differs between ranks")
+    return (differing_fact(everyone, state.world.ranks) or ("", ""))[1]
 
 
 def _order(state: RunState) -> bytes:

@@ -473,7 +473,7 @@ class Gradients:
                     # Reuse the object: creating one of a subclass of Tensor takes several times as
                     # long.
                     grad: Tensor = kept
-                    kept.__dict__ = {"flat": reduced, "spec": param.spec, "role": GRADIENT}
+                    kept.__dict__ = {"shard_flat": reduced, "shard_spec": param.spec}
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):
@@ -543,8 +543,8 @@ class Gradients:
         for param in self._params:
             grad = grads[param.index]
             if isinstance(grad, FlatShardTensor):
-                local, origin = fn(grad.local), grad.origin
-                twin = FlatShardTensor(local, param.spec, role=grad.role, origin=origin)
+                local, origin = fn(grad.local), grad.shard_origin
+                twin = FlatShardTensor(local, param.spec, role=grad.shard_role, origin=origin)
                 set_grad(param.sharded, twin)
             elif grad is not None:
                 set_grad(param.sharded, fn(grad))

@@ -74,7 +74,9 @@ class FlatParamHandle:
         self.params = list(params)
         # The sharded parameters, held by users and optimizers.
         self.sharded = [param.sharded for param in self.params]
-        # Number of parameters that require a gradient, counted at each unshard.
+        # Whether each parameter requires a gradient, and the number of those that do, recorded at
+        # each unshard.
+        self.trained: list[bool] = []
         self.num_trainable = 0
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
@@ -354,13 +356,14 @@ class FlatParamHandle:
             if trains != [*map(_REQUIRES_GRAD, self.fulls)]:
                 for full, flag in zip(self.fulls, trains, strict=True):
                     full.requires_grad_(flag)
-        self.num_trainable = sum(trains)
+        self.trained, self.num_trainable = trains, sum(trains)
         self.check_places()
         self.put(self.fulls)
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        self.num_trainable = sum(map(_REQUIRES_GRAD, self.fulls))
+        self.trained = [*map(_REQUIRES_GRAD, self.fulls)]
+        self.num_trainable = sum(self.trained)
 
     def check_places(self) -> None:
         """Raise RuntimeError if a module's parameter was replaced after wrapping."""

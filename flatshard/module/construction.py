@@ -123,7 +123,7 @@ def _compare(plan: ModelPlan) -> None:
     # Only now: `resolve` creates process groups, so all ranks must have the same strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
-    if any(hasattr(param, "tensor_parallel") for param in plan.params.values()):
+    if any(hasattr(param, "dtensor_split") for param in plan.params.values()):
         extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
 
 

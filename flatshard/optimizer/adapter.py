@@ -425,19 +425,19 @@ def find_buckets(
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     """Return ``params[position]`` with all later parameters that can join the bucket."""
     first = params[position]
-    found, flat_grad, flat = [first], _flat_grad(first), first.flat
+    found, flat_grad, flat = [first], _flat_grad(first), first.shard_flat
     if flat_grad is None:
         return found
     end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
     # A slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
-        if not isinstance(param, FlatShardTensor) or param.flat is not flat:
+        if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
         # The condition of `_flat_grad`, without a call. The optimizer steps padding between, too.
         grad, spec = get_grad(param), param.spec
         is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
-        if not is_view or grad.flat is not flat_grad or not 0 <= spec.start - end < padding:
+        if not is_view or grad.shard_flat is not flat_grad or not 0 <= spec.start - end < padding:
             break
         end = spec.start + spec.numel
         found.append(param)
@@ -448,7 +448,7 @@ def _flat_grad(param: Any) -> Tensor | None:
     """Return this rank's flat gradient, of which the parameter's gradient is a view, or None."""
     grad: Any = get_grad(param) if isinstance(param, FlatShardTensor) else None
     is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
-    return grad.flat if is_view else None
+    return grad.shard_flat if is_view else None
 
 
 class ParamBucket:
@@ -456,7 +456,7 @@ class ParamBucket:
 
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
-        self._params, self._flat, self._start = list(params), first.flat, first.spec.start
+        self._params, self._flat, self._start = list(params), first.shard_flat, first.spec.start
         # State of each member: views of the bucket's state.
         self._states = [BucketState({}) for _ in params]
         # Range of the bucket in the shard.
@@ -479,7 +479,7 @@ class ParamBucket:
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and params[0].requires_grad == self.param.requires_grad
-            and params[0].flat is self._flat
+            and params[0].shard_flat is self._flat
         )
 
     @cached_property

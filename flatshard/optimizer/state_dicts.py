@@ -183,7 +183,7 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
     def copied_leaf(leaf: Any) -> Any:
         if isinstance(leaf, StateShard):
             local = leaf.local.to(device or leaf.local.device, copy=not shares_memory)
-            return state_shard(local, leaf.spec, leaf.role)
+            return state_shard(local, leaf.spec, leaf.shard_role)
         if isinstance(leaf, Tensor):
             return leaf.detach().to(device or leaf.device, copy=not shares_memory)
         return copy.deepcopy(python_number(leaf))

@@ -217,7 +217,7 @@ def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) 
         # Under NO_SHARD, the value may be a plain tensor in the shard's memory: a valid entry.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if to_cpu else value.local
-            state_dict[key] = state_shard(local, value.spec, value.role)
+            state_dict[key] = state_shard(local, value.spec, value.shard_role)
         elif value.untyped_storage()._cdata != handle.flat_param.untyped_storage()._cdata:
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded state dict was requested in the forward "

@@ -88,7 +88,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         sharded_tensor.wrote(args[:1])
         _record_write(args[0], origin, func, args)
-        args[0].origin.is_drawn |= origin.is_drawn and not args[0].origin.is_fixed
+        args[0].shard_origin.is_drawn |= origin.is_drawn and not args[0].shard_origin.is_fixed
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
@@ -103,7 +103,7 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
     There the ranks compute different results, of which a sharded tensor would mix ranges.
     """
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
-    if not all(tensor.is_alike and not tensor.origin.is_arriving for tensor in sharded):
+    if not all(tensor.is_alike and not tensor.shard_origin.is_arriving for tensor in sharded):
         return None
     # A user's `torch.autograd.Function` or hook may add this rank's gradient to
     # ``zeros_like(weight)``. A derivative formula gets such a gradient as a plain tensor.
@@ -114,7 +114,7 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
     # batch. Second, the unit may compute in another dtype than the shard's. Third, the user may
     # fill the result of ``empty_like`` with random numbers that each rank draws for its own batch.
     spec, name = sharded[0].spec, func._schema.name
-    if sharded[0].origin.source is Source.PARAMETERS and spec.owner.is_in_forward:
+    if sharded[0].shard_origin.source is Source.PARAMETERS and spec.owner.is_in_forward:
         is_cast = spec.original is not None and spec.original.full.dtype is not sharded[0].dtype
         if is_mixed or is_cast or name.endswith("_like"):
             return "in forward"
@@ -126,7 +126,7 @@ def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     like: FlatShardTensor = args[0]
     like.spec.refuse_part(func._schema.name)
     # If ``like`` comes from a parameter, use the dtype and device in which the unit computes.
-    original = like.spec.original if like.origin.source is Source.PARAMETERS else None
+    original = like.spec.original if like.shard_origin.source is Source.PARAMETERS else None
     full = like.spec.empty(like.local if original is None else original.full)
     return func(full, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
@@ -141,7 +141,7 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
     # Each element would only have the gradient for the random numbers, or for the plain tensor, of
     # the rank that holds it. DistributedDataParallel averages the gradients for all ranks' values.
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
-    is_drawn = any(value.origin.is_drawn for value in sharded)
+    is_drawn = any(value.shard_origin.is_drawn for value in sharded)
     has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
     if (is_drawn or has_plain) and torch.is_grad_enabled():
         for value in sharded:
@@ -179,7 +179,7 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
-        return value.role + value.origin.written
+        return value.shard_role + value.shard_origin.written
     # No checksum of a number on an accelerator: optimizers keep numbers in tensors, and must not
     # wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
@@ -238,7 +238,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
     result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
-        role = f"{func._schema.name.removeprefix('aten::')} of {first_sharded(args, kwargs).role}"
+        role = f"{func._opname} of {first_sharded(args, kwargs).shard_role}"
         return [
             value if spec is None else FlatShardTensor(value, spec, role=role)
             for value, spec in zip(result, specs, strict=True)
@@ -247,7 +247,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             sharded_tensor.wrote((values,))
             for position, value in enumerate(values):
-                if isinstance(value, FlatShardTensor) and value.origin.may_change:
+                if isinstance(value, FlatShardTensor) and value.shard_origin.may_change:
                     operands = [_at(operand, position) for operand in (*args, *kwargs.values())]
                     _record_write(value, sharded_tensor.origin_of(operands), func, operands)
     return None
@@ -256,8 +256,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record_write(
     tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
 ) -> None:
-    """Record in ``tensor.origin`` that an operation with the origin ``result`` was in place."""
-    origin = tensor.origin
+    """Record in the tensor's origin that an operation with the origin ``result`` was in place."""
+    origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
         if result.source is not Source.OTHER:  # OTHER tensors may differ between ranks
@@ -295,9 +295,9 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
-    if not tensor.origin.is_fixed:
-        tensor.origin.source = Source.OTHER
-        tensor.origin.is_drawn, tensor.role = True, role
+    if not tensor.shard_origin.is_fixed:
+        tensor.shard_origin.source = Source.OTHER
+        tensor.shard_origin.is_drawn, tensor.shard_role = True, role
     return tensor
 
 
@@ -326,8 +326,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     # A view in torch's sense would have another version counter. In inference mode, a new tensor
     # gets no version counter, and autograd would raise when it reads the counter.
     with torch.inference_mode(False):
-        origin = tensor.origin
-        twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.role, origin=origin)
+        origin = tensor.shard_origin
+        twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.shard_role, origin=origin)
     origin.aliases = origin.aliases or weakref.WeakValueDictionary()
     origin.aliases[id(twin)] = twin
     return twin

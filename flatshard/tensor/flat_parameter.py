@@ -171,7 +171,7 @@ class OriginalParam:
             comm=topology.shard,
             replicas=topology.replicate,
             # Set by `extras/tensor_parallel`, if the parameter was a DTensor before wrapping.
-            tensor_parallel=getattr(info.param, "tensor_parallel", None),
+            tensor_parallel=getattr(info.param, "dtensor_split", None),
             # Where optimizer state with one value per element lies. None: where the shard lies.
             state_target=plan.targets.state,
             holders=lambda: layout.holders(index, topology.holders),
@@ -239,7 +239,7 @@ class OriginalParam:
         """
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
-        if is_first and (clashing := sharded_tensor.OWN_ATTRIBUTES & param.__dict__.keys()):
+        if is_first and (clashing := vars(FlatShardTensor).keys() & param.__dict__.keys()):
             raise ValueError(
                 f"parameter {self.span.name!r} has an attribute {min(clashing)!r}, but sharded "
                 "parameters use this name. Rename your attribute before wrapping."

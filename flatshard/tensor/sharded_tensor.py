@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
-from operator import add
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -62,11 +62,9 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # Replacements, keyed by torch function, of functions that autograd would differentiate wrongly. A
 # replacement may return NotImplemented.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
-# Attributes that flatshard sets on a ``FlatShardTensor``. All others are users', and are kept.
-OWN_ATTRIBUTES = frozenset({"local", "spec", "flat", "is_parameter", "origin", "role"})
 _GRAD: Any = Tensor.grad
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
-GRADIENT = "gradient of"  # `FlatShardTensor.role` of a parameter's gradient
+GRADIENT = "gradient of"  # `FlatShardTensor.shard_role` of a parameter's gradient
 
 # Unreduced gradients in ``.grad``, and sharded tensors computed from them, with the name of the
 # unit. Norms and optimizer steps of these tensors raise.
@@ -143,9 +141,9 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         if not isinstance(tensor, FlatShardTensor):
             source = source if makes_numbers and not tensor.dim() else Source.OTHER
             continue
-        source = max(source, tensor.origin.source)
-        if tensor.origin.is_arriving:
-            graph_task = tensor.origin.graph_task
+        source = max(source, tensor.shard_origin.source)
+        if tensor.shard_origin.is_arriving:
+            graph_task = tensor.shard_origin.graph_task
             # A hook or `torch.autograd.Function` computes with this rank's gradient under
             # DistributedDataParallel, and not every function of averages is the average.
             source = source if caller is Caller.AUTOGRAD else Source.OTHER
@@ -179,7 +177,8 @@ def caller_of_operator() -> Caller:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that users have set on a parameter, keyed by name."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in OWN_ATTRIBUTES}
+    own = vars(FlatShardTensor)
+    return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 
 def copied_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -264,29 +263,33 @@ class FlatShardTensor(torch.Tensor):
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
         spec: describes the parameter, and the range of the parameter that ``local`` holds.
-        flat: this rank's chunk of the flat parameter or of its gradient, of which ``local`` is a
-            view that begins at ``spec.start``. None: ``local`` has its own memory.
-        is_parameter: whether the tensor is a parameter of a unit.
-        origin: how the values were computed.
-        role: the tensor's relation to the parameter, such as ``"gradient of"``, in the name of each
-            collective. Ranks compare names, so they never combine ranges of different tensors.
+        shard_flat: this rank's chunk of the flat parameter or of its gradient, of which ``local``
+            is a view that begins at ``spec.start``. None: ``local`` has its own memory.
+        is_unit_parameter: whether the tensor is a parameter of a unit.
+        shard_origin: how the values were computed.
+        shard_role: the tensor's relation to the parameter, such as ``"gradient of"``, in the name
+            of each collective. Ranks compare names, so they never combine ranges of different
+            tensors.
     """
 
-    # Attributes, because a property of a tensor calls `__torch_function__`, which is slow.
-    spec: ShardSpec
-    flat: Tensor | None
-    is_parameter: bool = False
-    role: str
+    # Users tag parameters (``p.role = "bias"``), so attributes have names that no user chooses, or
+    # are read-only. `vars` of the class contains the name of each attribute that flatshard sets.
+    local: Tensor = property(attrgetter("shard_local"))  # type: ignore[assignment]
+    spec: ShardSpec = property(attrgetter("shard_spec"))  # type: ignore[assignment]
+    shard_spec: Any = None
+    shard_flat: Tensor | None = None
+    is_unit_parameter: bool = False
+    shard_role: str = GRADIENT
     # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
     shows_unsplit = False
 
     # `__new__` sets both attributes, but `Gradients.publish` sets neither: few programs read them.
     @cached_property
-    def local(self) -> Tensor:
-        return self.flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
+    def shard_local(self) -> Tensor:
+        return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
 
     @cached_property
-    def origin(self) -> Origin:
+    def shard_origin(self) -> Origin:
         return Origin(Source.GRADIENTS, is_fixed=True)
 
     @staticmethod
@@ -319,8 +322,8 @@ class FlatShardTensor(torch.Tensor):
         if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 set_access_error(self.untyped_storage()._cdata, _NO_MEMORY)
-        self.local, self.spec, self.flat, self.role = local, spec, flat, role
-        self.origin = origin or Origin()
+        self.shard_local, self.shard_spec, self.shard_flat = local, spec, flat
+        self.shard_role, self.shard_origin = role, origin or Origin()
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -334,7 +337,7 @@ class FlatShardTensor(torch.Tensor):
         self = cls(
             local, spec, role="parameter", flat=flat, requires_grad=requires_grad, origin=origin
         )
-        self._is_param = self.is_parameter = True
+        self._is_param = self.is_unit_parameter = True
         return self
 
     @property
@@ -345,23 +348,23 @@ class FlatShardTensor(torch.Tensor):
         Python numbers.
         """
         is_unreduced = bool(UNREDUCED) and self in UNREDUCED
-        return self.origin.source is not Source.OTHER and not is_unreduced
+        return self.shard_origin.source is not Source.OTHER and not is_unreduced
 
     @property
     def described(self) -> str:
         """Text such as ``gradient of 'fc1.weight'``, for the names of collectives."""
-        return f"{self.role}{self.origin.written} {self.spec.name!r}"
+        return f"{self.shard_role}{self.shard_origin.written} {self.spec.name!r}"
 
     @property
     def text(self) -> str:
         """Short form of ``described``, for errors and warnings."""
-        operation, _, operands = self.role.partition(" of ")
-        what = f"result of {operation}() with" if operands else self.role
+        operation, _, operands = self.shard_role.partition(" of ")
+        what = f"result of {operation}() with" if operands else self.shard_role
         return f"{what} {self.spec.name!r}"
 
     def refuse(self, operation: object, *_: Any, **__: Any) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's range."""
-        text = None if self.origin.source is Source.PARAMETERS else self.text
+        text = None if self.shard_origin.source is Source.PARAMETERS else self.text
         self.spec.refuse(operation, text)
 
     def to_local(self) -> Tensor:
@@ -399,9 +402,10 @@ class FlatShardTensor(torch.Tensor):
         with torch.no_grad():
             # After `kept = p.data; p.data = other`, `kept` must have the old values.
             storage = self.local.untyped_storage()._cdata
-            for alias in list((self.origin.aliases or {}).values()):
+            for alias in list((self.shard_origin.aliases or {}).values()):
                 if alias.local.untyped_storage()._cdata == storage:
-                    alias.local, alias.origin = alias.local.clone(), Origin(alias.origin.source)
+                    alias.shard_local = alias.local.clone()
+                    alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
 
     # To see a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
@@ -459,9 +463,9 @@ class FlatShardTensor(torch.Tensor):
             spec, local = self.spec.detached(), self.local.detach()
             target = spec.state_target
             copied = local.clone() if target is None else target.copy(local)
-            origin = None if self.is_parameter else Origin(self.origin.source)
-            needs_grad = self.requires_grad
-            twin = type(self)(copied, spec, role=self.role, requires_grad=needs_grad, origin=origin)
+            origin = None if self.is_unit_parameter else Origin(self.shard_origin.source)
+            twin = type(self)(copied, spec, role=self.shard_role, origin=origin)
+            twin.requires_grad_(self.requires_grad)
             twin.__dict__.update(copied_attributes(self))
             memo[id(self)] = twin
         return memo[id(self)]  # type: ignore[return-value]
@@ -639,7 +643,7 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
     tensor = first_sharded(args, kwargs)
     remedy = (
         "The gradient is already averaged over all ranks: leave the collective out."
-        if tensor.role == GRADIENT
+        if tensor.shard_role == GRADIENT
         else "All ranks hold the same parameters: to average them, leave the collective out. To "
         "write other values, communicate under ShardedWrapper.summon_full_params(model), or use "
         "model.load_state_dict()."
@@ -758,7 +762,7 @@ class StateShard(FlatShardTensor):
 
     def of_local_shape(self) -> FlatShardTensor:
         """Return this entry in the shape of this rank's part of a DTensor."""
-        return FlatShardTensor(self.local, self.spec, role=self.role)
+        return FlatShardTensor(self.local, self.spec, role=self.shard_role)
 
     def data_ptr(self) -> int:
         return 0  # the values are in ``local``
@@ -768,7 +772,7 @@ class StateShard(FlatShardTensor):
         if tuple(size) != tuple(self.shape):
             return self.local.new_empty(size, **kwargs)
         local = self.local.new_empty(self.local.shape, **kwargs)
-        return type(self)(local, self.spec, role=self.role)
+        return type(self)(local, self.spec, role=self.shard_role)
 
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:

@@ -255,13 +255,13 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
 def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
     if tensor.grad_fn is None:
-        return None if tensor.is_parameter else tensor
+        return None if tensor.is_unit_parameter else tensor
     # The graph is short: it has only operations on sharded tensors.
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, FlatShardTensor) and not leaf.is_parameter:
+        if isinstance(leaf, FlatShardTensor) and not leaf.is_unit_parameter:
             return leaf
         seen.add(node)
         waiting += [one for one, _ in node.next_functions if one is not None and one not in seen]
@@ -295,7 +295,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             "the parameter inside of forward, or remove the hook and change p.grad after backward."
         )
     if isinstance(gradient, FlatShardTensor):
-        if gradient.origin.is_arriving and gradient.is_alike:
+        if gradient.shard_origin.is_arriving and gradient.is_alike:
             return gradient  # averaged already
         if not gradient.is_alike:
             raise RuntimeError(

@@ -231,15 +231,9 @@ def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
                     "distribute_module(), then ShardedWrapper(model, device_mesh=mesh['dp'])."
                 )
             if made in (*_MAKERS.values(), "fully_shard", "replicate"):
-                hint = _HINT if "accelerate" in sys.modules else ""
                 raise ValueError(
                     f"{made} cannot wrap a ShardedWrapper: both would shard or average the same "
-                    f"gradients. Either leave {made} out, or use it without ShardedWrapper.{hint}"
+                    f"gradients. Either leave {made} out, or use {made} without ShardedWrapper. "
+                    "For Accelerate, Trainer and Lightning, use flatshard.integrations."
                 )
         frame = frame.f_back  # type: ignore[assignment]
-
-
-_HINT = (
-    " Accelerate, Trainer and Lightning add this wrapper themselves: use the classes of "
-    "flatshard.integrations instead."
-)

@@ -15,7 +15,8 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, vectors
 from tests.oracle import ROWS, local_loss
-from tests.side import Run, assert_same_model
+from tests.side import Run, assert_same_model, pair
+from tests.ways import each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -95,8 +96,8 @@ class _Pairs(nn.Module):
 
     def forward(self, x: Tensor, halved: int | None) -> Tensor:
         """Leaves out the second half of pair ``halved``."""
-        for index, pair in enumerate(self.pairs):
-            x = pair(x, index != halved)
+        for index, one in enumerate(self.pairs):
+            x = one(x, index != halved)
         return x
 
 
@@ -218,3 +219,26 @@ def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> 
                 (loss if run.is_sharded else loss / world_size).backward()
             run.step()
     assert_same_model(sharded, plain)
+
+
+@each_way
+@on_ranks(2, group_timeout=5)
+def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
+    """It counted as a zero gradient of that rank, as with unused parameters."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):  # where all ranks do alike, at any time
+        with run.no_sync():
+            run.loss(0).backward()
+        for frozen in ("fc2.bias", "fc1.weight"):
+            run.parameter("fc2.bias").requires_grad_(frozen != "fc2.bias")
+            run.parameter("fc1.weight").requires_grad_(frozen != "fc1.weight")
+            run.train(1, 2)
+    assert_same_model(sharded, plain)
+    sharded.parameter("fc3.bias").requires_grad_(rank == 0)
+    bias = r"requires_grad of parameter 'fc3.bias' .* is True on rank 0, False on rank 1"
+    with pytest.raises(RuntimeError, match=bias):
+        sharded.loss(2).backward()
+    # As many parameters on each rank.
+    sharded.parameter("fc3.weight").requires_grad_(rank == 1)
+    with pytest.raises(RuntimeError, match=r"requires_grad of parameter 'fc3\.\w*' .* on rank 1"):
+        sharded.loss(2).backward()

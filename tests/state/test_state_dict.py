@@ -114,7 +114,7 @@ def test_after_training(rank: int, world_size: int, way: str) -> None:
     if rank == 0:
         model.load_state_dict(expected)
     loss = model(case.batch(0, 2)[0]).sum()
-    text = r"different numbers of times: a state dict of .*unit.* \(1 on rank 0, 0 on rank 1\)"
+    text = r"numbers of times. .* a state dict of .*unit.* is \d on rank 0, nothing on rank 1"
     with pytest.raises(RuntimeError, match=text):
         loss.backward()
     if rank == 1:

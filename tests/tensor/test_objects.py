@@ -20,13 +20,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from flatshard import MixedPrecision, ShardedWrapper
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
+from flatshard.tensor import sharded_tensor
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
-from tests.side import pair
-from tests.ways import BASIC, on_ranks_each_way
+from tests.side import Run, assert_same_model, pair
+from tests.ways import BASIC, WAYS, each_way, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -244,6 +245,42 @@ def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
             assert model[0].weight.between == step
         if step == 0:
             model.double().float()
+
+
+@each_way
+@on_ranks(2)
+def test_tags_of_parameters(rank: int, world_size: int, way: str) -> None:
+    """A tag such as ``p.role = "bias"`` overwrote an attribute of flatshard, without an error."""
+    tags = {"role": "bias", "origin": "scratch", "flat": False, "is_parameter": False}
+    tags |= {"tensor_parallel": True, "index": 3, "owner": None}
+    case = CASES["mlp"]
+    before, plain = case.model(), Run(case.model(), case, rank, world_size)
+    for param in before.parameters():
+        param.__dict__.update(tags)
+    sharded = Run(case.wrap(before, **WAYS[way].keywords), case, rank, world_size)
+    for step in range(3):
+        for param in sharded.model.parameters():
+            assert {name: param.__dict__[name] for name in tags} == tags
+            for name, value in tags.items():
+                setattr(param, name, value)
+        for run in (sharded, plain):
+            run.train(step, step + 1)
+            assert all(param.detach().norm() >= 0 for param in run.model.parameters())
+    assert_same_model(sharded, plain)
+    assert_same(copy.deepcopy(sharded.model), plain.model, 0.0, 1e-12)
+    weight = sharded.parameter("fc1.weight")
+    if isinstance(weight, FlatShardTensor):
+        assert sharded_tensor.attributes_of(copy.deepcopy(weight)).items() >= tags.items()
+        # Every name that flatshard sets is known to `attributes_of`.
+        assert sharded_tensor.attributes_of(weight).keys() == {*tags, "_is_param", "_full_of"}
+        with pytest.raises(
+            AttributeError, match="'local' of 'FlatShardTensor' object has no setter"
+        ):
+            weight.local = True
+        module = nn.Linear(4, 4)
+        module.bias.text = "bias"
+        with pytest.raises(ValueError, match="parameter 'bias' has an attribute 'text'"):
+            ShardedWrapper(module)
 
 
 class _Persistent(nn.Linear):

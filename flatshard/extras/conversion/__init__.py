@@ -26,18 +26,15 @@ from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 
-def convert(
-    root: ModuleProxy, fn: Callable[..., Any], apply_to_module: Callable[[], Any], *, recurse: bool
-) -> None:
+def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None:
     """Convert a sharded model, by converting the shards instead of the parameters.
 
     ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
-    ``apply_to_module`` calls torch's own ``Module._apply`` with ``fn``.
     """
     context = unit_of(root).context
-    # An outer wrapper, whose `apply_to_module` has called this wrapper, converts all shards.
+    # An outer wrapper, whose module's `_apply` has called this wrapper, converts all shards.
     if context.is_converting:
-        apply_to_module()
+        root.module._apply(fn, recurse)
         return
     context.forward.recover()
     check_not_summoned(units_in(root), "converted")
@@ -58,7 +55,7 @@ def convert(
         try:
             for params, name in places:
                 params[name] = None
-            apply_to_module()
+            root.module._apply(fn, recurse)
             convert_buffers(root.modules(), fn)
         finally:
             for (params, name), param in zip(places, hidden, strict=False):

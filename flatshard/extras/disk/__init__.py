@@ -269,7 +269,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
             if state_disk(param) is None or param.grad is None:
                 continue
             # The whole shard is stepped as a single tensor.
-            own = getattr(param, "flat", param)
+            own = getattr(param, "shard_flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append(StepPart(optimizer, group, []))
                 nbytes = 0

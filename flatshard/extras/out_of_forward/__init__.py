@@ -90,7 +90,7 @@ class OutOfForwardUse(ParamOwner):
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
         # The caller handles unreduced gradients, optimizer state and other models.
         for t in sharded:
-            if not t.is_alike or t.origin.is_arriving or t.spec not in self._places:
+            if not t.is_alike or t.shard_origin.is_arriving or t.spec not in self._places:
                 return NotImplemented
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
         writes = _writes(func, args)
@@ -146,12 +146,12 @@ class OutOfForwardUse(ParamOwner):
         return result
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_parameter)
+        units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_unit_parameter)
         name = sharded[0].spec.name
         with self.unsharded(units) as is_outermost:
-            apart = {id(t): t.full_tensor() for t in sharded if not t.is_parameter}
+            apart = {id(t): t.full_tensor() for t in sharded if not t.is_unit_parameter}
             params: dict[int, Any] = {
-                id(t): self._places[t.spec][2].full for t in sharded if t.is_parameter
+                id(t): self._places[t.spec][2].full for t in sharded if t.is_unit_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
             # Between forwards, the unit is resharded when this context ends, so return copies.
@@ -169,7 +169,7 @@ class OutOfForwardUse(ParamOwner):
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
                 # Copy a parameter to the device and dtype in which the unit computes.
-                like = self._places[t.spec][2].full if casts and t.is_parameter else t
+                like = self._places[t.spec][2].full if casts and t.is_unit_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
         # Not if the call raises: it may have written to the flat parameter.
@@ -255,7 +255,7 @@ class OutOfForwardUse(ParamOwner):
                 "copy.deepcopy(model) after wrapping. This warning is given once."
             )
         else:
-            if tensor.origin.source is Source.PARAMETERS:
+            if tensor.shard_origin.source is Source.PARAMETERS:
                 remedy += (
                     " Make the module that uses the parameter a unit (auto_wrap_policy), or call "
                     "the unit's module. For calls of parts of a model, such as generate(), use "

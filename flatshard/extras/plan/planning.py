@@ -32,6 +32,7 @@ from flatshard.extras.plan.trace import (
 from flatshard.memory.buffers import storage_bytes
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.wrappers import handles_in, unit_of, units_in
+from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import CustomPolicy
 
@@ -333,7 +334,7 @@ def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:
 
 def _local_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of this rank's parts of ``tensors``. Numbers, such as step counters, are left out."""
-    local = (getattr(one, "local", one) for one in tensors)
+    local = map(local_range, tensors)
     return storage_bytes(one for one in local if isinstance(one, Tensor) and one.dim())
 
 

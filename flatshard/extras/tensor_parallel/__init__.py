@@ -148,7 +148,7 @@ def _local_part(param: Any) -> nn.Parameter:
     local = nn.Parameter(param._local_tensor.detach(), param.requires_grad)
     local.__dict__.update({k: v for k, v in attributes.items() if k not in ("_spec", "_is_param")})
     split = TensorParallel(layout, comms, tuple(layout.shape), tuple(layout.stride))
-    local.tensor_parallel = split  # type: ignore[attr-defined]
+    local.dtensor_split = split  # type: ignore[attr-defined]
     return local
 
 
@@ -181,7 +181,7 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     for unit in units:
         settings = unit.settings
         for flat in unit.flats:
-            split = (one for one in flat.infos if hasattr(one.param, "tensor_parallel"))
+            split = (one for one in flat.infos if hasattr(one.param, "dtensor_split"))
             first = next(split, None)
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",

@@ -183,7 +183,7 @@ def _copied(param: Tensor) -> Tensor:
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
             # Without a model (`twin.spec`), whatever needs a full gradient raises.
-            twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.role)  # type: ignore[attr-defined]
+            twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.shard_role)  # type: ignore[attr-defined]
         elif grad is not None:
             twin.grad = grad.detach().clone()
         twin.__dict__.update(copied_attributes(param))
