@@ -143,9 +143,9 @@ def agreed(
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
         # Even after a problem, which would leave the other ranks waiting.
-        answers = comm.host.gather((text, digest), op_name)
+        answers = dict.fromkeys(comm.host.gather((text, digest), op_name))
         text = next((theirs for theirs, _ in answers if theirs is not None), None)
-        if text is None and len({*answers}) > 1:
+        if text is None and len(answers) > 1:
             different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
             assert different is not None, "the ranks' digests differ"
             text = f"{op_name}: {differ}: {different[1]}. {remedy}"
@@ -166,6 +166,8 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
         everyone: the facts of each rank.
         ranks: the number of each rank, in the same order.
     """
+    if everyone.count(everyone[0]) == len(everyone):
+        return None  # without a loop over the facts of all ranks
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
         for rank, value in zip(ranks, values, strict=True):
@@ -199,8 +201,10 @@ def check_same_state(
             an error.
     """
     mine = {name: _digest(value) for name, value in values.items()}
-    first, *others = gather(mine, "comparing optimizer state")
-    for rank, theirs in zip(ranks[1:], others, strict=True):
+    everyone = gather(mine, "comparing optimizer state")
+    if everyone.count(first := everyone[0]) == len(everyone):
+        return  # without a loop over the ranks
+    for rank, theirs in zip(ranks, everyone, strict=True):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)
             if not _are_close(*pair) and not (some_may_lack and None in pair):
