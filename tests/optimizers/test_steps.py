@@ -65,7 +65,8 @@ PACKAGES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             **{name: {} for name in ("Lamb", "LARS", "Lion", "Adan", "AdaBelief", "Ranger")},
             **{name: {} for name in ("Prodigy", "DAdaptAdam", "SCION", "SM3", "AdamP", "Nero")},
             **{name: {} for name in ("Fromage", "NovoGrad", "ADOPT", "MARS", "StableAdamW")},
-            **{name: {} for name in ("AdEMAMix", "Alice", "Conda", "Amos")},
+            **{name: {} for name in ("AdEMAMix", "Conda", "Amos")},
+            "Alice": {"leading_basis": 256},  # otherwise it draws random numbers
         },
     ),
     "schedulefree": (

@@ -46,7 +46,7 @@ def test_a_main_stream_that_lags_behind_changes_nothing(gpu: Gpu) -> None:
 SITES: dict[str, tuple[str, str]] = {
     # What lags behind, and the case.
     "every": ("SIDE", OFFLOADED),
-    "AsyncWork._have": ("SIDE", OFFLOADED),  # of compute for a collective
+    "AsyncWork.wait": ("SIDE", OFFLOADED),  # of compute for a collective
     "ParamGather.finish": ("SIDE", "NO_SHARD,fp32,offload"),  # of compute for a copy
     "Gradients._finish_copies": ("SIDE", OFFLOADED),  # of the host for a copy
     "on_copy_stream": ("MAIN", OFFLOADED),  # of a copy for what is computed

@@ -42,11 +42,10 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
     handles = [handle for unit in units for handle in unit.handles]
     # To convert one of several small modules that share a unit is an error. But allow a conversion
     # without effect: teardown code calls `.cpu()` on parts of models that are already on the CPU.
-    changed = [handle for handle in handles if _changes(handle.flat_param, fn)]
-    if changed:
+    if any(_changes(handle.flat_param, fn) for handle in handles):
         check_has_all_modules(root, "converted")
-    for handle in changed:
-        handle.check_places()  # the conversion would drop a parameter that was replaced
+        for handle in handles:
+            handle.check_places()  # the conversion would drop a parameter that was replaced
     # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
     # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
     places = [(m._parameters, name) for handle in handles for m, name, _ in handle.places]
@@ -60,7 +59,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
-    for handle in changed:
+    for handle in handles:
         _convert_handle(handle, fn)
     context.refresh()
 
@@ -85,7 +84,10 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        before = handle.flat_param.data_ptr()
         converted = fn(handle.flat_param)
+        if converted is handle.flat_param and converted.data_ptr() == before:
+            return
         if converted.device.type == "meta":
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: a sharded model cannot move to the meta device, "

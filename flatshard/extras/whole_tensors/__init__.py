@@ -14,6 +14,7 @@ parameters. The element-wise optimizers of torch, and optimizers passed to
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -64,6 +65,12 @@ REMEDY = "Every rank must step the same optimizer, with gradients of the same pa
 
 def sharded_params(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
     return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
+
+
+def _random_state(params: Sequence[FlatShardTensor]) -> Tensor:
+    """Return the state of the random number generator on the parameters' device."""
+    on_gpu = bool(params) and params[0].is_cuda
+    return torch.cuda.get_rng_state(params[0].device) if on_gpu else torch.get_rng_state()
 
 
 def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -235,6 +242,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         params = self._agree_on_gradients(optimizer)
         parts = (self._parts(params) if self.mode is StepMode.IN_PARTS else None) or [params]
         others = _others(optimizer)
+        random = _random_state(params)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
         # Gather the next part while the current part is stepped.
@@ -272,6 +280,14 @@ class WholeTensorAdapter(OptimizerAdapter):
         raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
+        # The trial cannot always see draws: an optimizer may draw only for large parameters.
+        if not torch.equal(random, _random_state(params)):
+            warnings.warn(
+                f"{type(optimizer).__name__}.step() draws random numbers. Each rank draws them "
+                "only for the parameters that it steps, so the values differ from those of the "
+                "unwrapped model as with another seed.",
+                stacklevel=2,
+            )
 
     def _agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
         """Return the parameters that have gradients, in the optimizer's order. Collective.

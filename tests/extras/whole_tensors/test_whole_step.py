@@ -1,6 +1,7 @@
 """Optimizers that need full tensors step a sharded model as they step an unwrapped one."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -48,6 +49,17 @@ class RowNorms(torch.optim.Optimizer):
                 state["norms"].mul_(0.9).add_(rows.norm(dim=1, keepdim=True))
                 state["momentum"].mul_(0.9).add_((rows / (1 + state["norms"])).view_as(param))
                 param.add_(state["momentum"], alpha=-group["lr"])
+
+
+class Drawing(RowNorms):
+    """Draws random numbers, but only for parameters that are larger than those of a trial."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step.__wrapped__(self)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.numel() > 100:
+                param.add_(torch.rand_like(param), alpha=1e-3)
 
 
 class Counting(RowNorms):
@@ -629,3 +641,17 @@ def test_gradients_that_an_optimizer_finds_by_modules(rank: int, world_size: int
     sharded.optimizer = _OfModules(sharded.model, lambda grad: grad.full_tensor().svd()[0] @ "")
     with pytest.raises(NotImplementedError, match="in attribute 'parts'"):
         sharded.train(0, 1)
+
+
+@on_ranks(2)
+def test_random_draws_for_large_parameters_only_are_told(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(nn.Linear(32, 16, bias=False))
+    optimizer = Drawing(model.parameters())
+    model(torch.ones(4, 32)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    owners = [str(one.message) for one in caught if "Drawing.step() draws" in str(one.message)]
+    numbers: list[Any] = [None] * world_size
+    dist.all_gather_object(numbers, len(owners))
+    assert sorted(numbers) == [0, 1]  # only the owner has drawn
