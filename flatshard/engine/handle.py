@@ -347,22 +347,20 @@ class FlatParamHandle:
 
         Raises RuntimeError if a module's parameter was replaced after wrapping.
         """
+        self.count_trainable()
         if self.is_aliased:
-            self.count_trainable()
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
-            trains = [*map(_REQUIRES_GRAD, self.sharded)]
-            if trains != [*map(_REQUIRES_GRAD, self.fulls)]:
-                for full, flag in zip(self.fulls, trains, strict=True):
-                    full.requires_grad_(flag)
-        self.trained, self.num_trainable = trains, sum(trains)
+        # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
+        if self.trained != [*map(_REQUIRES_GRAD, self.fulls)]:
+            for full, flag in zip(self.fulls, self.trained, strict=True):
+                full.requires_grad_(flag)
         self.check_places()
         self.put(self.fulls)
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        self.trained = [*map(_REQUIRES_GRAD, self.fulls)]
+        with torch._C.DisableTorchFunctionSubclass():
+            self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
         self.num_trainable = sum(self.trained)
 
     def check_places(self) -> None:

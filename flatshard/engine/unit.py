@@ -408,8 +408,10 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            if handle.is_aliased:  # otherwise, `show_unsharded` has checked this in forward
+            # Otherwise, `show_unsharded` has done this in forward.
+            if handle.is_aliased or self.may_diverge:
                 handle.check_places()
+                handle.count_trainable()  # also if this rank has skipped the unit in forward
             handle.grads.arrived.clear()
             # Unreduced gradients stay in `grads`, to which backward adds.
             if handle.grads.shown or ASSIGNED:

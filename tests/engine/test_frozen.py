@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardedWrapper, collectives
+from flatshard import ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
@@ -331,3 +331,33 @@ def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> Non
         loss.backward()
         run.step()
     assert_same(sharded.model, plain.model, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sharding_strategy": ShardingStrategy.NO_SHARD}, {"allow_divergence": True}]
+)
+@pytest.mark.uncoalesced
+@on_ranks(2)
+def test_frozen_while_a_rank_skips_the_unit(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, skips: bool) -> Tensor:
+            out: Tensor = self.last(x if skips else self.first(x))
+            return out
+
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = ShardedWrapper(Skipping(), auto_wrap_policy=policy, **options)
+    for step in range(4):
+        if step:  # all ranks freeze and thaw, also rank 1, which skips the unit
+            model.module.first.weight.requires_grad_(step > 1)
+            model.module.first.bias.requires_grad_(step > 2)
+        model(torch.ones(2, 4) * (rank + 1), step > 0 and rank == 1).sum().backward()
+        has_grad = [p.grad is not None for p in model.module.first.parameters()]
+        assert has_grad == [step != 1, step in (0, 3)]
+        model.zero_grad()

@@ -150,11 +150,25 @@ def take_back_error() -> str | None:
     with _raising:
         _raised[thread.ident or 0] = time.monotonic()
         text = _to_raise.pop(thread.ident or 0, None)
-        # Only if an error is pending: Python 3.11 tries for ever to raise the None if a debugger or
-        # a coverage tool traces the thread.
         if text is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), None)
+            _cancel_error(thread.ident or 0)
         return text
+
+
+def _cancel_error(thread: int) -> None:
+    set_error: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    this = threading.get_ident()
+    if thread != this:
+        set_error(ctypes.c_ulong(thread), None)
+    # In place of None in this thread, and to end its effect in others, raise an error and catch it
+    # here: Python 3.11 tries for ever to raise a None if a debugger or a coverage tool traces it.
+    with contextlib.suppress(_Cancelled):
+        set_error(ctypes.c_ulong(this), ctypes.py_object(_Cancelled))
+        time.sleep(0)  # Python raises the error after a call
+
+
+class _Cancelled(BaseException):
+    """Raised and caught when an error is cancelled."""
 
 
 def own_error(text: str) -> CollectiveError:
