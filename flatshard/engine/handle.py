@@ -352,8 +352,8 @@ class FlatParamHandle:
             return
         # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
         if self.trained != [*map(_REQUIRES_GRAD, self.fulls)]:
-            for full, flag in zip(self.fulls, self.trained, strict=True):
-                full.requires_grad_(flag)
+            for param, trains in enumerate(self.trained):
+                self.fulls[param].requires_grad_(trains)
         self.check_places()
         self.put(self.fulls)
 
@@ -377,8 +377,10 @@ class FlatParamHandle:
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Put ``shown`` into the modules: one full parameter for each original parameter."""
         if any(self._splits):
-            pairs = zip(shown, self._splits, strict=True)
-            shown = [one if split is None else split.as_dtensor(one) for one, split in pairs]
+            splits = enumerate(self._splits)
+            shown = [
+                shown[i] if split is None else split.as_dtensor(shown[i]) for i, split in splits
+            ]
         self.held = shown
         for module, attribute, param in self.places:
             module._parameters[attribute] = shown[param.index]

@@ -166,8 +166,7 @@ class FlatLayout:
         """
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
-        gaps = zip(range(len(ends)), starts, ends, strict=True)
-        return tuple(gap for gap in gaps if gap[1] < gap[2])
+        return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the flat parameter that ``rank`` holds."""

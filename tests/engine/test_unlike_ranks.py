@@ -16,7 +16,7 @@ from tests.mapping import mapping
 from tests.models import CASES, Case, vectors
 from tests.oracle import ROWS, local_loss
 from tests.side import Run, assert_same_model, pair
-from tests.ways import each_way
+from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -221,8 +221,7 @@ def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> 
     assert_same_model(sharded, plain)
 
 
-@each_way
-@on_ranks(2, group_timeout=5)
+@on_ranks_each_way(2)
 def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
     """It counted as a zero gradient of that rank, as with unused parameters."""
     sharded, plain = pair(rank, world_size, way)

@@ -107,7 +107,7 @@ def test_core_without_any(tmp_path: Path) -> None:
     # The core does not need these folders either. The demo does: it saves checkpoints.
     for name in ("checkpoint", "integrations"):
         shutil.rmtree(folder / "flatshard" / name)
-    few = [] if THOROUGH else ["-k", "mlp"]  # all strategies, world sizes and optimizers
+    few = [] if THOROUGH else ["-k", "test_same_as_one_process and 2"]  # all strategies
     _python(folder, "-m", "pytest", "-q", "-x", "tests/parity/test_parity.py", *few)
 
 

@@ -27,7 +27,7 @@ from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES, Case
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
 from tests.side import Run, assert_same_model, pair
-from tests.ways import BASIC, WAYS, each_way, on_ranks_each_way
+from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -247,8 +247,7 @@ def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
             model.double().float()
 
 
-@each_way
-@on_ranks(2)
+@on_ranks_each_way(2)
 def test_tags_of_parameters(rank: int, world_size: int, way: str) -> None:
     """A tag such as ``p.role = "bias"`` overwrote an attribute of flatshard, without an error."""
     tags = {"role": "bias", "origin": "scratch", "flat": False, "is_parameter": False}
