@@ -27,22 +27,26 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from flatshard.extras.trial_run.recorder import Record, Recorder
 from flatshard.extras.trial_run.stand_ins import install
 
-RUNS = "ddp", "sharded", "noise"
-
 # Seconds in which other ranks may end after one has failed, and record an earlier failure.
 _GRACE = 5.0
 
 
 def run(options: argparse.Namespace, name: str) -> list[Record]:
-    """Run the script once, and return the records of all ranks. ``name``: one of RUNS."""
+    """Run the script once, and return the records of all ranks. ``name``: "ddp", "sharded" or "noise"."""
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
     torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
     size, until = options.nproc_per_node, math.inf
     if "RANK" in os.environ:  # torchrun has started this process for one rank
         # Each run needs a store of its own. torchrun's store has the addresses of the last run.
-        port = int(os.environ["MASTER_PORT"]) + 1 + RUNS.index(name)
-        given = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": f"{port}"}
+        # Rank 0, whose host is MASTER_ADDR, finds a free port and tells it in the shared folder.
+        port, new = options.folder / f"{name}.port", options.folder / f"{name}.port.new"
+        if os.environ["RANK"] == "0":
+            new.write_text(f"{get_free_port()}")
+            new.rename(port)
+        while not port.exists():
+            time.sleep(0.1)
+        given = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port.read_text()}
         ranks = {int(os.environ["RANK"]): given}
     else:
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{get_free_port()}"}
