@@ -32,7 +32,7 @@ _GRACE = 5.0
 
 
 def run(options: argparse.Namespace, name: str) -> list[Record]:
-    """Run the script once, and return the records of all ranks. ``name``: "ddp", "sharded" or "noise"."""
+    """Run the script, and return the records of all ranks. ``name``: ddp, sharded or noise."""
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
     torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
