@@ -100,10 +100,10 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
     ``options.folder``: an empty folder for the records of all ranks.
     """
     # Imports torch's compiler and FSDP, for which other commands should not wait.
-    from flatshard.extras.trial_run import ranks
+    from flatshard.extras.trial_run import forked_ranks
 
     options.lone_calls = {}
-    reference = ranks.run(options, "ddp")
+    reference = forked_ranks.run(options, "ddp")
     steps = {kind: step for step, kind, _ in sorted(reference[0].events)}
     num_steps = steps.get("value", 0)
     if failure := _failure(reference):
@@ -114,7 +114,7 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
         return NOT_COMPARED, "The script ended without an optimizer step.", {}
     calls = {key: [one.remarks[key] for one in reference] for key in _remarks(reference)}
     lone = options.lone_calls = {key: n for key, n in calls.items() if len({*n}) > 1}
-    sharded = ranks.run(options, "sharded")
+    sharded = forked_ranks.run(options, "sharded")
     report: dict[str, Any] = {"steps": num_steps, "lines": []}
     changes = ""
     for line, what in _remarks(reference + sharded):
@@ -130,7 +130,7 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
         return RAISES, f"Raises under flatshard, not under DDP: {failure}{changes}", report
     found, last = differences(reference, sharded, lone), num_steps
     if any(one.gap for one in found):
-        again = ranks.run(options, "noise")
+        again = forked_ranks.run(options, "noise")
         if failure := _failure(again):
             return NOT_COMPARED, f"The second run with DDP failed: {failure}", report
         found, last, other = in_units(found, differences(reference, again, lone))

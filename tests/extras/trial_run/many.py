@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatshard.extras.trial_run import ranks, verdict
+from flatshard.extras.trial_run import forked_ranks, verdict
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def main(folder: Path, what: str, scripts: str = "{}") -> None:
             say(f"{seed}", verdict.judge(given))
         return
     runs: dict[str, Any] = {}
-    run = ranks.run
+    run = forked_ranks.run
 
     def remembered(given: argparse.Namespace, name: str) -> Any:
         if name == "sharded":
@@ -60,7 +60,8 @@ def main(folder: Path, what: str, scripts: str = "{}") -> None:
             runs[name] = run(given, name)
         return runs[name]
 
-    ranks.run = remembered  # the runs under DistributedDataParallel are the same for all faults
+    # The runs under DistributedDataParallel are the same for all faults.
+    forked_ranks.run = remembered
     for fault in ("", *trained.FAULTS):
         os.environ["FAULT"] = fault
         given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))
