@@ -61,7 +61,10 @@ def convert(
     final = Path(destination)
     is_torchs = final.suffix in _TORCH_SUFFIXES
     if max_shard_size is not None and is_torchs:
-        raise ValueError(f"max_shard_size is only for safetensors, got {final.name}. Leave it out.")
+        raise ValueError(
+            f"max_shard_size is only for safetensors files, but the destination is {final.name}. "
+            "Leave max_shard_size out."
+        )
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)

@@ -236,7 +236,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        # If the program is killed while it deletes files, the name must tell it.
+        # If the program is killed while deleting, the folder's name must show that files are gone.
         os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 

@@ -185,7 +185,7 @@ class Snapshot:
                 yield f"{_OPTIMIZERS}{'.'.join(names)}", leaf
 
     def sharded(self) -> dict[str, str]:
-        """Return the shape of each sharded tensor, as a text by name, which ranks compare."""
+        """Return a text with the shape of each sharded tensor, by name. Ranks compare the texts."""
         return {
             ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
             for names, leaf in leaves(self.tensors)

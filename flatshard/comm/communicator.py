@@ -39,8 +39,8 @@ from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
-# `_reduce_on_stream` sends at most so many elements in one message with the marks (numbers that
-# show whether all ranks run the same operation).
+# If a tensor has at most this number of elements, `_reduce_on_stream` sends the tensor in one
+# message with the marks (numbers that show whether all ranks run the same operation).
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
@@ -66,7 +66,7 @@ _ALL_REDUCING = "all-reducing gradients in backward"
 
 @cache  # every all-gather and reduction of every step needs one
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
-    """Name of a collective in errors and in reports of waits, around the code that begins it."""
+    """Return a context for beginning a collective, which names it in errors and reports."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
@@ -351,7 +351,7 @@ class Topology:
 
     # The ranks that all-gather parameters: `shard`, or with HYBRID_SHARD_OP the ranks of one node.
     intra_group: Communicator
-    # With HYBRID_SHARD_OP, one rank of each node: they reduce-scatter after `intra_group`.
+    # With HYBRID_SHARD_OP, one rank of each node: the second reduce-scatter is over these ranks.
     inter_group: Communicator = ALONE
     # With `reshard_after_forward=k`, the `k` ranks that all-gather for backward, from the parts
     # kept after forward. None: the same ranks as for forward.

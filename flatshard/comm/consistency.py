@@ -142,7 +142,8 @@ def agreed(
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
-        # Even after a problem, which would leave the other ranks waiting.
+        # Exchange even after a problem: if this rank raised before the exchange, the other ranks
+        # would wait.
         answers = dict.fromkeys(comm.host.gather((text, digest), op_name))
         text = next((theirs for theirs, _ in answers if theirs is not None), None)
         if text is None and len(answers) > 1:

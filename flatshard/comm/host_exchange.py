@@ -109,7 +109,7 @@ class HostExchange:
         Args:
             values: bytes, equally many on all ranks.
             op_name: name of the operation.
-            kind: text that says what is exchanged, and with which dtypes and sizes.
+            kind: text that names the exchanged values, their dtypes and their sizes.
 
         Raises:
             CollectiveError: ``kind``, ``op_name`` or the length of ``values`` differs between

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Tag of the receives with which `abort` aborts a group. No rank sends with it, so they time out.
+# `abort` aborts a group by receives with this tag. No rank sends a message with this tag, so the
+# receives time out.
 _NO_TAG = (1 << 31) - 1
 _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 

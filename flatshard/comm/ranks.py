@@ -33,7 +33,8 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The user's shard group and replicate group. None: HYBRID strategies divide by node.
+    # The user's shard group and replicate group. None: HYBRID strategies shard within a node, and
+    # replicate across nodes.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: not known
     mode: TransportOptions  # the user's choice of transport

@@ -124,7 +124,8 @@ class History:
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
 
-        # For each pair of consecutive descriptions, the one that has always followed, or "".
+        # For each pair of consecutive descriptions: the description that has come next every time;
+        # "" if different descriptions have come next.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 

@@ -129,8 +129,8 @@ class Backward:
     def run_empty(self) -> None:
         """Run a backward that computes no gradients on this rank. Collective.
 
-        The rank takes part in the reductions at the end of the backward, also with gradients that
-        it has accumulated in earlier backwards.
+        The rank takes part in the reductions at the end of the backward. Gradients that the rank
+        has accumulated in earlier backwards are reduced, too.
         """
         for handle in self._state.handles:
             handle.count_trainable()

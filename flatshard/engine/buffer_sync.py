@@ -49,11 +49,12 @@ class BufferSync:
         self.is_due = True
         self.source = 0  # source rank of the broadcast
 
-        # The buffers at the last comparison that found no difference: they set the message's size.
+        # The buffers when the ranks last agreed on all dtypes, shapes and devices; at first, the
+        # model's buffers. Broadcasts have the sizes of these buffers.
         self._agreed = buffers()
         self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
-        # Whether a forward ran since the last comparison. If not, the user's program replaced a
-        # changed buffer, on all ranks alike.
+        # Whether a forward ran since the ranks last compared their buffers. If no forward ran, a
+        # changed buffer was replaced by the user's program, on all ranks.
         self._has_run = False
 
     def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:

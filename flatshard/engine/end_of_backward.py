@@ -126,10 +126,10 @@ def _used_within(handle: FlatParamHandle) -> list[bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    They identify the model, the counts of loads and writes, the steps of optimizers, the flat
+    The bytes identify the model, the counts of loads and writes, the steps of optimizers, the flat
     parameters that this backward reduces, and the parameters that are trained. Each byte is
-    followed by its complement: from the two maxima over the ranks, ``differ`` finds the bytes that
-    differ.
+    followed by its complement. From the maxima of both over the ranks, ``differ`` finds the bytes
+    in which ranks differ.
     """
     loads = sum([unit.loads_sum for unit in state.units])
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles])
@@ -189,8 +189,10 @@ def _difference(state: RunState, facts: Facts) -> str:
 def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
-    No bytes if the transport (sockets, for example) matches all-gathers by tag. Collective in each
-    smaller group in which units all-gather.
+    The first byte says whether the order differs within a smaller group (one node, for example).
+    The rest is a digest of the all-gathers over all ranks, with complements. There are no bytes if
+    the transport (sockets, for example) matches all-gathers by tag, because then the order does not
+    matter. Collective in each smaller group in which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
@@ -208,8 +210,9 @@ def _order(state: RunState) -> bytes:
 def _check_order(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
-    ``maxima``: for each byte of ``_order``, the maximum over the ranks. Collective if the orders
-    differ: the ranks exchange their recent all-gathers, to name the first difference.
+    ``maxima``: the maximum over the ranks for each byte that ``_order`` returned, so that a set
+    first byte or different digests show a difference. Collective if the orders differ: then the
+    ranks exchange descriptions of their recent all-gathers, to name the first difference.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return

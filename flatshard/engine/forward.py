@@ -184,8 +184,9 @@ class Forward:
         """
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # This is usually a new outermost forward. But if the full model is in a reentrant
-            # activation checkpoint, backward begins with this recomputation of the model.
+            # The call is usually the beginning of a new outermost forward. But if the full model is
+            # in a reentrant activation checkpoint, backward begins with a recomputation of the full
+            # model, and the call may be the beginning of the recomputation.
             self._prefetch.recomputes_whole = self.begins_recomputation()
             if not self._prefetch.recomputes_whole:
                 self.begin(unit)

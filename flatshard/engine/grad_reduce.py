@@ -88,7 +88,8 @@ class ReducePlan:
         # Dtypes of the sums in the first and in the second stage.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.second_sum_dtype = self._sum_dtype(self.second_group)
-        # Whether flatshard, and not the backend, adds up the replicas' averages in a stage 3.
+        # Whether flatshard, and not the backend, averages over the replicate group. Then the
+        # reduction has the third stage of [Note: stages].
         sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 

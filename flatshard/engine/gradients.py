@@ -81,7 +81,8 @@ class Gradients:
         # Indices of the parameters whose gradients have arrived in this backward.
         self.arrived: set[int] = set()
         # Indices of the parameters whose gradients this rank has computed since `.grad` was last
-        # published; after a `GradSync.SHARD_ONLY` reduction, also those that other ranks used.
+        # published. After a `GradSync.SHARD_ONLY` reduction, also the parameters that other ranks
+        # used, because `intra_reduced` contains their gradients.
         self.used_by_rank: set[int] = set()
         # Sum of the `GradSync.SHARD_ONLY` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
@@ -270,7 +271,7 @@ class Gradients:
     def mark_used(self, used: list[bool]) -> None:
         """Record which parameters were used on any rank, after a ``GradSync.SHARD_ONLY`` reduction.
 
-        The result contains gradients of parameters that only other ranks used.
+        After the reduction, this rank has gradients also of parameters that only other ranks used.
         """
         self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
 

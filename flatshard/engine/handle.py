@@ -271,7 +271,8 @@ class FlatParamHandle:
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.
 
-        A transport that uses shared memory may have mapped shards of other ranks into the buffer.
+        Shared-memory transports may have mapped shards of other ranks into the buffer. This method
+        copies the mapped shards.
         """
         if self.state is ShardState.UNSHARDED:
             with _unsafe_preserve_version_counter(self.buffer):

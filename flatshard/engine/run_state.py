@@ -74,7 +74,8 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and those in which units all-gather, without groups of one rank.
+        # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
+        # left out.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += (

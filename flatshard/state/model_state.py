@@ -307,7 +307,10 @@ class ModelShards:
             return self._model.state_dict()
 
     def replicas(self) -> dict[int, Communicator]:
-        """Return the ranks that hold the same shard, keyed by the shard's storage (``_cdata``)."""
+        """Return, for each flat parameter, the ranks that hold the same shard as this rank.
+
+        The keys are the storages of this rank's shards (``_cdata``).
+        """
         return {
             handle.flat_param.untyped_storage()._cdata: handle.topology.replicate
             for handle in self._handles

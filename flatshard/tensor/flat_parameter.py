@@ -304,8 +304,9 @@ class OriginalParam:
         if view is not None:
             # Users may set an attribute in a forward, and read it between steps.
             self.full.__dict__ = self.sharded.__dict__
-            # For the name in errors of `FreedParameter`. Weak, because the spec refers to the
-            # parameter, and only Python's garbage collector would free such a cycle.
+            # While the unit is resharded, the class of `full` is `FreedParameter`, whose errors get
+            # the parameter's name from this reference. The reference is weak because the spec
+            # refers to this object, and Python would free a cycle late.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)

@@ -714,7 +714,8 @@ def is_counted() -> bool:
 
     There, torch counts the tensors that autograd saves, and raises if the recomputation saves more
     or fewer tensors than the forward. A parameter may be sharded in the forward and
-    unsharded in the recomputation, so operations on the parameter must save no tensor of their own.
+    unsharded in the recomputation. So flatshard's own operations on a sharded parameter must not
+    let autograd save more tensors than torch's operations on the unsharded parameter do.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

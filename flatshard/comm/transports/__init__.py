@@ -129,14 +129,15 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,), in the dtype of the sums.
+    # Receives this rank's shard of the averages, (shard_numel,). Its dtype is the dtype in which
+    # gradients are added, which may be wider than that of ``full``.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     fixed_order: bool = False  # whether to add in rank order, even if the backend would not
 
-    # "reduce", or "all_reduce" for the first half of one, whose second is a ``Gather`` with
-    # ``reduced``.
+    # "reduce"; or "all_reduce" if this reduce-scatter is the first half of an all-reduce, whose
+    # second half is a ``Gather`` with ``reduced``.
     kind: str = "reduce"
 
 

@@ -58,7 +58,7 @@ def about(plan: ModelPlan) -> list[str]:
 
 
 def explain_no_match(tree: ModuleTree, policy: Policy | None) -> str:
-    """Return a warning that the policy chose no module, with classes that it could choose."""
+    """Return a warning that the policy chose no module, with the classes of possible units."""
     by_class: Counter[str] = Counter()
     for module in tree.candidates():
         by_class[type(module).__name__] += numel(tree.params(module))

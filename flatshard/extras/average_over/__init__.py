@@ -70,9 +70,11 @@ class AverageOver(StepExtension):
         return earlier if backward.is_empty else [*earlier, self._present]
 
     def votes(self) -> bytes:
-        """Return whether this rank has counts, and their sum at this rank's place among zeros.
+        """Return this rank's number of tokens, for an exchange that takes the maximum of each byte.
 
-        Instead of the sum: the first count that is negative or not finite.
+        The first byte says whether the program has passed any count on this rank. Then there are 8
+        bytes for each rank: the sum of this rank's counts at this rank's place, and zeros at all
+        other places. If a count is negative or not finite, the count takes the place of the sum.
         """
         counts, world = self._counts(), self._state.world
         for _, event in filter(None, counts):

@@ -143,7 +143,8 @@ class Watchdog(CollectiveWatch):
                 _logger.warning(
                     "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
                 )
-        # With several communicating threads, one may still begin the collective that others need.
+        # If several threads communicate, a thread that does not wait may still begin the collective
+        # that the other ranks need.
         if len(self._users) == 1:
             (user,) = self._users
             # The last wait is the innermost: a thread of autograd waits while the user's thread
@@ -249,7 +250,8 @@ def tell_of_end() -> None:
     # Python calls `sys.excepthook` earlier, for an uncaught exception.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # As the last handler, which runs first, before those of libraries, which may take long.
+    # Python runs the handler that was registered last first. So register again, to tell the other
+    # ranks before the handlers of libraries run, which may take long.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 

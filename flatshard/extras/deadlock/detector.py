@@ -424,8 +424,8 @@ def _all_begun() -> AllBegun:
 def _everything_begun(thread: int | None) -> AllBegun:
     """Return the collectives that this rank has begun, for all groups.
 
-    The collectives of the program and on the GPU are left out if another thread than ``thread`` may
-    begin a collective. ``thread`` is None if the program has ended.
+    ``thread`` begins the program's collectives; None if the program has ended. If a second thread
+    may begin collectives, the program's collectives and those on the GPU are left out.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):

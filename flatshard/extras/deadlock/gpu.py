@@ -84,7 +84,8 @@ class GpuWaits:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look
 
-        # Result of `_place_of` at the last look, and the time of the first such look.
+        # The instruction at which the thread was at the last look (`_place_of`), and when a look
+        # first found the thread there.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None

@@ -51,9 +51,9 @@ class OutOfForwardUse(ParamOwner):
             for handle in state.handles
             for param in handle.params
         }
-        # For programs that read one parameter after another (see `_full`): the flat parameter that
-        # was all-gathered for the loop, with its handle and the shard's version; the parameter read
-        # last.
+        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the flat
+        # parameter that was all-gathered for the loop, with the handle and the version of the
+        # shard. `_loop_last`: the parameter that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. None: the warning about averages of weights.

@@ -74,7 +74,9 @@ class PagePool:
 
     def _find_chunk(self) -> int | None:
         with contextlib.suppress(IndexError):
-            return self._idle.pop()  # from the back, because chunks without pages lie at the front
+            # Take from the back: chunks at the front may have lost their pages, and the system
+            # would have to allocate new pages for them.
+            return self._idle.pop()
         if len(self._chunks) < _MAX_CHUNKS:
             with contextlib.suppress(OSError):
                 self._chunks.append(mapped_files.reserve_range(_CHUNK_BYTES))

@@ -84,7 +84,10 @@ def run(options: argparse.Namespace, name: str) -> list[Record]:
 def _run_rank(
     options: argparse.Namespace, name: str, file: Path, environment: dict[str, str]
 ) -> NoReturn:
-    """Run the script in this process, which was forked for one rank, and write the record."""
+    """Run the script in this process, which was forked for one rank.
+
+    Writes the ``Record`` of the rank's tensors, costs and errors to ``file``.
+    """
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ |= environment

@@ -163,9 +163,10 @@ def _units(
 def _look(
     handle: FlatParamHandle, params: list[Any], old: Tensor | None, options: Options
 ) -> tuple[Tensor | None, list[int]]:
-    """Return the positions of changed values in this rank's shard, and checksums of its elements.
+    """Return the positions of changed values in this rank's shard, and checksums of the shard.
 
-    The positions are None for too many. There is one checksum for each of ``params``, if asked for.
+    If too many values have changed, None takes the place of the positions. With ``digests``, there
+    is a checksum for each parameter in ``params``; otherwise there is none.
     """
     for _, param in params:
         param.spec.refuse_part(_CALLER)
