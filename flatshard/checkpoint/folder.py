@@ -183,7 +183,11 @@ class ZipStream(io.BufferedWriter):
 
 @contextlib.contextmanager
 def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
-    """Open a file for ``torch.save``, whose error for a full disk is the OSError of the write."""
+    """Open a file for ``torch.save``.
+
+    If a write fails (on a full disk, for example), raises the OSError of the write instead of
+    ``torch.save``'s RuntimeError.
+    """
     with ZipStream(io.FileIO(path, "w")) as stream:
         try:
             yield stream

@@ -6,10 +6,11 @@ which one unit shares its parameters and gradients.
 
 [Note: sums]
 With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
-even if they are sent in a narrower dtype. With the native transport, the backend adds gradients, in
-its own order and in their dtype; in a fixed order (``ReduceMode.FIXED_ORDER``), the backend only
-exchanges them, and flatshard adds. An all-reduce in a fixed order, or of gradients narrower than
-fp32, is a reduce-scatter whose sums flatshard computes, then an all-gather of the averages.
+even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
+gradients, in its own order and in the gradients' dtype. If the user asks for a fixed order
+(``ReduceMode.FIXED_ORDER``), the backend only exchanges gradients, and flatshard adds. Where
+flatshard adds in a fixed order or in a wider dtype, an all-reduce consists of a reduce-scatter,
+whose sums flatshard computes, and an all-gather of the averages.
 """
 
 from __future__ import annotations

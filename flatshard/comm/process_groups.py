@@ -58,7 +58,9 @@ def made_here() -> set[dist.ProcessGroup]:
 def new_group(
     parent: dist.ProcessGroup, ranks: Sequence[int] | None = None, *, on_host: bool = False
 ) -> dist.ProcessGroup:
-    """Make a process group with the timeout and backend of ``parent``, and its own order of calls.
+    """Make a process group with the timeout and backend of ``parent``.
+
+    Collectives of the new group need not be in order with collectives of ``parent``.
 
     Collective: all members of the new group, and no other ranks.
 

@@ -410,7 +410,7 @@ class AsyncWork(named):
         return self.op_name
 
     def is_sent(self) -> bool:
-        """Whether the other ranks have all data of this rank. Then also release the tensors."""
+        """Whether all sends of this collective are complete. If so, release the sent tensors."""
         if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()

@@ -42,7 +42,8 @@ class Agreement:
     left_over: list[FlatParamHandle]
     # Flat parameters (numbers) whose reduction only some ranks started before the end of backward.
     uneven: list[int]
-    # Units in which the user edited, on any rank, accumulated gradients, or parameters in forward.
+    # Units in which the user, on at least one rank, edited accumulated gradients, or edited
+    # parameters during forward.
     edited: list[Unit]
 
 

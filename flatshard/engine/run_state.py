@@ -234,7 +234,8 @@ class RunState:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # A wait can start only the second stage of a reduction (between nodes, for example).
+            # While this rank waits for a unit, only one kind of collective may start: the second
+            # stage of a reduction (between nodes, for example).
             purpose = "other" if unit is None else "reduce"
         # `enter_context` enters now, a little before the caller's `with`, which only leaves.
         stack = contextlib.ExitStack()

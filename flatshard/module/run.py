@@ -98,8 +98,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.second_group.size > 1:
             grids.append((unit, topology.intra_group, topology.second_group))
-    # Without communication: if a unit's two groups are swapped on this rank, they are swapped on
-    # every rank.
+    # No communication is needed: if the shard and the replicate group of a unit are swapped against
+    # those of the outermost unit on this rank, then the groups are swapped on every rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:

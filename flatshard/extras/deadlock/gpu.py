@@ -266,9 +266,10 @@ def _backends() -> dict[dist.ProcessGroup, Any]:
 def _incomplete() -> dict[dist.ProcessGroup, int]:
     """Return the number of the oldest incomplete NCCL collective in each process group.
 
-    Incomplete: this rank has begun it, and the GPU has not finished it; torch's own watchdog
-    notices every 0.1 seconds. Without groups that this module has aborted. {} if torch records
-    nothing.
+    A collective is incomplete if this rank has begun the collective, and the GPU has not finished
+    it. Torch's watchdog looks only every 0.1 seconds, so a finished collective may count as
+    incomplete for that long. Groups that this module has aborted are left out. {} if torch records
+    no collectives.
     """
     backends = _backends()
     if not backends:

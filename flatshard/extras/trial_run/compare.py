@@ -68,7 +68,8 @@ def _difference(key: Key, rank: int, one: Sketch | None, other: Sketch | None) -
     if not one or not other or one.shape != other.shape:
         return Difference(*key, rank, 0.0 if one is other else math.inf)
     gap, norm = float((one.sums - other.sums).norm()), float(one.sums.norm())
-    gap *= gap > 1e-6 * one.eps * norm  # less is the rounding of float64 sums over other ranges
+    # A smaller gap counts as 0: ranks add up different ranges of elements in float64, which rounds.
+    gap *= gap > 1e-6 * one.eps * norm
     return Difference(*key, rank, gap, norm, gap / norm if norm else gap, one.eps)
 
 
@@ -77,8 +78,9 @@ def in_units(
 ) -> tuple[list[Difference], int, Difference | None]:
     """Express differences in units of noise.
 
-    Returns the differences, the last step that can be compared, and the difference between two runs
-    of the reference that rounding cannot explain, if this is why later steps cannot be compared.
+    Noise is the difference between two runs of the reference. Returns the differences, and the last
+    step that can be compared. If later steps cannot be compared because two runs of the reference
+    differ by more than rounding explains, also returns their first such difference, otherwise None.
     """
     compared: list[Difference] = []
     own: dict[tuple[str, str, int], float] = defaultdict(float)

@@ -34,7 +34,8 @@ _WRITE = {
     "forward()": "evaluate on every rank, with the same number of batches",
 }
 _COSTS: dict[str, tuple[Any, Any]] = {
-    # name: the figure of a rank, from the costs in its record, and how it is shown; 0: not known
+    # For each measurement: a function that computes it from the costs that a rank recorded (0 if it
+    # is not known), and a function that formats it.
     "peak memory per rank, without imports": (lambda costs: costs[-1][1], show_bytes),
     f"time per step, median of {_TIMED} or more": (_step_time, lambda s: f"{1e3 * s:.1f} ms"),
     "bytes sent and written, last step": (lambda c: c[-1][2] - c[-2:][0][2], show_bytes),
