@@ -42,7 +42,7 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.reduce_queue import ReduceQueue
 from flatshard.engine.run_state import RunState, temporarily
-from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
+from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit, written_since_forward
 from flatshard.tensor.sharded_tensor import untraced
 
 # The ``Backward`` of each model whose backward is running or has failed (see
@@ -156,6 +156,8 @@ class Backward:
         for watcher in self._state.watchers:
             watcher.enter_backward(unit)
         self.unshard(unit)
+        if call.versions is not None and call.versions != unit.saved_versions:
+            raise written_since_forward(unit)
         # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
         # have taken bandwidth from the first.
         self._prefetch.in_backward(unit, is_over=False)
@@ -294,6 +296,8 @@ class Backward:
             self.is_active = failed
         # Autograd drops the callback next, which would call `_fail`.
         self._end_callback = NoneType
+        if is_outermost:
+            state.forward.saved.end_backward()
         # Wait until the other ranks have received this rank's data: the optimizer may write the
         # shards next. If this backward is inside a forward, the end of that forward waits.
         if is_outermost:

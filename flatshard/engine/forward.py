@@ -96,6 +96,7 @@ class Forward:
         self.recover()
         # A failing check raises on all ranks, before any communication.
         self._root_module.check()
+        self.saved.begin_forward()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
         state.has_run = True  # set after the checks: some checks run only in the first forward
@@ -165,6 +166,7 @@ class Forward:
                 # Cast before `protect` copies views of unsharded buffers: a cast makes no view.
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
+                self.saved.end_call(unit, call)
                 if torch.is_grad_enabled():
                     for tensor in tensors_in(changed):
                         if tensor.grad_fn is not None:
@@ -197,9 +199,9 @@ class Forward:
             state.buffers.before_forward(recomputes, state.under_no_sync)
         for watcher in state.watchers:
             watcher.enter_forward(unit, recomputes)
-        self.saved.push()  # until `leave`, autograd saves positions in buffers, not views
-        state.depth += 1
         call = Call()
+        self.saved.begin_call(unit, call, recomputes=recomputes)
+        state.depth += 1
         unit.running.append(call)
         if recomputes:  # the forward belongs to backward, see [Note: recomputation]
             backward.unshard(unit)
@@ -237,6 +239,8 @@ class Forward:
                 self._used_outside.append((self._state.depth, unit))
             self.unshard(unit)
             self._state.edits.begin(unit)
+            # The modules hold unsharded parameters now, also for later operations of the forward.
+            self.saved.keep_views(unit)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise if the finished forward of ``module`` edited unsharded parameters in place."""

@@ -96,12 +96,12 @@ class FlatParamHandle:
         self.summoned: Any = None
         self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
-        # Version of the buffer after the all-gather. Another version shows a possible edit.
-        self.clean_version = -1
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
-        # Version of the shard at the last all-gather. If it has changed, the buffer is stale.
-        self.gathered_version = -1
+        # Whether views of the buffer were in use when the unit's backward was over, and whether
+        # they may be: then the buffer keeps its memory until they are not.
+        self.was_held, self.may_be_held = False, True
+        self.was_read = False  # whether a backward has read a saved view of the buffer
         self._targets = plan.targets
         self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
@@ -129,6 +129,11 @@ class FlatParamHandle:
         The sharded parameters become views of the shard, the full parameters views of a new
         unsharded buffer, which has memory only while they are unsharded.
         """
+        # Version of the shard at the last all-gather. If it has changed, the buffer is stale.
+        self.gathered_version = -1
+        # Version of the buffer with the values of that all-gather ([Note: versions of the buffer]).
+        # Another version of an unsharded buffer shows a possible edit.
+        self.clean_version = self._last_version = -1
         padded_numel = self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # If all-gathers read the shard itself (`reads_shard`), the transport may map the shard
@@ -190,15 +195,16 @@ class FlatParamHandle:
                 return False
             # The shard was written after the all-gather. All-gather again into the same memory.
             self.wait_unshard()
-            torch.autograd.graph.increment_version(self.buffer)
+            self._set_version(self._new_version())
             self.memory.renew()
         elif self.is_free_deferred:
             self.memory.renew()
         unsharded.allow(self._storage)
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
-        # Not before: if `start` raises (out of memory), the buffer is still stale.
-        self.gathered_version, self.clean_version = version, self.buffer._version
+        if version != self.gathered_version:
+            # Not before: if `start` raises (out of memory), the buffer is still stale.
+            self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
         # Code that holds a view of the buffer may read it without `wait_unshard`, so wait here.
         if self.is_free_deferred:
@@ -213,18 +219,15 @@ class FlatParamHandle:
         """
         if self.state is not ShardState.UNSHARDING:
             return
-        buffer = self.buffer
-        version = buffer._version
         try:
-            self.gather.finish(buffer)
+            self.gather.finish(self.buffer)
         except Exception:
             self.state = ShardState.SHARDED
             self._free_buffer()
             raise
-        if buffer._version != version:
-            # Otherwise autograd would treat the all-gather as an in-place edit of saved views, and
-            # raise in backward.
-            torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+        if self.clean_version < 0:
+            self.clean_version = self._new_version()
+        self._set_version(self.clean_version)
         unsharded.set_accessible(self.fulls, True)
         self.state = ShardState.UNSHARDED
 
@@ -256,17 +259,26 @@ class FlatParamHandle:
         # The recomputed forward of activation checkpointing saves views of the buffer without
         # flatshard's saved-tensor hooks. Ranks may free the buffer at different times, because
         # freeing needs no communication.
-        if self.is_free_deferred and (though_held or num_uses(self.buffer) <= self._num_uses):
-            self._free_buffer()
+        if self.is_free_deferred:
+            if though_held or num_uses(self.buffer) <= self._num_uses:
+                self._free_buffer()
+            else:
+                self.was_held = True
 
     def _free_buffer(self) -> None:
-        # Otherwise autograd would read freed memory, or later values, through a saved view of the
-        # buffer.
-        torch._C._increment_version((self.buffer,))  # type: ignore[attr-defined]
+        self._set_version(self._new_version())  # autograd raises if backward reads a saved view
         self.memory.free()
         self.is_free_deferred = False
         unsharded.forbid(self._storage, self.plan.unit_name, self.topology.world.global_rank)
         unsharded.set_accessible(self.fulls, False)
+
+    def _new_version(self) -> int:
+        """Return a version that neither the buffer nor a saved view of it has had before."""
+        self._last_version = max(self._last_version, self.buffer._version) + 1
+        return self._last_version
+
+    def _set_version(self, version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((self.buffer,), (version,))
 
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.

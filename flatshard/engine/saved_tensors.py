@@ -1,18 +1,33 @@
-"""``SavedTensors``: autograd saves a place in an unsharded buffer instead of a view of the buffer.
+"""``SavedTensors``: what autograd saves for backward in place of views of unsharded buffers.
 
 Autograd saves views of parameters for backward, but the unsharded buffer is freed between. So
-saved-tensor hooks, active in every forward, replace each view of a buffer by a ``SavedView``. When
-autograd asks for the tensor, the hooks unshard the unit again and make a new view. So a saved
-tensor is valid in any order of backward.
+saved-tensor hooks replace each view of a buffer by a ``SavedView``. When autograd asks for the
+tensor, the hooks unshard the unit again and make a new view. So a saved tensor is valid in any
+order of backward.
 
 Autograd does not check the version of packed tensors, so this module checks for edits in place.
 Other saved-tensor hooks around a forward (of an activation checkpoint or ``save_on_cpu``) still
 receive every tensor that is not a view of an unsharded buffer.
+
+[Note: forwards without hooks]
+Autograd calls the hooks for every tensor, which takes a fifth of the host's time for a step. So
+the hooks are left out once they have made no difference: in a backward, autograd asked for every
+``SavedView``, and each time the unit was unsharded already, because the gradient of the unit's
+output had arrived before (``Backward.enter``). Then plain views do as well, because a buffer is
+filled again at the same address and with the same version.
+
+Without hooks, a unit's forward is compared with the forwards that had hooks, by the number of nodes
+that autograd has made. In a forward with another number, autograd may have saved a view that
+backward reads at another time. Then the unit keeps its buffer until backward is over, and forwards
+have hooks again. If autograd reads a view of a freed buffer all the same (the program starts a
+backward at a tensor inside of the unit, for example, and did not in earlier steps), torch raises:
+see ``tensor.unsharded.forbid`` and [Note: versions of the buffer] in ``handle``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,22 +37,29 @@ from torch.utils import _pytree as pytree
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle, ShardState
 from flatshard.engine.run_state import RunState
+from flatshard.engine.unit import Call, Phase, Unit, written_since_forward
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
+# Maximum number of forwards without hooks that no earlier forward was like; afterwards, every
+# forward has hooks.
+_MAX_UNLIKE = 8
 
-class SavedView(tuple[Any, ...]):
-    """The tuple that autograd saves for a view of an unsharded buffer.
 
-    The flat parameter's handle, the view's size, stride and offset, and the shard's version. For a
-    full parameter, the parameter stands in place of the size, and stays valid as long as the
-    buffer. Not a ``NamedTuple``, which takes longer to create.
-    """
+@dataclass(slots=True, eq=False)
+class SavedView:
+    """What autograd saves for a view of an unsharded buffer: the view's place in the buffer."""
 
-    __slots__ = ()
+    handle: FlatParamHandle
+    version: int  # of the shard
+    # The full parameter, which stays valid as long as the buffer. None: size, stride and offset of
+    # the view.
+    param: nn.Parameter | None
+    place: tuple[Any, ...] = ()
+    round: int = -1  # `SavedTensors._round`; -1 once the view was read
 
 
 class SavedDTensor(NamedTuple):
@@ -66,11 +88,21 @@ class SavedTensors:
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each forward under way, whether it installed hooks. It did not if the hooks of an
-        # outer forward were on top.
+        # For each forward under way, whether it installed hooks. It did not if it needs no hooks,
+        # or if the hooks of an outer forward were on top.
         self.active: list[bool] = []
         self._installed: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._usual_pair = self._pair(None)
+        # The rest is for [Note: forwards without hooks]. `_known` and `_new`: forwards that need no
+        # hooks, and those since the last backward; each is a unit and a number of autograd's nodes.
+        self.has_hooks = self._learns = bool(self._owners)
+        self._known: set[tuple[Unit, int]] = set()
+        self._new: set[tuple[Unit, int]] = set()
+        self._num_unlike = 0  # number of forwards without hooks that no earlier forward was like
+        # Number of views saved in this round that no backward has read in its unit's own backward.
+        # A round begins with the first outermost forward after a backward.
+        self._num_unread = self._round = 0
+        self._has_ended = False  # whether a backward has ended in this round
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
@@ -93,10 +125,54 @@ class SavedTensors:
             )
         return output
 
-    def push(self) -> None:
+    def begin_forward(self) -> None:
+        """Begin the outermost forward: count saved views anew after each backward."""
+        if self._has_ended:
+            self._has_ended, self._learns, self._num_unread = False, self.has_hooks, 0
+            self._round += 1
+            self._new.clear()
+
+    def end_backward(self) -> None:
+        """Leave out the hooks from now on, if they made no difference in the ended backward."""
+        self._has_ended = True
+        if self._learns and self._new and not self._num_unread:
+            self._known |= self._new
+            self.has_hooks = self._num_unlike > _MAX_UNLIKE
+            for handle in self._state.handles:
+                handle.may_be_held = handle.was_held
+
+    def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
+        """Begin a forward of ``unit``: install hooks, if the forward needs any."""
+        is_foreign = self.push(needed=self.has_hooks or recomputes)
+        if not (is_foreign or recomputes):
+            call.has_hooks = self.has_hooks
+            call.first_node = torch._C._autograd._get_sequence_nr()
+
+    def end_call(self, unit: Unit, call: Call) -> None:
+        """Compare the ended forward of ``unit`` with earlier forwards, or record the forward."""
+        num_nodes = torch._C._autograd._get_sequence_nr() - call.first_node
+        if call.first_node < 0 or not num_nodes:
+            return
+        if call.has_hooks:
+            self._new.add((unit, num_nodes))
+            return
+        call.versions = unit.saved_versions
+        if self._known and (unit, num_nodes) not in self._known:
+            self.keep_views(unit)
+
+    def keep_views(self, unit: Unit) -> None:
+        """Keep the buffers of ``unit`` until backward is over, if autograd may read them unseen."""
+        if self._owners and not self.has_hooks:
+            unit.keeps_views = self.has_hooks = True
+            self._num_unlike += 1
+            for handle in self._state.handles:
+                handle.may_be_held = True
+
+    def push(self, *, needed: bool = True) -> bool:
         """Put this model's saved-tensor hooks on top of autograd's stack, if not there already.
 
-        Each call needs a later call of ``pop``.
+        Each call needs a later call of ``pop``. Returns whether other code's hooks were on top.
+        With ``needed=False``, hooks are installed only on top of these.
         """
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
@@ -113,12 +189,14 @@ class SavedTensors:
         # checkpoint's.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = self._installed[-1].pack_hook if self._installed else None
-        self.active.append(outer is None or outer[0] is not ours)
+        is_foreign = outer is not None and outer[0] is not ours
+        self.active.append(is_foreign or (needed and outer is None))
         if self.active[-1]:
             # Torch calls only the topmost pair, so pass other tensors to the pair below.
             pair = self._usual_pair if outer is None else self._pair(outer)
             self._installed.append(torch.autograd.graph.saved_tensors_hooks(*pair))
             self._installed[-1].__enter__()
+        return is_foreign
 
     def pop(self) -> None:
         if self.active.pop():
@@ -127,15 +205,10 @@ class SavedTensors:
     def _pair(
         self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        state, backward, owners = self._state, self._backward, self._owners
+        state, backward = self._state, self._backward
 
         def pack(tensor: Any) -> Any:
-            # Autograd calls this function for every tensor that it saves, so make few calls here.
-            is_plain = type(tensor) in _PLAIN
-            if is_plain and tensor.layout is torch.strided:
-                found = owners.get(tensor.untyped_storage()._cdata)
-            else:
-                found = self._owner(tensor)
+            found = self._owner(tensor)
             if found is None:
                 if outer is not None:
                     return outer[0](tensor)
@@ -143,20 +216,21 @@ class SavedTensors:
                 # other, and only a backward would free both. Autograd reconnects the unpacked
                 # tensor to its node.
                 return tensor.detach(), tensor._version
-            if not is_plain:
+            self._num_unread += 1
+            if type(tensor) not in _PLAIN:  # a DTensor, without the version counter of its buffer
                 return SavedDTensor(type(tensor), pack(tensor._local_tensor), tensor._spec)
             handle, copies = found
             if handle.buffer._version != handle.clean_version:
                 state.edits.check_values(handle)
             if type(tensor) is nn.Parameter and not copies:
-                return SavedView((handle, tensor, None, 0, handle.gathered_version))
+                return SavedView(handle, handle.gathered_version, tensor, round=self._round)
             # `as_strided` cannot rebuild these: a view in another dtype, conjugated or negated.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or copies:
                 copy = tensor.clone()  # rare, so the memory of the copies is small
                 return (copy, copy._version) if outer is None else outer[0](copy)
-            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return SavedView((handle, size, stride, int(offset), handle.gathered_version))
+            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            return SavedView(handle, handle.gathered_version, None, place, self._round)
 
         def unpack(packed: Any) -> Tensor:
             kind = type(packed)
@@ -169,21 +243,21 @@ class SavedTensors:
                 if tensor._version != version:
                     raise _edited(tensor, version)
                 return tensor
-            handle, size, stride, offset, saved_version = packed
+            handle = packed.handle
             # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
             version = handle.version if handle.is_whole else handle.flat_param._version
             if handle.state is not ShardState.UNSHARDED or handle.gathered_version != version:
                 backward.unshard_again(handle.unit)
                 version = handle.version
+            elif handle.unit.phase is Phase.BACKWARD and packed.round == self._round:
+                packed.round, handle.was_read = -1, True
+                self._num_unread -= 1
             # Autograd does not check the version of packed tensors.
-            if version != saved_version:
-                raise RuntimeError(
-                    f"{unit_text(handle.unit_name)}: its parameters were modified between forward "
-                    "and backward (by an optimizer step, or by an edit in place), but backward "
-                    "needs the values of the forward. Run backward before the modification, or run "
-                    "forward again."
-                )
-            return size if stride is None else handle.buffer.as_strided(size, stride, offset)
+            if version != packed.version:
+                raise written_since_forward(handle.unit)
+            if packed.param is not None:
+                return packed.param
+            return handle.buffer.as_strided(*packed.place)
 
         # Dynamo cannot represent units and handles in a graph.
         return untraced(pack), untraced(unpack)

@@ -75,6 +75,12 @@ class Call:
     num_inputs: int = 0
     has_begun: bool = False  # whether the call's backward has begun
 
+    # For `SavedTensors`: the number of autograd's next node when the call began, or -1; whether the
+    # forward has saved-tensor hooks; if not, `Unit.saved_versions` when the forward ended.
+    first_node: int = -1
+    has_hooks: bool = True
+    versions: list[int] | None = None
+
 
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
@@ -145,6 +151,8 @@ class Unit:
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
+        # Whether autograd may have saved views of the buffers that backward reads at any time.
+        self.keeps_views = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -232,6 +240,11 @@ class Unit:
     def is_current(self) -> bool:
         """Whether all parameters are unsharded, with the present values of the shards."""
         return all(handle.is_current for handle in self.handles)
+
+    @property
+    def saved_versions(self) -> list[int]:
+        """Versions of the unsharded buffers that backward reads through saved views."""
+        return [handle.clean_version for handle in self.for_backward if handle.was_read]
 
     @property
     def is_prefetched(self) -> bool:
@@ -354,7 +367,11 @@ class Unit:
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
-                handle.reshard(though_held=point is not ReshardPoint.AFTER_BACKWARD)
+                held = {
+                    ReshardPoint.AFTER_FORWARD: self.keeps_views,
+                    ReshardPoint.AFTER_BACKWARD: handle.may_be_held,
+                }
+                handle.reshard(though_held=not held.get(point))
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
@@ -377,7 +394,7 @@ class Unit:
 
     def end_iteration(self) -> None:
         """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
-        self.is_used_outside = False
+        self.is_used_outside = self.keeps_views = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
@@ -492,3 +509,12 @@ class Unit:
         for handle in self.handles:
             handle.drop_gradients()
         self.reshard()
+
+
+def written_since_forward(unit: Unit) -> RuntimeError:
+    """Return the error to raise if backward needs parameters that were written since forward."""
+    return RuntimeError(
+        f"{unit_text(unit.name)}: its parameters were modified between forward and backward (by "
+        "an optimizer step, or by an edit in place), but backward needs the values of the forward. "
+        "Run backward before the modification, or run forward again."
+    )

@@ -211,7 +211,8 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
         ("edits", _Adapted, 3, 5),
         ("edits", _Adapted, 4, 5),
         ("undone", _Undone, 0, 1),
-        ("undone", _Undone, 3, 4),
+        # Autograd raises, as for the unwrapped model: the forward writes to a saved weight.
+        ("undone", _Undone, 3, 2),
     ):
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
             states = []
@@ -235,7 +236,8 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
                         break
                     step_and_zero(optimizer)
                 if way == "sharded":
-                    assert raised == (at and (at, True)), (kind, first, strategy, raised)
+                    is_named = kind != "undone" or first == 0
+                    assert raised == (at and (at, is_named)), (kind, first, strategy, raised)
                 states.append(model.state_dict())
             if at is None:
                 for name, value in states[0].items():

@@ -1,0 +1,164 @@
+"""Programs that train as usual for three steps, after which forwards have no saved-tensor hooks.
+
+Then they do something else, which backward may notice only without the hooks.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flatshard import ShardedWrapper
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import allow_warnings, naming, on_ranks
+from tests.oracle import assert_same, snapshot, step_and_zero
+
+_USUAL = 3
+
+_Program = Callable[["_Model", nn.Module, Tensor], None]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.times = 1
+        self.inner: list[Tensor] = []
+        self.has_hooks = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.has_hooks = top is not None
+        hidden = torch.tanh(self.up(x))
+        self.inner = [self.down(hidden) for _ in range(self.times)]
+        return x + self.inner[0].relu()
+
+
+class _Model(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 6), _Block(), _Block(), nn.Linear(6, 3))
+        self.double()
+        self.reads_outside = False
+
+    @property
+    def blocks(self) -> list[_Block]:
+        return [module for module in self.modules() if isinstance(module, _Block)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.reads_outside:
+            # The second use finds the block unsharded.
+            weights = [self.blocks[0].down.weight, self.blocks[0].down.weight]
+            out = (
+                out
+                + sum(F.linear(F.linear(out, self[3].weight.t()), w.t()) for w in weights).mean()
+            )
+        return out
+
+
+def _sum(model: _Model) -> Tensor:
+    return sum((block.inner[-1].square().mean() for block in model.blocks), torch.zeros(()))
+
+
+def _plainly(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+
+
+def _with_inner_loss(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    (loss + _sum(model)).backward()
+
+
+def _inner_backward_first(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    _sum(model).backward(retain_graph=True)
+    loss.backward()
+
+
+def _twice(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _second_order(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    (grad,) = torch.autograd.grad(loss, model.x, create_graph=True)
+    (loss + grad.square().sum()).backward()
+
+
+def _several_times(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    for block in model.blocks:
+        block.times = 2
+    run(model.x)
+    _inner_backward_first(model, run, run(model.x).square().mean())
+
+
+def _other_times(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    for number in (3, 1, 2, 5):
+        model.blocks[1].times = number
+        _with_inner_loss(model, run, run(model.x).square().mean())
+
+
+def _outside(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    model.reads_outside = True
+    run(model.x).square().mean().backward()
+
+
+def _evaluates_between(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    run(model.x + 1)
+    with torch.no_grad():
+        run(model.x + 2)
+    loss.backward()
+
+
+_RIGHT = (
+    _plainly,
+    _with_inner_loss,
+    _twice,
+    _second_order,
+    _several_times,
+    _other_times,
+    _outside,
+    _evaluates_between,
+)
+
+
+def _trained(sharded: bool, strategy: str, last: _Program) -> dict[str, Tensor]:
+    """Train for three usual steps, and for two whose backward is ``last``."""
+    module = _Model()
+    model: nn.Module = module
+    if sharded:
+        model = ShardedWrapper(
+            module,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({_Block}),
+            coalesce_bytes=0,
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(_USUAL + 2):
+        torch.manual_seed(step)
+        module.x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+        loss = model(module.x).square().mean()
+        if sharded and 0 < step <= _USUAL:
+            assert not any(block.has_hooks for block in module.blocks), step
+        program = _plainly if step < _USUAL else last
+        program(module, model, loss)
+        step_and_zero(optimizer)
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_programs_that_change(rank: int, world_size: int, strategy: str) -> None:
+    """The numbers of the unwrapped model, without an error."""
+    for last in _RIGHT:
+        with naming(last.__name__), allow_warnings(UserWarning, ".* outside of the unit"):
+            expected = _trained(False, strategy, last)
+            assert_same(_trained(True, strategy, last), expected)
+
+
+@on_ranks(2)
+def test_backward_begins_inside_of_a_unit(rank: int, world_size: int) -> None:
+    """Autograd raises where backward would read a freed buffer, as for any changed tensor."""
+    with pytest.raises(RuntimeError, match="expected version"):
+        _trained(True, "FULL_SHARD", _inner_backward_first)
