@@ -73,6 +73,7 @@ class Gradients:
         self._params, self._layout = params, plan.flat.layout
         # Whether the flat parameter is a single parameter without padding, such as an embedding.
         self._is_single = self._layout.padded_numel == self._layout.spans[0].numel
+        self._is_contiguous = all(span.is_contiguous for span in self._layout.spans)
         # Accumulated gradients, by index of the original parameter. A gradient whose index is in
         # `_separate` has memory of its own. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
@@ -323,23 +324,24 @@ class Gradients:
         # One kernel joins them all: a kernel per parameter would take longer. All are dense, so 1-D
         # views in memory order exist.
         indices = sorted(self._separate)
-        slots = [*map(self.slots.__getitem__, indices)]
-        flat = [s if s.dim() == 1 else s.as_strided((s.numel(),), (1,)) for s in slots]
+        flat = [*map(self.slots.__getitem__, indices)]
+        if not self._is_contiguous:
+            flat = [s.as_strided((s.numel(),), (1,)) for s in flat]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
             # Make the padding here: kept zeros would take memory that grows with the world size.
             # Go backwards, because an insertion moves later pieces. Insert no empty tensors, with
-            # which `torch.cat` copies each piece separately.
+            # which torch copies each piece separately.
             for index, start, end in reversed(self._layout.gaps):
                 flat.insert(index, flat[0].new_zeros(end - start))
             self._empty()
-            return torch.cat(flat)
+            return torch._C._nn.flatten_dense_tensors(flat)  # type: ignore[no-any-return]
         buffer = self._allocate() if self._buffer is None else self._buffer
         if len(self.slots) < len(spans):
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
             zero([buffer[span.start : span.end] for span in absent])
         if flat:
             places = [buffer[spans[index].start : spans[index].end] for index in indices]
-            torch._foreach_copy_(places, flat)
+            torch._foreach_copy_(places, [one.view(-1) for one in flat])
         self._empty()
         return buffer
 

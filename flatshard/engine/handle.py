@@ -195,7 +195,7 @@ class FlatParamHandle:
                 return False
             # The shard was written after the all-gather. All-gather again into the same memory.
             self.wait_unshard()
-            self._set_version(self._new_version())
+            torch.autograd.graph.increment_version(self.buffer)
             self.memory.renew()
         elif self.is_free_deferred:
             self.memory.renew()
@@ -226,8 +226,10 @@ class FlatParamHandle:
             self._free_buffer()
             raise
         if self.clean_version < 0:
-            self.clean_version = self._new_version()
-        self._set_version(self.clean_version)
+            # A version that neither the buffer nor a saved view has had before.
+            self._last_version = max(self._last_version, self.buffer._version) + 1
+            self.clean_version = self._last_version
+        torch._C._autograd._unsafe_set_version_counter((self.buffer,), (self.clean_version,))
         unsharded.set_accessible(self.fulls, True)
         self.state = ShardState.UNSHARDED
 
@@ -266,19 +268,12 @@ class FlatParamHandle:
                 self.was_held = True
 
     def _free_buffer(self) -> None:
-        self._set_version(self._new_version())  # autograd raises if backward reads a saved view
+        # Until the next all-gather is complete, autograd raises if backward reads a saved view.
+        torch._C._increment_version((self.buffer,))  # type: ignore[attr-defined]
         self.memory.free()
         self.is_free_deferred = False
         unsharded.forbid(self._storage, self.plan.unit_name, self.topology.world.global_rank)
         unsharded.set_accessible(self.fulls, False)
-
-    def _new_version(self) -> int:
-        """Return a version that neither the buffer nor a saved view of it has had before."""
-        self._last_version = max(self._last_version, self.buffer._version) + 1
-        return self._last_version
-
-    def _set_version(self, version: int) -> None:
-        torch._C._autograd._unsafe_set_version_counter((self.buffer,), (version,))
 
     def snapshot(self) -> None:
         """Keep the buffer's present values, even if other ranks write to their shards next.

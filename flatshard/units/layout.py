@@ -79,6 +79,10 @@ class ParamSpan:
         """Strides, in elements, of the parameter as a view of the flat parameter."""
         return strides_of(self.shape, self.order)
 
+    @property
+    def is_contiguous(self) -> bool:
+        return self.order == tuple(range(len(self.shape)))
+
     @cached_property
     def numel(self) -> int:
         return self.end - self.start
