@@ -57,9 +57,9 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the object that modules hold now in place of the sharded
-    # parameter. None: modules hold the sharded parameters. Then do not call `put_back`: after a
-    # failed step, the user may have replaced a parameter of a module, and `check_places` reports
-    # the replaced parameter.
+    # parameter. None: modules hold the sharded parameters. Then do not call `put_back`: the user
+    # may have replaced a parameter after a failed step, and `put_back` would hide this from
+    # `check_places`, which raises.
     held: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -88,7 +88,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because only lookups use them.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # The splits of parameters that were DTensors; None for all other parameters.
+        # For each parameter that was a DTensor, how tensor parallelism splits it; None for all
+        # other parameters.
         self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
@@ -203,7 +204,7 @@ class FlatParamHandle:
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
         if version != self.gathered_version:
-            # Not before: if `start` raises (out of memory), the buffer is still stale.
+            # Set these only after `start`: if `start` raises (out of memory), the buffer is stale.
             self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
         # Code that holds a view of the buffer may read it without `wait_unshard`, so wait here.
@@ -329,8 +330,8 @@ class FlatParamHandle:
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # Assignment to `.data` made the parameters views of the shard with counters of their
-            # own.
+            # Here the sharded parameters became views of the shard by assignment to `.data`, so
+            # each view has a version counter of its own.
             return sum([param._version for param in self.sharded], self.flat_param._version)
         return self.flat_param._version
 
@@ -454,7 +455,7 @@ class FlatParamHandle:
         gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
         that train the unit.
         """
-        # There is room for one reduction, so a second start would lose the result of the first.
+        # The handle keeps only one reduction, so a second start would lose the result of the first.
         assert not self.is_reducing, "the earlier reduction is not finished"
         grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
         full = grads.take()

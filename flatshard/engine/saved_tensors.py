@@ -1,9 +1,9 @@
 """``SavedTensors``: what autograd saves for backward in place of views of unsharded buffers.
 
-Autograd saves views of parameters for backward, but the unsharded buffer is freed between. So
-saved-tensor hooks replace each view of a buffer by a ``SavedView``. When autograd asks for the
-tensor, the hooks unshard the unit again and make a new view. So a saved tensor is valid in any
-order of backward.
+Autograd saves views of parameters for backward, but the unsharded buffer is freed between forward
+and backward. So saved-tensor hooks replace each view of a buffer by a ``SavedView``. When autograd
+asks for the tensor, the hooks unshard the unit again and make a new view. So a saved tensor is
+valid in any order of backward.
 
 Autograd does not check the version of packed tensors, so this module checks for edits in place.
 Other saved-tensor hooks around a forward (of an activation checkpoint or ``save_on_cpu``) still
@@ -88,8 +88,8 @@ class SavedTensors:
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each forward under way, whether it installed hooks. It did not if it needs no hooks,
-        # or if the hooks of an outer forward were on top.
+        # For each forward under way, whether the forward installed hooks. False if the forward needs
+        # no hooks, or if the hooks of an outer forward were on top already.
         self.active: list[bool] = []
         self._installed: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._usual_pair = self._pair(None)
@@ -183,10 +183,10 @@ class SavedTensors:
                 "the transformed function call model.module instead of the model, and take "
                 "gradients by torch.autograd.grad()."
             )
-        # Every unit's forward calls `push`, because an activation checkpoint may be between an
-        # outer and an inner unit, and needs the same tensors in forward and in recomputation, where
-        # the outer unit does not run. So the inner unit puts flatshard's hooks on top of the
-        # checkpoint's.
+        # Every unit's forward calls `push`, not only the outermost. An activation checkpoint
+        # between an outer and an inner unit must receive the same tensors in forward and in
+        # recomputation, and in recomputation the outer unit does not run. So the inner unit puts
+        # flatshard's hooks on top of the checkpoint's hooks.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = self._installed[-1].pack_hook if self._installed else None
         is_foreign = outer is not None and outer[0] is not ours

@@ -137,8 +137,8 @@ class Unit:
         self.running: list[Call] = []  # calls under way, the innermost last
 
         # Number of calls in the latest outermost forward whose own backward has not begun yet. The
-        # restart with each outermost forward keeps the ranks equal after a forward that failed on
-        # some.
+        # count restarts with each outermost forward, so that all ranks have the same count after a
+        # forward that failed on only some ranks.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for all earlier outermost forwards
 
@@ -312,7 +312,7 @@ class Unit:
             # of a shard through `p.data`, which do not change the version.
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return BufferAction.FREE if frees else BufferAction.KEEP
-        # A unit that is needed soon would have to be all-gathered again.
+        # Keep a unit that is needed soon: otherwise the unit would have to be all-gathered again.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return BufferAction.FREE
