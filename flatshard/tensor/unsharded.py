@@ -86,7 +86,8 @@ class FreedParameter(nn.Parameter):
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     """Allow or forbid operations on full parameters, by their class."""
-    # To check a flag, one class would need ``__torch_function__``, which would slow down forward.
+    # Change the class instead of a flag: a class that checks a flag would need
+    # ``__torch_function__``, which would slow down forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -236,11 +237,11 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
 
     Raises:
         NotImplementedError: the gradient would arrive at a leaf that the program has made, such as
-            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, this is the
-            gradient of one rank, of which a sharded leaf could hold only a range.
+            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, the leaf gets
+            the gradient of one rank; a sharded leaf could hold only a range of that gradient.
     """
-    # In a `torch.autograd.Function`, `_averaged` gets the gradient: a fused loss computes in its
-    # forward the gradient that its backward returns.
+    # Inside of a `torch.autograd.Function`, do not raise: the gradient goes to `_averaged`. (A
+    # fused loss computes in its forward the gradient that its backward returns.)
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -287,8 +288,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     if gradient is None:
         return None
     if spec.original is not None and spec.original.full._backward_hooks:
-        # A hook must get the sum of all gradients. Here those from forward reach the full
-        # parameter, and this gradient the sharded parameter.
+        # A hook must get the sum of all gradients. But here the gradients from forward reach the
+        # full parameter, and this gradient reaches the sharded parameter.
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
@@ -329,7 +330,7 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
     """Call ``register(param, hook)``, unless the parameter is an integer, without a gradient."""
     if param.is_floating_point() or param.is_complex():
         is_trained = param.requires_grad
-        # Users may unfreeze a frozen parameter later, on which torch refuses hooks.
+        # torch refuses hooks on a frozen parameter, but users may unfreeze the parameter later.
         param.requires_grad_(True)
         register(param, hook)
         param.requires_grad_(is_trained)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Classes that read weights of their children, also of subclasses. By name, because torchvision may
-# not be installed, and some classes are newer than the oldest supported torch.
+# Classes whose code reads weights of child modules; subclasses count, too. Listed by name, because
+# torchvision may not be installed, and some classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
