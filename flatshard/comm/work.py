@@ -377,7 +377,7 @@ class AsyncWork(named):
         # the error. After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
-        # Not `with self`: two Python calls for each collective of each step.
+        # Do not write `with self`, which costs two Python calls for each collective of each step.
         _own.waits.append(self)
         try:
             for work in self._awaited:

@@ -300,7 +300,7 @@ class GradReduce:
             while self.to_come:
                 self._begin_next()
         self._work.wait(self._plan.flat.pending_sends)
-        self._read_on_side_stream = []  # not needed now: the current stream has waited
+        self._read_on_side_stream = []  # no longer needed, because the current stream has waited
         out = self._out
         del self._out  # so that the caller can free this memory, after a copy to the host
         return out

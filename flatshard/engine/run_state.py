@@ -164,7 +164,7 @@ class RunState:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
-                # The same as `FULL` if there is no second group to reduce over, and the same as
+                # `SHARD_ONLY` means `FULL` if there is no second group to reduce over, and
                 # `ACCUMULATE` if the intra group has one rank.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL

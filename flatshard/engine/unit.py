@@ -425,7 +425,7 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            # Otherwise, `show_unsharded` has done this in forward.
+            # For all other handles, `show_unsharded` has checked the places in forward.
             if handle.is_aliased or self.may_diverge:
                 handle.check_places()
                 handle.count_trainable()  # also if this rank has skipped the unit in forward

@@ -62,8 +62,8 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
 
 
 def _restoring(step: Any) -> Any:
-    # No `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`, whose code all
-    # functions that `_restoring` returns share.
+    # Do not use `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`,
+    # because all functions that `_restoring` returns share the code of `call`.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)

@@ -185,8 +185,8 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return value.shard_role + value.shard_origin.written
-    # No checksum of a number on an accelerator: optimizers keep numbers in tensors, and must not
-    # wait for the accelerator.
+    # Compute no checksum of a number on an accelerator: optimizers keep numbers in tensors, and
+    # must not wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
         return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
     return repr(value) if isinstance(value, int | float) else ""

@@ -90,9 +90,9 @@ class FlatParameter(nn.Parameter):
         # Autograd computes gradients of the full parameters, views of the unsharded buffer.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Weak, because each original parameter refers to a view of the chunk: Python's garbage
-        # collector does not see the reference from a view to its base, so it would never free a
-        # cycle through a view.
+        # Keep weak references, because each original parameter refers to a view of the chunk:
+        # Python's garbage collector does not see the reference from a view to its base, so the
+        # collector would never free a cycle through a view.
         self._params = [weakref.ref(param) for param in params]
         return self
 

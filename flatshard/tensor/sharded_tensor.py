@@ -411,7 +411,7 @@ class FlatShardTensor(torch.Tensor):
                     alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
 
-    # To see a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
+    # Notices a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
     # ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
     # torch.distributed first compares the tensors' dtypes.
     @property
@@ -670,8 +670,9 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # By the shard's version counter, the next unshard sees that the shard was written after the
-    # last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter themselves.
+    # Raise the shard's version counter, by which the next unshard sees that the shard was written
+    # after the last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter
+    # themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 

@@ -86,8 +86,10 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     Returns a function that waits. Collective: all ranks of the group.
     """
     comm = moved[0].spec.comm
-    ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each holder
-    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each owner
+    # elements to exchange with each holder
+    ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    # elements to exchange with each owner
+    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]
     held = Counter[int]()  # number of bytes that each rank sends to every rank
     is_moved = False
     for spec, part, full, owner in moved:

@@ -46,8 +46,8 @@ from flatshard.units.layout import as_bytes
 # Gradients are received and added in pieces. While one piece is added, the next pieces are on their
 # way.
 PIECE_BYTES = 2 << 20
-# So few elements stay in the CPU's cache, and torch adds them without starting a pool of threads
-# for each of flatshard's background threads.
+# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them
+# without starting a pool of threads for each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 

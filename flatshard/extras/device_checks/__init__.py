@@ -101,7 +101,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         look = super()._look_closely(handle)
         if handle.buffer.is_cpu or look is sample:
             return look
-        # Not `checksum`, for which the host would wait for the device.
+        # Return `sample` instead of `checksum`, for which the host would wait for the device.
         self._written.add(handle)
         return sample
 

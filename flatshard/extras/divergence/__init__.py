@@ -81,8 +81,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Even if no forward used the unit: the other ranks do not write their shards until
-                # this rank has read the shards.
+                # Wait even if no forward used the unit: the other ranks do not write their shards
+                # until this rank has read the shards.
                 handle.wait_unshard()
                 if not handle.is_aliased:
                     handle.put_back()

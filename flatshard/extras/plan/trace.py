@@ -407,7 +407,7 @@ def emptied(
             places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
             for place in places:
                 for name, value in place.items():
-                    # Also look into lists: `nn.LSTM` computes with a list of its parameters.
+                    # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
                     if isinstance(value, Tensor | list):
                         stack.callback(place.__setitem__, name, value)
                         place[name] = replaced(value)

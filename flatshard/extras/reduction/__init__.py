@@ -85,7 +85,8 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # For an exchange before the hook is called. Creating a group is collective.
+        # Create the side group now, because that is collective. Ranks exchange numbers there before
+        # they call the hook.
         _ = world.side_group
     context.refresh()
 
@@ -265,7 +266,8 @@ class Float8Shard:
     def unpack(self, everything: Tensor, out: Tensor) -> None:
         """Undo ``pack`` for the shards of all ranks."""
         full_blocks = self.numel // BLOCK_NUMEL
-        # In one call, because launching a small kernel takes longer than running it.
+        # Unpack all shards in one call, because launching a small kernel takes longer than running
+        # it.
         scales, elements = self._split(everything.view(-1, self.nbytes))
         parts = out.view(-1, self.numel)
         parts.copy_(elements)

@@ -163,7 +163,8 @@ class SteppedInBackward(StepExtension):
                 for record in at_step:
                     record(optimizer)
         except RuntimeError as error:
-            # Raised at the end of backward: now, other ranks would wait in its collectives.
+            # Raise this error at the end of backward: if this rank raised now, other ranks would
+            # wait in the backward's collectives.
             self._problem = error
         else:
             self._parts = self._plan_parts()
@@ -202,7 +203,8 @@ class SteppedInBackward(StepExtension):
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Raised at the end of backward: now, other ranks would wait for reductions.
+                # Raise this error at the end of backward: if this rank raised now, other ranks
+                # would wait for reductions.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
@@ -242,7 +244,7 @@ class SteppedInBackward(StepExtension):
 
         Called after users' post-accumulate hooks, because the step drops the gradients.
         """
-        # Inside a forward: the backward after that forward will step the units.
+        # This backward ran inside a forward. The backward after that forward will step the units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -261,7 +263,8 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Not earlier, because backward could still have added gradients to `.grad`.
+            # Put the placeholders into `.grad` only now: until now, backward could still have added
+            # gradients.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -291,7 +294,8 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Otherwise a learning rate scheduler would warn that it was stepped first.
+                # Without this mark, a learning rate scheduler would warn that it was stepped before
+                # the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         for param in (param for part in parts for param in part.params):
             if param.grad is not None:

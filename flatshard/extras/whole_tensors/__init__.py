@@ -470,7 +470,7 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
     def described(_: str, value: Any) -> Any:
         if isinstance(value, FlatShardTensor):
-            return None  # from a checkpoint, and still sharded: not sent
+            return None  # state from a checkpoint, which is still sharded, is not sent
         is_per_element = type(value) is Tensor and value.shape == param.shape and value.numel() > 1
         return value.to("meta") if is_per_element else value
 
