@@ -193,7 +193,7 @@ class HostExchange:
         return everyone
 
     def _run(self, collective: Callable[..., Any], tensor: Tensor, op_name: str) -> None:
-        wire = tensor.to(self.device)  # no copy if `tensor` is there
+        wire = tensor.to(self.device)  # no copy if `tensor` is on the device already
         with self._waiting(op_name):
             collective(wire, group=self.group)
         if wire is not tensor:

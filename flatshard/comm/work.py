@@ -392,7 +392,7 @@ class AsyncWork(named):
             failure = self.failure(error)
             if failure is None:
                 raise
-            self.sends = ()  # a later wait for the sends would not end either
+            self.sends = ()  # do not wait for the sends later: that wait would not end either
             raise failure from error
         finally:
             _own.waits.pop()

@@ -60,7 +60,7 @@ class ForwardEdits:
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the unit's first forward. If
-        # it has changed, the program writes the parameters ([Note: which forwards]).
+        # the version has changed, the program writes the parameters ([Note: which forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
         # Flat parameters whose version a forward has changed ([Note: changed versions]).
         self._rewritten: set[FlatParamHandle] = set()

@@ -64,7 +64,7 @@ class Gradients:
     """Receives, adds up, shows and publishes the gradients of one flat parameter."""
 
     def __init__(self, plan: ReducePlan, params: Sequence[OriginalParam]) -> None:
-        """Hold no gradients yet.
+        """Start without gradients.
 
         Args:
             plan: how the gradients are reduced.
@@ -156,7 +156,7 @@ class Gradients:
         their ``.grad``.
         """
         for param in self._params:
-            param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
+            param.hold_hooks()  # the hooks return in `FlatParamHandle.give_hooks_back`
             if param.sharded.grad is not None:
                 self._earlier_grads[param], param.sharded.grad = param.sharded.grad, None
 
@@ -168,7 +168,7 @@ class Gradients:
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self.shown.items():
-                # The user may have kept the tensor, which is ordinary outside of `.grad`.
+                # The user may have kept the tensor. Outside of `.grad`, it is an ordinary tensor.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None

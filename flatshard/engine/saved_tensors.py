@@ -259,7 +259,7 @@ class SavedTensors:
                 return packed.param
             return handle.buffer.as_strided(*packed.place)
 
-        # Dynamo cannot represent units and handles in a graph.
+        # Keep Dynamo from tracing these functions: a graph cannot contain units and handles.
         return untraced(pack), untraced(unpack)
 
 

@@ -335,8 +335,8 @@ class Unit:
 
         Otherwise autograd saves a ``SavedView``, and backward unshards the unit again to read it.
         """
-        # Different ranks may use a parameter of the root in different operations. With
-        # `SavedView`s, perhaps only one rank's backward would start an all-gather.
+        # Save copies for the root: different ranks may use a parameter of the root in different
+        # operations. With `SavedView`s, perhaps only one rank's backward would start an all-gather.
         return self.is_root and self._is_spare(handle)
 
     def reshard(

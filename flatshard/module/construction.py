@@ -161,7 +161,8 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # An offload to disk may fail on only some ranks. The others would wait in the next collective.
+    # An offload to disk may fail on only some ranks. Raise on all ranks: otherwise the others would
+    # wait in the next collective.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets

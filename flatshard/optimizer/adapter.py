@@ -435,7 +435,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     if flat_grad is None:
         return found
     end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
-    # A slice `params[position:]` would copy the list for each bucket.
+    # Loop over numbers: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
@@ -519,8 +519,8 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # An optimizer that writes to `p.data` does not raise the version, and flatshard would reuse
-        # old unsharded buffers.
+        # Raise the version here: an optimizer that writes to `p.data` does not raise it, and
+        # flatshard would reuse old unsharded buffers.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
@@ -588,7 +588,8 @@ class ParamBucket:
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # Quantized state of a bucket with one member cannot be sliced. Leave it and fake tensors.
+        # Do not slice the state of a bucket with one member: quantized state cannot be sliced.
+        # Quantized and fake tensors stay as they are.
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
@@ -670,7 +671,7 @@ def part_per_element(
         return None
     if is_local and tuple(value.shape) == (spec.numel,):
         return value
-    # A view would keep the full tensor in memory.
+    # Clone: a view would keep the full tensor in memory.
     return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
 
 

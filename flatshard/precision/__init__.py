@@ -378,7 +378,8 @@ class PrecisionPlan:
 
     def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
-        # The hooks of `ModuleCasts` must see the dtype of the caller's inputs.
+        # If the module has `ModuleCasts`, the unit casts no inputs, because the hooks of
+        # `ModuleCasts` must see the dtype of the caller's inputs.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(precision, override)
         return UnitCasts(

@@ -54,8 +54,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # The gradient depends on all ranks' elements, but autograd would use only this rank's
-            # elements.
+            # Refuse: the gradient depends on all ranks' elements, but autograd would use only this
+            # rank's elements.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -176,8 +176,8 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
     differ between ranks: ranks compare the names of collectives, which contain the role.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
-    # The role of a running average contains its role of the previous step, and would grow in each
-    # step.
+    # Limit the length: the role of a running average contains its role of the previous step, and
+    # would grow in each step.
     digest = f"... {zlib.crc32(text.encode()):08x}"
     return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
 
@@ -265,7 +265,8 @@ def _record_write(
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        if result.source is not Source.OTHER:  # OTHER tensors may differ between ranks
+        # tensors with the source OTHER may differ between ranks
+        if result.source is not Source.OTHER:
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 
@@ -286,17 +287,17 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
             return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
-        # In forward, each rank may have drawn other random numbers for its own batch.
+        # Refuse in forward: each rank may have drawn different random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # All tensor-parallel parts would get the same numbers.
+    # Refuse a part of a DTensor: all parts would get the same random numbers.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
     # values do not depend on the world size.
     role = f"{_role_of(func, args)}, generator {_generator_digest(local.device, kwargs)}"
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # A view would keep the drawn full tensor in memory.
+        # Clone: a view would keep the drawn full tensor in memory.
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
@@ -326,10 +327,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # `orthogonal_()` calls `view_as()` to write its result, computed from one part only.
+        # Refuse a part of a DTensor: `orthogonal_()` calls `view_as()` to write its result, which
+        # it has computed from one part only.
         tensor.spec.refuse_part("view_as()")
-    # A view in torch's sense would have another version counter. In inference mode, a new tensor
-    # gets no version counter, and autograd would raise when it reads the counter.
+    # Make a new tensor that shares the memory: a view in torch's sense would have another version
+    # counter. Leave inference mode, in which a new tensor gets no version counter, so that autograd
+    # would raise when it reads the counter.
     with torch.inference_mode(False):
         origin = tensor.shard_origin
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.shard_role, origin=origin)

@@ -304,7 +304,8 @@ class OriginalParam:
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
-            # Users may set an attribute in a forward, and read it between steps.
+            # Share the attributes: users may set an attribute in a forward, and read it between
+            # steps.
             self.full.__dict__ = self.sharded.__dict__
             # While the unit is resharded, the class of `full` is `FreedParameter`, whose errors get
             # the parameter's name from this reference. The reference is weak because the spec

@@ -232,7 +232,7 @@ class LocalView(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    # torch would copy the whole storage, the shard of the unit, for each view.
+    # Copy only the view: torch would copy the whole storage, which is the shard of the unit.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
 
@@ -319,8 +319,9 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # C++ code that bypasses dispatch (a collective with nested lists, for example, or a plain
-        # tensor whose `.data` the program sets to the sharded tensor) would read from address 0.
+        # Let torch raise if C++ code bypasses dispatch (a collective with nested lists, for
+        # example, or a plain tensor whose `.data` the program sets to the sharded tensor): it would
+        # read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -632,7 +633,7 @@ def _has_out(given: dict[str, Any]) -> bool:
 
     Handlers write only to the first positional argument, so no handler can run such a call.
     """
-    # ``any(sharded_in(...))`` would evaluate the truth value of a tensor.
+    # Do not write ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
@@ -783,7 +784,8 @@ class StateShard(FlatShardTensor):
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
     """Return an entry of a sharded state dict in the memory of ``local``, ``(spec.numel,)``."""
-    # DCP would not save an entry that has no chunk on any rank.
+    # Return a plain tensor without elements: DCP would not save an entry that has no chunk on any
+    # rank.
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

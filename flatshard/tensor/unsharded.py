@@ -307,7 +307,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             )
         gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
-    # The reduction overwrites the gradient, which autograd may also pass to other functions.
+    # Copy the gradient: the reduction overwrites it, and autograd may pass it to other functions,
+    # too.
     part = gradient.contiguous().clone()
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
@@ -336,7 +337,8 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-# Gradients are disabled in `OutsideUse.forward`, so `full_tensor` records nothing there.
+# Record calls of `full_tensor` for backward, except the call in `OutsideUse.forward`, where
+# gradients are disabled.
 sharded_tensor.ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
     use_outside, function=FlatShardTensor.full_tensor
 )

@@ -127,7 +127,8 @@ class ModuleTree:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines ``forward``, so that it can be called."""
-    # In a scripted module, `forward` is a descriptor that cannot be read from the class.
+    # Use `getattr_static`: in a scripted module, `forward` is a descriptor that cannot be read from
+    # the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 

@@ -86,8 +86,8 @@ class Members:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # A kernel that adds all rows at once would choose the order by the sizes of the tensors, and
-    # rounding depends on the order.
+    # Add row by row: a kernel that adds all rows at once would choose the order by the sizes of the
+    # tensors, and rounding depends on the order.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)

@@ -45,7 +45,7 @@ _FINENESS = 512
 def as_boundary(value: object) -> Boundary:
     """Check the option ``boundary``. Raises TypeError or ValueError for an invalid value."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
-    # True would mean one element.
+    # Refuse True, which would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"{expected}, got {value!r}.")
     if value not in _CHOICES if isinstance(value, str) else value < 1:

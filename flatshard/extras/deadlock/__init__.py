@@ -101,8 +101,8 @@ class Watchdog(CollectiveWatch):
         # Keep the lock, so that the thread calls no backend any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
-            # After an error, an NCCL collective may never complete, and torch's own watchdog could
-            # end the process with SIGABRT.
+            # Abort NCCL collectives that do not complete. After an error, a collective may never
+            # complete, and torch's own watchdog could end the process with SIGABRT.
             gpu.settle(_END_SECONDS)
 
     def _watch(self) -> None:
@@ -212,7 +212,7 @@ class _OwnWait(BlockedWait):
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known: the number of the collective, and the ranks it waits for.
+        """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
 
         Looked up once, after some seconds, because the look-up is slow and most waits are short.
         """

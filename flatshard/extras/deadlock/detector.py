@@ -140,7 +140,7 @@ class _Report(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Unpickling could run the code of anybody who can write to the store.
+        # Reports are JSON: unpickling could run the code of anybody who can write to the store.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -514,7 +514,7 @@ def begin_run() -> None:
         try:
             number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         except RuntimeError as error:
-            # torch 2.11's FakeStore has no `add`. Other ranks do not exist then.
+            # torch 2.11's FakeStore has no `add`. With this store, no other ranks exist.
             if "pure virtual" not in str(error):
                 raise
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]

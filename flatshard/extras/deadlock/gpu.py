@@ -241,7 +241,8 @@ def abort() -> None:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # raised if NCCL has already failed
+    # the error that torch raises if NCCL has already failed
+    with contextlib.suppress(RuntimeError):
         backend.abort()
 
 
@@ -293,7 +294,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
             # No such group, or a count above its sequence number: a group was destroyed.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
-            complete = max(0, int(counts["last_completed_collective"]))  # -1: none is complete
+            # -1: no collective is complete
+            complete = max(0, int(counts["last_completed_collective"]))
             if begun_here > complete and group not in _aborted:
                 found[group] = complete + 1
         return found

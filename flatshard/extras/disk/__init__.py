@@ -299,7 +299,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # The `step` of an optimizer from another library may count its calls.
+    # Step other libraries' optimizers as a whole: their `step` may count its calls.
     if not is_torchs_own(optimizer):
         return False
 

@@ -66,8 +66,8 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # After a failed step, the unit may still be unsharded on some ranks, which would skip
-            # the all-gather below.
+            # Reshard first: after a failed step, the unit may still be unsharded on some ranks,
+            # which would skip the all-gather below.
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit

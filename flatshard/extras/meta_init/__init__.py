@@ -301,9 +301,10 @@ class MetaInit:
         Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
         empty.
         """
-        # A `param_init_fn` calls `to_empty`, as for FullyShardedDataParallel.
+        # Leave the tensors on the meta device for a `param_init_fn`, which calls `to_empty`, as for
+        # FullyShardedDataParallel.
         memory = self._device if self._init_fn is None else "meta"
-        # Tensors created in inference mode cannot be trained.
+        # Leave inference mode: tensors created in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:

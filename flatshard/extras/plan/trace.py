@@ -301,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         # arguments as the CUDA kernel, so use the formula of the CUDA kernel.
         count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-        if func is _aten._grouped_mm.default:  # each row is multiplied by one group's matrix
+        if func is _aten._grouped_mm.default:  # only one group's matrix multiplies each row
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         is_attention = flops > 0 and "attention" in packet.__name__
         if is_attention:
@@ -461,7 +461,7 @@ _STAND_INS: dict[str, Any] = {
     # torch's function returns the random states of GPUs, which a checkpoint sets again for the
     # recomputation. A fake tensor cannot be such a state.
     "torch.utils.checkpoint.get_device_states": lambda *_: ([], []),
-    # For an error in a rule for fake tensors, torch would print a traceback.
+    # Silence torch, which would print a traceback for an error in a rule for fake tensors.
     "torch._subclasses.fake_tensor.log": logging.Logger("silent", logging.CRITICAL + 1),
 }
 

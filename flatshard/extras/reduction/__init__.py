@@ -78,7 +78,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
             for unit, its in planned.items()
         }
 
-    # A hook on only some ranks would deadlock.
+    # All ranks register the hook, or no rank: a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
@@ -168,7 +168,8 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
     expected = f"hook({arguments}) for {where}, which is {kind}"
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some built-in functions have no signature: assume that they take anything
+    # some built-in functions have no signature: assume that these take all arguments
+    except ValueError:
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
@@ -201,7 +202,8 @@ def _user_hook(
         try:
             with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-            # flatshard would not wait for a future, which DistributedDataParallel's hooks return.
+            # Refuse a future, which DistributedDataParallel's hooks return: flatshard would not
+            # wait for it.
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but the reduction must be "

@@ -173,7 +173,8 @@ class SharedMemoryTransport(Transport):
         mapped the file. First waits until the other ranks have read the tag's previous publication.
         Collective: all ranks of the group.
         """
-        # A mailbox has only one record per tag, which a slow rank may not have seen yet.
+        # Wait before overwriting a record: a mailbox has only one record per tag, which a slow rank
+        # may not have seen yet.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):

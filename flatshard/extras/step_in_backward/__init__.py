@@ -83,7 +83,8 @@ class SteppedInBackward(StepExtension):
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units with some reduced gradients, not stepped yet.
+        # Units that this backward has not stepped yet, and whose gradients are at least partly
+        # reduced.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
@@ -188,7 +189,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more."""
-        # A backward inside this backward may add gradients to any unit.
+        # Step no unit early if a backward runs inside this backward: it may add gradients to any
+        # unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -368,7 +370,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # `__torch_function__` would make every attribute access slow.
+    # No `__torch_function__`, which would make every attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

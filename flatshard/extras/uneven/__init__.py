@@ -86,7 +86,7 @@ def _reduce(state: RunState) -> None:
     facts = {
         param.where: f"{(own := param.sharded).dtype}, requires_grad={own.requires_grad}"
         for handle in state.handles
-        # of other handles, other ranks train other units
+        # leave out units (experts) that only some ranks train
         if handle.topology.world.size == state.world.size
         for param in handle.params
     }
