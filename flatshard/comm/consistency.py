@@ -84,7 +84,7 @@ def raise_everywhere(
             communicator passes the error on to the ranks of the next communicators.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
     me = max(comm.global_rank for comm in comms)
     told = None if error is None else (*sendable(error), me)
     for comm in comms:
@@ -138,7 +138,7 @@ def agreed(
         problem = error
     # The facts of a large model take megabytes, and are almost always equal: compare digests first.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:

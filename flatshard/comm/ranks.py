@@ -386,8 +386,9 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # After an error, this rank may have begun a collective that another rank never begins,
-            # for which the destructor of a gloo group would wait until the timeout.
+            # Abort the groups: after an error, this rank may have begun a collective that another
+            # rank never begins, and the destructor of a gloo group would wait for this collective
+            # until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 

@@ -279,7 +279,7 @@ class Forward:
         for watcher in state.watchers:
             watcher.leave_forward(unit)
         if self._backward.is_active and self._backward.is_running:
-            # A recomputed forward: backward continues.
+            # This was a recomputed forward, after which backward continues.
             self._prefetch.recomputes_whole &= state.depth > 0
             return
         if state.expects_backward and not failed:

@@ -129,7 +129,7 @@ class GatheredView(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # sets an attribute, and writes no element
+            if func.__name__ == "__set__":  # an assignment to an attribute writes no element
                 return func(*args)
             # Replace each view by a plain alias, with which torch can run the function. The alias
             # has the view's version counter, which shows below whether the function has written.

@@ -196,7 +196,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], modules))
             info.containers = [module for module in info.containers if module in modules]
-            # A shared module has several paths to the same place.
+            # List each place once: a shared module has several paths to the same place.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
