@@ -100,7 +100,7 @@ class FlatParamHandle:
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
         # Whether views of the buffer were in use when the unit's backward was over, and whether
-        # they may be: then the buffer keeps its memory until they are not.
+        # views may be in use then. While views are in use, the buffer keeps its memory.
         self.was_held, self.may_be_held = False, True
         self.was_read = False  # whether a backward has read a saved view of the buffer
         self._targets = plan.targets
