@@ -10,6 +10,13 @@ a step: ``Unit`` decides when to call the handle. ``module.construction`` makes 
     OriginalParam    ``params``: the flattened parameters, as users and modules hold them
     Gradients        ``grads``: collects the gradients from autograd, and puts them into ``.grad``
     GradReduce       reduces the gradients over the ranks
+
+[Note: versions of the buffer]
+Autograd records the buffer's version with each view that it saves, and raises in backward if the
+version is another. So the version stands for the values. Two all-gathers of the same shards (for
+forward and for backward) set the same version, ``clean_version``. After a write to the shards, the
+next all-gather sets a new version, and so does freeing the buffer: through a saved view, autograd
+never reads freed memory or later values.
 """
 
 from __future__ import annotations
