@@ -118,7 +118,8 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
     try:
         with torch.serialization.skip_data(), zip_stream(beside) as stream:
             torch.save(state, stream)
-            # Otherwise the room is a hole, and a write into a hole of a full disk is a SIGBUS.
+            # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
+            # write to a mapped hole ends the process by SIGBUS.
             os.posix_fallocate(stream.fileno(), 0, stream.tell())
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             state = torch.load(beside, mmap=True, weights_only=True)

@@ -35,7 +35,8 @@ class Writer(dcp.FileSystemWriter):
         self.fs: Files = Files()
 
     def storage_meta(self) -> None:
-        # Torch would pickle the folder's path here, and Python 3.13 gives its class another name.
+        # Return None: torch would pickle the folder's path here, whose class has another name in
+        # Python 3.13.
         return None
 
 

@@ -96,7 +96,7 @@ def _complete_in(directory: Path) -> list[tuple[float, Path]]:
     """Return the time of completion and the path of each complete checkpoint in ``directory``."""
     found: list[tuple[float, Path]] = []
     for folder in directory.iterdir() if directory.is_dir() else ():
-        with contextlib.suppress(ValueError):  # skip damaged markers
+        with contextlib.suppress(ValueError):  # leave out checkpoints whose marker is damaged
             if (marker := read_marker(folder)) is not None:
                 found.append((marker.saved_at, folder))
     return found

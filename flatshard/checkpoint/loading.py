@@ -102,8 +102,8 @@ def load(
                 "load() only if latest() returned a path."
             )
         marker = _require_complete(path)
-        # Even without ``verify``: with a flipped bit, metadata may parse and describe other
-        # tensors.
+        # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and
+        # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
         wanted = {"model": training.model_state(), "optimizer": training.optim_state()}

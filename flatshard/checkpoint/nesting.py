@@ -44,7 +44,8 @@ def pack(value: Any) -> tuple[Any, Form]:
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, Mapping | deque):
-        return True  # even without tensors: a file must not contain deques and keys as objects
+        # also if the value has no tensors: a file must not contain deques and keys as objects
+        return True
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
     return isinstance(value, Tensor)

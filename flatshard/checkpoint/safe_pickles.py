@@ -37,9 +37,9 @@ def number_from_numpy(dtype: NumpyDtype, data: bytes) -> bool | int | float:
 STAND_INS: list[tuple[Any, str]] = [
     (NumpyDtype, "numpy.dtype"),
     (number_from_numpy, "numpy._core.multiarray.scalar"),
-    (number_from_numpy, "numpy.core.multiarray.scalar"),  # before numpy 2
+    (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
 ]
-"""What is used in place of a file's classes and functions, with their names in the file."""
+"""Classes and functions that replace those that a file names, with the names in the file."""
 
 
 def load_safely(file: Any, **options: Any) -> Any:

@@ -120,7 +120,8 @@ class Plan:
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)
-            # Before any file is replaced: the old index could list files of two models.
+            # Delete the old index before any file is replaced: otherwise the index would list files
+            # of two models.
             index.unlink(missing_ok=True)
         for name in self.headers:
             self.temporary(name).replace(self.folder / name)

@@ -65,7 +65,7 @@ def transport_kinds() -> list[type[Transport]]:
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
-@cache  # every all-gather and reduction of every step needs one
+@cache  # every all-gather and reduction of every step needs this context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
     """Return a context for beginning a collective, which names it in errors and reports."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
@@ -146,8 +146,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # The size does not matter: no transport is faster only for small tensors (1 MB takes 0.4 ms
-        # with each).
+        # The choice does not depend on the tensor's size: small tensors take the same time with
+        # every transport (0.4 ms for 1 MB).
         for transport in self.transports:
             if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
@@ -157,13 +157,13 @@ class Communicator(Members):
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
         Collective: all ranks of the group. If the transport matches only by order (``is_ordered``),
-        all ranks must start all-gathers in the same order; one with ``reduced``, the second
-        half of an all-reduce, in the order of the reductions.
+        all ranks must start all-gathers in the same order. A request with ``reduced`` is the second
+        half of an all-reduce, and must start in the order of the reductions.
         """
         shard, out = request.shard, request.out
         assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
         action = f"all-gathering parameters for {request.purpose}"
-        if request.reduced:  # `reduce_scatter`, the first half, has told the listeners already
+        if request.reduced:  # `reduce_scatter` has told the listeners about the all-reduce already
             action = _ALL_REDUCING
         elif LISTENERS:
             self.note("gather", request.unit_fqn, out.nbytes)
@@ -249,7 +249,7 @@ class Communicator(Members):
         # A large tensor would be slow to concatenate, so reduce its marks separately.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
-        # A stream waits for the collective, not the host.
+        # The stream waits for the collective, and the host does not.
         self.history.begin(self.gather_group, what=compared_name(op_name))
         with named(f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"):
             for one in (sent,) if are_few else (marks, sent):
@@ -376,7 +376,7 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group of a reduction's second stage. Of one rank: there is no second stage."""
+        """The group of a reduction's second stage. With one rank, there is no second stage."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:

@@ -74,17 +74,17 @@ def _describe(tensor: Tensor) -> str:
 def raise_everywhere(
     error: Exception | None, *comms: Communicator, op_name: str = "comparing errors"
 ) -> None:
-    """Raise the same error, the first rank's that has one, on every rank.
+    """Raise the error of the first rank that has an error, on every rank.
 
     Collective: all ranks of each of ``comms``, with and without an error.
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comms: communicators whose ranks all raise. A rank tells an error that it has heard in one
-            communicator to the ranks of the next ones.
+        comms: communicators whose ranks all raise. A rank that hears of an error in one
+            communicator passes the error on to the ranks of the next communicators.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
     me = max(comm.global_rank for comm in comms)
     told = None if error is None else (*sendable(error), me)
     for comm in comms:
@@ -119,8 +119,8 @@ def agreed(
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree. A rank tells a problem that it has heard in one
-            communicator to the ranks of the next ones.
+        comms: communicators whose ranks must agree. A rank that hears of a problem in one
+            communicator passes the problem on to the ranks of the next communicators.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
@@ -138,7 +138,7 @@ def agreed(
         problem = error
     # The facts of a large model take megabytes, and are almost always equal: compare digests first.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # The rank: `ALONE`, the communicator of a single rank, has the number 0.
+    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
@@ -168,7 +168,7 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
         ranks: the number of each rank, in the same order.
     """
     if everyone.count(everyone[0]) == len(everyone):
-        return None  # without a loop over the facts of all ranks
+        return None  # all ranks agree: skip the loop over their facts
     for key in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
         for rank, value in zip(ranks, values, strict=True):
@@ -188,8 +188,8 @@ def check_same_state(
 ) -> None:
     """Raise ValueError on all ranks if ranks hold different values under the same name.
 
-    They may differ if the optimizer itself calls collectives: it may update a parameter's state on
-    one rank only.
+    Values may differ if the optimizer itself calls collectives, and updates a parameter's state on
+    only one rank.
 
     Collective: all ranks of ``ranks``.
 
@@ -204,7 +204,7 @@ def check_same_state(
     mine = {name: _digest(value) for name, value in values.items()}
     everyone = gather(mine, "comparing optimizer state")
     if everyone.count(first := everyone[0]) == len(everyone):
-        return  # without a loop over the ranks
+        return  # all ranks agree: skip the loop over ranks
     for rank, theirs in zip(ranks, everyone, strict=True):
         for name in {**first, **theirs}:
             pair = first.get(name), theirs.get(name)
@@ -237,7 +237,7 @@ def _digest(value: Any) -> _Digest:
 
 
 def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
-    """Whether two ranks have the same value. Sums may differ by the rounding of other kernels."""
+    """Whether two ranks have the same value. Sums may differ by rounding."""
     if one is None or other is None or one[0] != other[0]:
         return one == other
     pairs = zip(one[1], other[1], strict=False)
@@ -253,9 +253,9 @@ def checksum(tensor: Tensor) -> Checksum:
     if tensor.numel() == 0:
         return (0, 0)
     words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of the
-    # columns' sums, each multiplied by its number; the second the same for the rows. Words that do
-    # not fill a row are added separately.
+    # Arrange the words (8 bytes each, if possible) as a table. The first result multiplies the sum
+    # of each column by the column's number, and adds up the products. The second result does the
+    # same for the rows. Words that do not fill a row are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

@@ -7,8 +7,8 @@ exchange begins with the same collective: an all-reduce (MAX) of a frame of fixe
 (``FRAME_BYTES``). A frame contains a digest of the exchange's name, and the complement (255 - byte)
 of each byte. If all names are equal, the maxima of a byte and of its complement add up to 255;
 otherwise, the sum is larger for at least one byte. Then all ranks send each other their names, and
-raise before any has used a value. All have run the same collectives, so later exchanges still
-match.
+raise before any rank has used a value. All ranks have run the same collectives, so later exchanges
+still match.
 
 Short maxima are sent in the frame itself. Other values follow in a second collective. The kind and
 the size of the second collective are part of the name, so that both are compared as well.
@@ -50,7 +50,8 @@ def differ(maxima: bytes) -> list[bool]:
     """Return, for each byte passed to ``with_complements``, whether the byte differs between ranks.
 
     ``maxima``: the result of an all-reduce (MAX) of each rank's bytes from ``with_complements``. A
-    rank that has no value sends zeros for both, and does not count as different.
+    rank that has no value sends zeros for a byte and its complement, and does not count as
+    different.
     """
     # The maxima add up to 255 if all ranks sent the same byte, and to 0 if no rank has a value.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
@@ -61,7 +62,7 @@ def compared_name(op_name: str) -> str:
 
     ``"saving: /data/0"`` becomes ``"saving"``.
     """
-    # The rest may be a path or another detail of this rank.
+    # The rest of the name may be a path or another detail of this rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
@@ -94,7 +95,7 @@ class HostExchange:
         if group is None:
             return
         # Key under which `History` counts this exchange's collectives. A group may have both gloo
-        # and NCCL, and each backend matches only its own.
+        # and NCCL, and each backend matches only its own collectives.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
@@ -140,7 +141,8 @@ class HostExchange:
     def run(self, collective: Callable[..., Any], tensor: Tensor, kind: str, op_name: str) -> None:
         """Call ``collective(tensor, group=...)``, which changes ``tensor`` in place, and wait.
 
-        Before, all ranks compare ``kind`` and ``op_name``. ``tensor`` may be on any device.
+        Before the call, all ranks compare ``kind`` and ``op_name``. ``tensor`` may be on any
+        device.
         """
         self.meet(op_name, kind)
         self._run(collective, tensor, op_name)
@@ -148,17 +150,18 @@ class HostExchange:
     # ------------------------------------------------------------ messages
 
     def announce(self, what: str) -> None:
-        """Compare collective ``what``, which this rank is about to begin, if the order is new.
+        """Before a collective in a new order, compare between ranks which collective begins next.
 
-        Collective unless ``what`` has always followed the last two collectives.
+        ``what`` describes the collective that this rank is about to begin. Collective, unless
+        ``what`` has always followed the last two collectives.
 
         Raises:
             CollectiveError: ranks are about to begin different collectives. All ranks raise.
         """
         # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
         # is about to leave the usual order first waits for all ranks, and `meet` compares
-        # descriptions. If the others follow the usual order, they wait there and this rank waits
-        # here, and deadlock detection ends the waits.
+        # descriptions. If the other ranks follow the usual order, they wait in their collective and
+        # this rank waits in `meet`. Deadlock detection ends such waits.
         if not self.history.is_usual(what):
             self.meet(what)
             self.history.learn(what)
@@ -166,8 +169,8 @@ class HostExchange:
     def _refuse(self, name: str) -> NoReturn:
         """Raise CollectiveError, with each rank's exchange and program line.
 
-        Collective: after a frame whose names differ, every rank sees this. ``name``: this rank's
-        exchange.
+        Collective: every rank calls this method after a frame in which names differ. ``name``: the
+        name of this rank's exchange.
         """
         line = watch().program_line()
         places = self._gather(
@@ -190,7 +193,7 @@ class HostExchange:
         return everyone
 
     def _run(self, collective: Callable[..., Any], tensor: Tensor, op_name: str) -> None:
-        wire = tensor.to(self.device)  # no copy if `tensor` is there
+        wire = tensor.to(self.device)  # no copy if `tensor` is on the device already
         with self._waiting(op_name):
             collective(wire, group=self.group)
         if wire is not tensor:

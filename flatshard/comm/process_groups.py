@@ -29,8 +29,8 @@ def abort(group: dist.ProcessGroup) -> None:
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # gloo aborts a group only when a receive times out. One from a dead rank fails earlier, and
-    # leaves the other connections open. So receive from every rank.
+    # gloo aborts a group only when a receive times out. A receive from a dead rank fails earlier,
+    # and leaves the other connections open. So receive from every rank.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -69,7 +69,8 @@ def new_group(
         ranks: members of the new group, as ranks in the default group. None: all ranks of
             ``parent``.
         on_host: whether the new group must be able to send CPU tensors. If the backend of
-            ``parent`` cannot, the new group uses gloo, unless torch was built without gloo.
+            ``parent`` cannot send CPU tensors, the new group uses gloo, unless torch was built
+            without gloo.
     """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
@@ -78,7 +79,8 @@ def new_group(
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
     # If the default group is bound to a device, torch splits NCCL's communicator of the default
-    # group, and all ranks would have to call this function, not only the members. So unbind it.
+    # group, and all ranks would have to call this function, not only the members. So unbind the
+    # default group for now.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and not has_all_ranks:
@@ -137,7 +139,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
         return group, torch.device("cpu")
     if not dist.is_gloo_available():
         return group, current_cuda(group)
-    # With NCCL the host would have to wait for all work queued on the GPU.
+    # Use gloo: with NCCL, the host would have to wait for all work queued on the GPU.
     if group not in _controls:
         _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")
@@ -158,11 +160,13 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 # unwinding the thread's stack (from Python 3.14 on, the thread blocks for ever). If the thread is
 # in a backend's C++ code, the process ends with SIGABRT, even if the program was successful. Two
 # kinds of threads request the GIL: flatshard's own, when a wait for other ranks ends, and gloo's,
-# which free the tensors of a collective after its end. `come_to_rest` waits until both are idle.
+# which free the tensors of a collective after its end. `come_to_rest` waits until both kinds of
+# threads are idle.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 
-# In Linux's `/proc/self/task/*/status`: the name of a gloo thread, and the counts of switches.
+# Lines of Linux's `/proc/self/task/*/status`: the name of a gloo thread, and the numbers of context
+# switches.
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
@@ -176,7 +180,7 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
     """Abort all collectives of ``groups``, and wait until flatshard's and gloo's threads are idle.
 
     Called when the program ends; see [Note: end of the program]. Collectives also fail on the other
-    ranks, and this rank must not begin another one on ``groups``.
+    ranks, and this rank must not begin another collective on ``groups``.
     """
     for group in groups:
         abort(group)

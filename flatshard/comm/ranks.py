@@ -36,7 +36,7 @@ class Ranks:
     # The user's shard group and replicate group. None: HYBRID strategies shard within a node, and
     # replicate across nodes.
     grid: tuple[Communicator, Communicator] | None
-    ranks_per_node: int | None  # number of ranks on each node; None: not known
+    ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
 
     # Cache of the results of `resolve`.
@@ -301,8 +301,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: options differ, or groups form no grid. All ranks of the groups raise.
     """
-    # Before making communicators: with another mode, a rank would make fewer process groups, and
-    # the others would wait for ever.
+    # Compare the modes before making communicators: with another mode, a rank would make fewer
+    # process groups, and the other ranks would wait for ever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -324,8 +324,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Perhaps only some ranks see a problem, and the others would wait for ever in their next
-    # collective.
+    # Perhaps only some ranks see a problem. Tell all ranks: otherwise the others would wait for
+    # ever in their next collective.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
@@ -369,8 +369,8 @@ def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AU
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Users may destroy and make process groups many times. The threads of the destroyed groups'
-        # transports would stay alive.
+        # Users may destroy and make process groups many times. Without this call, the threads of
+        # the destroyed groups' transports would stay alive.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
@@ -386,8 +386,9 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # After an error, this rank may have begun a collective that another rank never begins,
-            # for which the destructor of a gloo group would wait until the timeout.
+            # Abort the groups: after an error, this rank may have begun a collective that another
+            # rank never begins, and the destructor of a gloo group would wait for this collective
+            # until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 

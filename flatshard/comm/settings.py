@@ -39,9 +39,9 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flag(keyword: str, value: object, default: bool | None = None) -> bool | None:
-    """Return ``value`` as a bool, or ``default`` if it is None. Raises TypeError for other types.
+    """Return ``value`` as a bool, or ``default`` if ``value`` is None. Raises TypeError otherwise.
 
-    0 and 1 are accepted, because they equal False and True.
+    The numbers 0 and 1 are accepted, because 0 equals False and 1 equals True.
     """
     # Do not call `bool` on other values: `bool("no")` is True.
     if value is not None and value not in (True, False):
@@ -61,7 +61,8 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# The keywords that can be read without the module and the ranks, each by a function.
+# The keywords that can be read without the module and the ranks, each with the function that reads
+# it.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": as_cpu_offload,
@@ -111,8 +112,9 @@ def find_device(
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:
     try:
-        # Making a tensor fails if this host lacks the device. Its device has an index: "cuda"
-        # without one means the current device, which a thread may change.
+        # Make a tensor on the device, which fails if this host lacks the device. The tensor's
+        # device has an index: "cuda" without an index means the current device, which a thread may
+        # change.
         return torch.empty(0, device=torch.device(device_id)).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
@@ -173,7 +175,7 @@ class Settings:
 
     def describe(self) -> str:
         """Return a text with the settings that must be the same on every rank, for comparison."""
-        # Other strategies work on nodes with different numbers of ranks.
+        # Only HYBRID strategies need nodes with equal numbers of ranks, so only they compare this.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "

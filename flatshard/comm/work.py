@@ -36,7 +36,7 @@ REMEDY = (
     "skip, or run in another order, such as experts and dropped layers, need allow_divergence."
 )
 
-_KEPT = 64  # number of collectives whose descriptions a `History` keeps
+_KEPT = 64  # maximum number of collectives whose descriptions a `History` keeps
 _KNOWN = 1 << 14  # maximum number of pairs of descriptions whose successor a `History` knows
 
 # A collective begun by this rank: number in the process group, and description.
@@ -158,10 +158,10 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, partial(abort, group))
 
     def forget(self, *kinds: Hashable) -> None:
-        """Drop the counts of ``kinds``, whose flat parameter is gone, once no rank needs them."""
-        # Another rank may still wait in a collective of the model, and deadlock detection needs the
-        # count. Once all ranks have met after this call, no rank does. The n-th meeting is over
-        # when the next begins.
+        """Drop the counts of a freed flat parameter's ``kinds``, once no rank needs them."""
+        # Another rank may still wait in a collective of the model, for which deadlock detection
+        # needs the counts. No rank waits there any more once all ranks have met after this call.
+        # The n-th meeting is over when the next meeting begins.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -187,14 +187,15 @@ class History:
     def to_compare(self) -> bytes:
         """Return a digest of the collectives that this rank has begun, in order.
 
-        Marks them as compared: the caller must compare the digest between ranks. Different digests
-        mean that ranks began different collectives.
+        Marks these collectives as compared: the caller must compare the digest between ranks.
+        Different digests mean that ranks began different collectives.
         """
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # One operation: `list` would raise if another thread appended meanwhile.
+        # Copy first, in one operation: `list` alone would raise if another thread appended
+        # meanwhile.
         return list(self._recent.copy())
 
 
@@ -306,8 +307,8 @@ class named(watched):
     """
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Callers may catch OutOfMemoryError, which other ranks have not caused. A CollectiveError
-        # from a nested block already names the collective.
+        # Leave an OutOfMemoryError as it is, because callers may catch it, and other ranks did not
+        # cause it. A CollectiveError from a nested block already names the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
@@ -372,11 +373,11 @@ class AsyncWork(named):
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
-        # Clear both before waiting. After a failure, a second wait would hang or hide the error.
-        # After success, a second `then` would average or cast twice.
+        # Clear `works` and `then` before waiting. After a failure, a second wait would hang or hide
+        # the error. After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
-        # Not `with self`: two Python calls for each collective of each step.
+        # Do not write `with self`, which costs two Python calls for each collective of each step.
         _own.waits.append(self)
         try:
             for work in self._awaited:
@@ -391,7 +392,7 @@ class AsyncWork(named):
             failure = self.failure(error)
             if failure is None:
                 raise
-            self.sends = ()  # a later wait for the sends would not end either
+            self.sends = ()  # do not wait for the sends later: that wait would not end either
             raise failure from error
         finally:
             _own.waits.pop()
@@ -441,9 +442,10 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # A rank has its result as soon as all other ranks have sent their data, but they may not have
-    # received this rank's. If every rank waited for this, the fastest would wait at every unit. So
-    # the engine waits at the end of a forward or backward, before shards may be written.
+    # A rank has its result as soon as all other ranks have sent their data, but perhaps before they
+    # have received this rank's data. If every rank waited until its data was received, the fastest
+    # rank would wait at every unit. So the engine waits at the end of a forward or backward, before
+    # shards may be written.
 
     def __init__(self) -> None:
         self._pending: list[AsyncWork] = []

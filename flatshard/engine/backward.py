@@ -58,14 +58,15 @@ class Backward:
         self.queue = ReduceQueue(state)
         # Whether a backward has begun, but not ended: it is running, or has failed.
         self.is_active = False
-        self.is_empty = False  # whether `run_empty` runs the backward
-        self._graph_task = -1  # autograd's number of this backward
+        self.is_empty = False  # whether `run_empty` has started the backward
+        self._graph_task = -1  # autograd's ID of this backward's graph task
 
         # Weak reference to the callback (`_end`) that autograd holds. The reference returns None
         # once autograd has dropped the callback, because the backward is over or has failed.
         # `NoneType` is a callable that returns None, too.
         self._end_callback: Callable[[], object] = NoneType
-        self.had_accumulated = False  # whether a failure would lose accumulated gradients
+        # whether a failed backward would lose gradients accumulated under no_sync
+        self.had_accumulated = False
 
         # Flat parameters that are resharded, but whose unsharded buffer keeps its memory for now,
         # because views of the buffer still exist.
@@ -118,9 +119,10 @@ class Backward:
 
         One backward may compute gradients of two models. If a transport (the native backend, for
         example) matches reductions by order, the second model's reductions must not start between
-        those of the first: a rank that lacks a gradient starts the first model's reductions only at
-        the end, and reductions of different models would be matched. So all reductions of the
-        second model start in its ``_end``, which runs after the first model's ``_end``.
+        the reductions of the first: a rank that lacks a gradient of the first model starts the
+        first model's reductions only at the end, so its peers would be matched with the wrong
+        model. So all reductions of the second model start in its ``_end``, after the first model's
+        ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.reduce_plan.is_unordered for handle in self._state.handles
@@ -158,8 +160,8 @@ class Backward:
         self.unshard(unit)
         if call.versions is not None and call.versions != unit.saved_versions:
             raise written_since_forward(unit)
-        # Prefetch only now, after this unit's all-gather is complete: a second all-gather would
-        # have taken bandwidth from the first.
+        # Prefetch only now, after this unit's all-gather is complete: an earlier prefetch would
+        # have taken bandwidth from this all-gather.
         self._prefetch.in_backward(unit, is_over=False)
 
     def unshard(self, unit: Unit) -> None:
@@ -170,8 +172,8 @@ class Backward:
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # Call users' communication hooks here. A hook needs every rank, like the all-gather
-            # below.
+            # Call the user's communication hooks here, where all ranks meet anyway: a hook is
+            # collective, like the all-gather below.
             if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
                 self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
@@ -221,8 +223,8 @@ class Backward:
         self: Backward = unit.backward
         if grads.shown:
             grad = grads.take_back(handle.params[index], grad)
-        # Otherwise autograd would add the next gradient in place, into a tensor that `grads` may
-        # have kept without a copy.
+        # Empty `.grad`: otherwise autograd would add the next gradient in place, into a tensor that
+        # `grads` may have kept without a copy.
         full.grad = None
         if grad.requires_grad:
             raise RuntimeError(
@@ -242,8 +244,8 @@ class Backward:
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:
-            # Start the reduction, if all earlier reductions have started. Finish older reductions,
-            # to limit memory.
+            # Start the reduction, if all earlier reductions have started. Also finish older
+            # reductions, because each unfinished reduction takes memory.
             self.queue.add(handle)
             for extension in self._state.extensions:
                 extension.between_units()
@@ -286,15 +288,17 @@ class Backward:
         finally:
             for unit in state.units:
                 # Leave a unit in phase FORWARD unsharded: a forward may run a backward inside (to
-                # compute forces, for example) and then continue. Of all other units, also free the
-                # buffers that kept their memory only because views existed.
+                # compute forces, for example) and then continue. Reshard all other units, which
+                # also frees buffers that kept their memory because of views.
                 if unit.phase is not Phase.FORWARD and not unit.is_at_rest:
                     unit.reshard(ReshardPoint.BACKWARD_OVER)
                 if is_outermost:
                     unit.end_iteration()
-            # Set this last: if the loop was interrupted, the next step's `_drop` reshards the rest.
+            # Set `is_active` last: if an exception interrupts the loop above, `is_active` stays
+            # True. Then the next step calls `_drop`, which reshards the remaining units.
             self.is_active = failed
-        # Autograd drops the callback next, which would call `_fail`.
+        # Drop the weak reference before autograd drops the callback: a dead reference calls
+        # `_fail`.
         self._end_callback = NoneType
         if is_outermost:
             state.forward.saved.end_backward()
@@ -308,7 +312,8 @@ class Backward:
             if handle.unit.sync is not GradSync.FULL:
                 handle.grads.show()
         self._run_hooks(used)
-        # Watchers come last in `EXTRAS`: if Python raises their warnings as errors, no rank waits.
+        # Watchers come last in `EXTRAS`. So if Python raises a watcher's warning as an error, all
+        # collectives are over, and no other rank waits for this rank.
         for extension in state.extensions:
             extension.end_backward(has_gradients=any(any(flags) for flags in used.values()))
 
@@ -353,7 +358,7 @@ class Backward:
         # Only do work that cannot wait or raise: the destructor of autograd's graph task calls this
         # method, so Python would only print an exception. With accelerators, the destructor may run
         # on a device's thread. That is safe, because the thread holds Python's lock, and no hook of
-        # this backward runs any more. `_drop` does the rest later, such as all waits.
+        # this backward runs any more. `_drop` does the rest later, including all waits.
         for unit in self._state.units if self.is_active else ():
             unit.leave_failed_backward()
 

@@ -44,7 +44,8 @@ class BufferSync:
             number: identifies the model; the same on all ranks.
         """
         self._world, self._span, self._buffers = world, span, buffers
-        # If ranks run different models (a teacher and a student), only the number shows it.
+        # The number tells models apart: if one rank calls a teacher and another rank calls a
+        # student, the ranks compare the names of their broadcasts, and raise.
         self._op_name = f"the model's buffers, model {number}"
         self.is_due = True
         self.source = 0  # source rank of the broadcast
@@ -61,22 +62,24 @@ class BufferSync:
         """Broadcast the buffers before the forward of the root, if ``is_due``.
 
         ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``.
-        ``recomputes``: activation checkpointing runs the forward again, so nothing is broadcast.
-        ``under_no_sync``: of this forward. Collective if the buffers are broadcast.
+        ``recomputes``: whether activation checkpointing runs the forward again. Then nothing is
+        broadcast. ``under_no_sync``: whether this forward runs under ``no_sync``. Collective if the
+        buffers are broadcast.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._span(Kind.RANKS_WAIT):
                 self.broadcast(self._op_name)
         self._has_run = True
-        # As in DistributedDataParallel, broadcast before the next forward only if this one is
-        # followed by a reduction.
+        # As in DistributedDataParallel, broadcast before the next forward only if a reduction of
+        # gradients follows this forward.
         self.is_due = torch.is_grad_enabled() and not under_no_sync
 
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The program replaced buffers between two forwards, on all ranks: compare again.
+            # The program replaced buffers between two forwards, on all ranks: compare the new
+            # buffers.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():
@@ -125,7 +128,7 @@ def broadcast_buffers(
                 continue
             pieces = flat.split([buffer.numel() for buffer in group])
             theirs = [piece.view(buffer.shape) for piece, buffer in zip(pieces, group, strict=True)]
-            # Otherwise autograd would see an in-place edit of tensors saved for backward, and
-            # raise.
+            # Keep the version counters: otherwise autograd would see an in-place edit of tensors
+            # saved for backward, and raise.
             with _unsafe_preserve_version_counter(tuple(group)):
                 torch._foreach_copy_(group, theirs)

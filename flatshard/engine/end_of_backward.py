@@ -35,12 +35,15 @@ class Agreement:
     All ranks have the same result, except for units (experts) that train only on some ranks.
     """
 
-    # For each flat parameter, whether any rank that trains it used each original parameter.
+    # For each flat parameter, a flag per original parameter: whether any rank that trains the unit
+    # used the parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters with gradients on any rank that no planned reduction includes: they arrived
-    # after the reduction, or were accumulated before the user froze the parameters.
+    # Flat parameters for which some rank has gradients that no planned reduction includes. These
+    # gradients arrived after the reduction, or were accumulated before the user froze the
+    # parameters.
     left_over: list[FlatParamHandle]
-    # Flat parameters (numbers) whose reduction only some ranks started before the end of backward.
+    # Numbers of the flat parameters whose reduction only some ranks started before the end of
+    # backward.
     uneven: list[int]
     # Units in which the user, on at least one rank, edited accumulated gradients, or edited
     # parameters during forward.
@@ -63,19 +66,21 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
             orders. All ranks raise.
     """
     handles = state.handles
-    # Voters: the synchronization of buffers, and the extensions, in the same order on all ranks.
+    # Voters are parts that add votes of their own to the message: the broadcast of buffers, and the
+    # extensions. Their order is the same on all ranks.
     buffers = [state.buffers] if state.buffers else []
     voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
-    # Before the exchange below: `votes()` may run a collective itself.
+    # Collect these votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
-    # Units with edits of accumulated gradients, or of parameters in forward. If this rank raised
-    # here, the other ranks would wait for its reductions.
+    # Units in which this rank's program edited accumulated gradients, or parameters in forward.
+    # This rank only votes, and all ranks raise after the exchange: if this rank raised here, the
+    # other ranks would wait for its reductions.
     edited_here = {h.unit for h in handles if h.grads.was_edited or h in state.edits.found}
     engine_votes: list[Sequence[int]] = [
         _program(state),
         _order(state),
-        # Two votes per flat parameter: "started on this rank" and "not started on this rank". It is
-        # uneven if the first vote is yes on some rank, and the second vote on another rank.
+        # Two votes per flat parameter: "started on this rank" and "not started on this rank". The
+        # flat parameter is uneven if the maxima of both votes are yes.
         [number not in rest for number in range(len(handles))],
         [number in rest for number in range(len(handles))],
         [unit in edited_here for unit in state.units],
@@ -143,7 +148,8 @@ def _program(state: RunState) -> bytes:
 def _check_program(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks run different programs; see ``_program``.
 
-    Then the ranks first exchange what they loaded and wrote. Collective if the programs differ.
+    Before the error, the ranks exchange details, to name the difference. Collective if the programs
+    differ.
     """
     model, *digest = differ(maxima)
     if not (model or any(digest)):

@@ -1,4 +1,4 @@
-"""``StepExtension``: the interface of what acts in a training step, or watches a step.
+"""``StepExtension``: the interface of extensions, which act in a training step or watch a step.
 
 An extension is an optional feature (a folder of ``flatshard.extras``). ``forward`` and ``backward``
 call the extensions, and so does ``reduce_queue`` at the end of a reduction. If several extensions
@@ -25,7 +25,7 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class Kind(enum.Enum):
-    """The activity of the thread, or the collective, that fills a range of time in a report.
+    """Kinds of time ranges in a report: an activity of the thread, or a collective in flight.
 
     The values are the names of the ranges in reports.
     """
@@ -76,7 +76,10 @@ class StepExtension:
     """
 
     exchange_name = ""
-    """Text that names the ``votes`` in the name of the exchange. Ranks compare the name."""
+    """Text about the ``votes``, for the name of the exchange at the end of backward.
+
+    Ranks compare the name.
+    """
 
     watches = False
     """Whether the methods ``enter_forward`` to ``span`` are called.

@@ -4,9 +4,9 @@ Torch's module hooks call ``before_module`` and ``after_module`` around each uni
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
     sets how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
-2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has, and
-    waits: the module reads the parameters next. The unit's modules hold unsharded parameters, and
-    the all-gather of the next unit starts.
+2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
+    it, and waits for it, because the module reads the parameters next. The unit's modules hold
+    unsharded parameters, and the all-gather of the next unit starts.
 3.  The module computes, while the next all-gather is under way. Where autograd saves a view of an
     unsharded buffer, ``saved_tensors`` saves the view's position in the buffer instead.
 4.  The module returns. ``check`` raises if the module edited its unsharded parameters, because
@@ -107,7 +107,8 @@ class Forward:
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
-            # As in DistributedDataParallel, `no_sync` around the forward decides.
+            # As in DistributedDataParallel, `no_sync` around the forward decides whether backward
+            # reduces.
             state.plan_syncs()
         else:
             # Evaluation needs no memory for gradients, and often runs larger batches.
@@ -139,7 +140,8 @@ class Forward:
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed
         for tensor in tensors_in((*given, *named.values())):
-            # Autograd accumulates gradients of parameters long after this unit's backward is over.
+            # Do not count a parameter that is passed as an input: autograd may accumulate its
+            # gradient long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
@@ -163,7 +165,8 @@ class Forward:
         try:
             if output is not None:
                 self.check(unit, module)
-                # Cast before `protect` copies views of unsharded buffers: a cast makes no view.
+                # Cast first: the result of a cast is no view of an unsharded buffer, so `protect`
+                # need not copy it.
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 self.saved.end_call(unit, call)
@@ -248,7 +251,8 @@ class Forward:
             return
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
-            # Units with another depth belong to another forward, whose end checks them.
+            # A unit that was used at another depth belongs to another forward, whose end checks the
+            # unit.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:
@@ -275,7 +279,7 @@ class Forward:
         for watcher in state.watchers:
             watcher.leave_forward(unit)
         if self._backward.is_active and self._backward.is_running:
-            # A recomputed forward: backward continues.
+            # This was a recomputed forward, after which backward continues.
             self._prefetch.recomputes_whole &= state.depth > 0
             return
         if state.expects_backward and not failed:
@@ -288,7 +292,7 @@ class Forward:
         """End all forwards under way, which ended with an exception that is no ``Exception``.
 
         After ``KeyboardInterrupt`` and ``SystemExit``, torch does not call ``leave``. The exception
-        may have come at any line, also of this class. So this method relies on no count, and may be
+        may have come at any line, even in this class. So this method relies on no count, and may be
         called again.
         """
         state = self._state

@@ -10,22 +10,23 @@ address. So after some forwards, the parameters are compared with their earlier 
 A comparison of all values reads the unsharded buffer twice, which takes some percent of a step. So
 all values of most units are compared only in the 1st, 2nd, 10th, 100th, ... forward, counted
 separately with and without gradients (2nd: the first update of a momentum encoder may change
-nothing). After the first edit is found, all values of every unit are compared in every forward; so
-are those of frozen parameters that were written after the unit's first forward, probably a momentum
-encoder's, which the program may update inside of any forward.
+nothing). After the first edit is found, all values of every unit are compared in every forward.
+Frozen parameters that the program writes after the unit's first forward are compared in every
+forward, too: they are probably a momentum encoder's, which the program may update inside of any
+forward.
 
 In the other forwards of a unit, 32 values of each frozen flat parameter are compared, which shows
 updates of all values. This takes 10 to 30 microseconds, 2 % of a step with many small units, so
-trainable flat parameters are compared only in every 8th. On accelerators, a read would wait for the
-device, so the extra ``device_checks`` compares there.
+trainable flat parameters are compared only in every 8th forward. On accelerators, a read would wait
+for the device, so the extra ``device_checks`` compares there.
 
 [Note: changed versions]
-If a forward changes the version, the values are compared. Usually all values were read before the
-forward, because programs write to their parameters from the first forward on. Otherwise each rank
-compares the range of its own shard, and together the ranks compare everything: a program that edits
-a parameter does so on all ranks. Only the ranks that hold the edited elements see the edit, so all
-ranks raise together, at the end of backward. From the next forward on, all values of the flat
-parameter are compared in every forward.
+If a forward changes the version, the values are compared. A program that writes to parameters
+usually does so from the first forward on, and before the first forward all values were read. If
+only some values were read, each rank compares the range of its own shard, and together the ranks
+compare everything: a program that edits a parameter does so on all ranks. Only the ranks that hold
+the edited elements see the edit, so all ranks raise together, at the end of backward. From the next
+forward on, all values of the flat parameter are compared in every forward.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ForwardEdits:
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the unit's first forward. If
-        # it has changed, the program writes the parameters ([Note: which forwards]).
+        # the version has changed, the program writes the parameters ([Note: which forwards]).
         self._frozen: dict[FlatParamHandle, int] = {}
         # Flat parameters whose version a forward has changed ([Note: changed versions]).
         self._rewritten: set[FlatParamHandle] = set()

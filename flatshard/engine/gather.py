@@ -121,7 +121,10 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Return a copy of an offloaded shard on the device, the kept one if it is not stale."""
+        """Return a copy of an offloaded shard on the device.
+
+        Reuse the last copy if it is up to date.
+        """
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
         # Cast on the device: a cast on the host would write to unpinned memory, from which a copy
@@ -129,8 +132,8 @@ class ParamGather:
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, and the host does not wait for this stream. As
-        # an unfinished send, the copy is awaited at the end of the forward or backward.
+        # The optimizer writes the shard on the host, and the host does not wait for this stream. So
+        # treat the copy like an unfinished send: the end of the forward or backward waits for it.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         AsyncWork([], self._plan.unit_name, [shard], sends=[copied]).wait(self._plan.pending_sends)
         self._targets.shard.page_out(shard)

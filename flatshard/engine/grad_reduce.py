@@ -70,18 +70,21 @@ class ReducePlan:
         # Reuses the memory of published gradients once users have dropped them. None: published
         # gradients are offloaded.
         self.output = BufferCache() if flat.targets.gradient.is_device else None
-        self.fixed_order = flat.precision.fixed_order  # whether flatshard adds, in rank order
+        # whether flatshard itself adds, in rank order
+        self.fixed_order = flat.precision.fixed_order
         intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
-        # Number of elements that this rank has after the first stage, and their place.
+        # Number of elements that this rank has after the first stage, and the first element's index
+        # in the flat parameter.
         self.intra_numel = flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         # Size of the unsharded gradients.
         self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
-        # Memory of an unfinished reduction: usually twice the gradients, to send and to receive.
-        # NCCL, like all backends for which a stream waits and not the host, adds each part on
-        # arrival, so count the gradients once there, except with `fixed_order`, which receives all
-        # parts first. Then two reductions of the largest bucket stay below
-        # `ReduceQueue.max_bytes_in_flight`, and may run at once.
+        # Memory of an unfinished reduction. Usually the gradients count twice: one copy to send,
+        # and one copy to receive. NCCL (like every backend for which a stream waits, not the host)
+        # adds each part on arrival, so there the gradients count once. With `fixed_order`, NCCL
+        # receives all parts before it adds, so the gradients count twice again. If they count once,
+        # two reductions of the largest bucket stay below `ReduceQueue.max_bytes_in_flight`, and may
+        # run at once.
         waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.second_group = flat.topology.second_group  # the group of the second stage
@@ -202,8 +205,8 @@ class GradReduce:
 
     def _cross_behind(self, full: Tensor) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
-        # The current stream does not wait for the side stream before `finish`, and could reuse the
-        # memory too early without these references.
+        # Keep references to these tensors: the current stream does not wait for the side stream
+        # before `finish`, so freed memory could be reused too early.
         self._read_on_side_stream = [full, self._intra_reduced, *self._work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
@@ -214,7 +217,8 @@ class GradReduce:
     def cross(self) -> None:
         """Wait for the first stage and start the second stage, if there is one.
 
-        First starts the second stages of earlier reductions, for one order on all ranks.
+        Starts the second stages of earlier reductions first, so that the order is the same on all
+        ranks.
         """
         while self in self._turns:
             self._turns[0]._begin_next()
@@ -296,7 +300,7 @@ class GradReduce:
             while self.to_come:
                 self._begin_next()
         self._work.wait(self._plan.flat.pending_sends)
-        self._read_on_side_stream = []  # not needed now: the current stream has waited
+        self._read_on_side_stream = []  # no longer needed, because the current stream has waited
         out = self._out
         del self._out  # so that the caller can free this memory, after a copy to the host
         return out

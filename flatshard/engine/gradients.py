@@ -64,7 +64,7 @@ class Gradients:
     """Receives, adds up, shows and publishes the gradients of one flat parameter."""
 
     def __init__(self, plan: ReducePlan, params: Sequence[OriginalParam]) -> None:
-        """Hold no gradients yet.
+        """Start without gradients.
 
         Args:
             plan: how the gradients are reduced.
@@ -112,7 +112,7 @@ class Gradients:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
         for param in self._params:
-            param.kept_grad = None  # it may have another dtype or device
+            param.kept_grad = None  # its dtype or device may change
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +142,7 @@ class Gradients:
         with torch.no_grad():
             for index, slot in slots.items():
                 self.receive(index, slot.to(plan.device), more_to_come=True)
-            self.arrived.clear()  # these are not gradients of a running backward
+            self.arrived.clear()  # `receive` fills `arrived`, but no backward runs
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
         self.show()
@@ -157,7 +157,7 @@ class Gradients:
         their ``.grad``.
         """
         for param in self._params:
-            param.hold_hooks()  # until `FlatParamHandle.give_hooks_back`
+            param.hold_hooks()  # the hooks return in `FlatParamHandle.give_hooks_back`
             if param.sharded.grad is not None:
                 self._earlier_grads[param], param.sharded.grad = param.sharded.grad, None
 
@@ -169,7 +169,7 @@ class Gradients:
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for original, (shown, version, is_view) in self.shown.items():
-                # The user may have kept the tensor, which is ordinary outside of `.grad`.
+                # The user may have kept the tensor. Outside of `.grad`, it is an ordinary tensor.
                 UNREDUCED.pop(shown, None)
                 param, local = original.sharded, local_range(shown)
                 is_dropped = param.grad is None
@@ -205,10 +205,11 @@ class Gradients:
     def _take_assigned(self, param: OriginalParam) -> None:
         grad = param.sharded.grad
         if grad is not None:
-            # As DistributedDataParallel does, average it together with the gradients of the
-            # backward.
+            # As in DistributedDataParallel, the assigned gradient is averaged together with the
+            # gradients of this backward.
             self.receive(param.index, grad.detach().to(self._plan.device, copy=True))
-            self.arrived.clear()  # not a gradient of this backward
+            # `receive` fills `arrived`, but the program assigned this gradient
+            self.arrived.clear()
             param.sharded.grad = None
 
     # ------------------------------------------------------------ accumulate
@@ -227,7 +228,8 @@ class Gradients:
         slot = self.slots.get(index)
         if slot is not None:
             if slot.dtype is not self.dtypes.accum_dtype:
-                # In the reduce dtype, which may be narrower, the sum would lose small gradients.
+                # Add in the accumulation dtype: in the reduce dtype, which may be narrower, the sum
+                # would lose small gradients.
                 slot = self.slots[index] = slot.to(self.dtypes.accum_dtype)
                 self._separate.add(index)
             slot.add_(grad)
@@ -321,8 +323,8 @@ class Gradients:
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
             return whole.to(dtype)
-        # One kernel joins them all: a kernel per parameter would take longer. All are dense, so 1-D
-        # views in memory order exist.
+        # One kernel joins all gradients: a kernel per parameter would take longer. All gradients
+        # are dense, so 1-D views in memory order exist.
         indices = sorted(self._separate)
         flat = [*map(self.slots.__getitem__, indices)]
         if not self._is_contiguous:
@@ -473,8 +475,8 @@ class Gradients:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
-                    # Reuse the object: creating one of a subclass of Tensor takes several times as
-                    # long.
+                    # Reuse the gradient's Python object: creating an object of a Tensor subclass
+                    # takes several times as long.
                     grad: Tensor = kept
                     kept.__dict__ = {"shard_flat": reduced, "shard_spec": param.spec}
                 else:

@@ -10,6 +10,13 @@ a step: ``Unit`` decides when to call the handle. ``module.construction`` makes 
     OriginalParam    ``params``: the flattened parameters, as users and modules hold them
     Gradients        ``grads``: collects the gradients from autograd, and puts them into ``.grad``
     GradReduce       reduces the gradients over the ranks
+
+[Note: versions of the buffer]
+Autograd records the buffer's version with each view that it saves, and raises in backward if the
+version is another. So the version stands for the values. Two all-gathers of the same shards (for
+forward and for backward) set the same version, ``clean_version``. After a write to the shards, the
+next all-gather sets a new version, and so does freeing the buffer: through a saved view, autograd
+never reads freed memory or later values.
 """
 
 from __future__ import annotations
@@ -57,9 +64,9 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the object that modules hold now in place of the sharded
-    # parameter. None: modules hold the sharded parameters. Then do not call `put_back`: after a
-    # failed step, the user may have replaced a parameter of a module, and `check_places` reports
-    # the replaced parameter.
+    # parameter. None: modules hold the sharded parameters. Then do not call `put_back`: the user
+    # may have replaced a parameter after a failed step, and `put_back` would hide this from
+    # `check_places`, which raises.
     held: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -88,7 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because only lookups use them.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # The splits of parameters that were DTensors; None for all other parameters.
+        # For each parameter that was a DTensor, how tensor parallelism splits it; None for all
+        # other parameters.
         self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
@@ -99,7 +107,7 @@ class FlatParamHandle:
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
         # Whether views of the buffer were in use when the unit's backward was over, and whether
-        # they may be: then the buffer keeps its memory until they are not.
+        # views may be in use then. While views are in use, the buffer keeps its memory.
         self.was_held, self.may_be_held = False, True
         self.was_read = False  # whether a backward has read a saved view of the buffer
         self._targets = plan.targets
@@ -203,7 +211,7 @@ class FlatParamHandle:
         self.memory.take()
         self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
         if version != self.gathered_version:
-            # Not before: if `start` raises (out of memory), the buffer is still stale.
+            # Set these only after `start`: if `start` raises (out of memory), the buffer is stale.
             self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
         # Code that holds a view of the buffer may read it without `wait_unshard`, so wait here.
@@ -324,8 +332,8 @@ class FlatParamHandle:
     def version(self) -> int:
         """Version counter of the shard, which grows with every write."""
         if self.is_whole:
-            # Assignment to `.data` made the parameters views of the shard with counters of their
-            # own.
+            # Here the sharded parameters became views of the shard by assignment to `.data`, so
+            # each view has a version counter of its own.
             return sum([param._version for param in self.sharded], self.flat_param._version)
         return self.flat_param._version
 
@@ -449,7 +457,7 @@ class FlatParamHandle:
         gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
         that train the unit.
         """
-        # There is room for one reduction, so a second start would lose the result of the first.
+        # The handle keeps only one reduction, so a second start would lose the result of the first.
         assert not self.is_reducing, "the earlier reduction is not finished"
         grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
         full = grads.take()

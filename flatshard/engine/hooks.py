@@ -46,9 +46,9 @@ def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
         # but a compiled module has none registered, so store the hook in an attribute.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # First (`prepend`), so that users' pre-hooks see unsharded parameters. Afterwards even if
-        # the forward raised (`always_call`), so that the user can catch the exception and use the
-        # model again.
+        # Run `before` first (`prepend`), so that users' pre-hooks see unsharded parameters. Run
+        # `after` even if the forward raised (`always_call`), so that the user can catch the
+        # exception and use the model again.
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 

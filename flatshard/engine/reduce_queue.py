@@ -140,7 +140,8 @@ class ReduceQueue:
         self._order.begin_backward()
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
-                # This backward does not reduce the flat parameter, so later ones must not wait.
+                # This backward does not reduce the flat parameter, so later flat parameters must
+                # not wait for it.
                 self._order.ready(number)
             elif handle.reduce_plan.hook is not None:
                 self.asks_hooks = True
@@ -181,7 +182,8 @@ class ReduceQueue:
         values = torch.tensor(said, device=world.host.device)
         op_name = "communication hooks that can be called in backward"
         world.reduce_scalars(values, "MIN", op_name=op_name)
-        # The minimum: if some rank cannot call a hook yet, the ranks that call it would wait.
+        # Take the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
+        # the hook would wait.
         self._num_agreed, go_on = values.tolist()
         self.asks_hooks = bool(go_on)
 
@@ -287,8 +289,9 @@ class ReduceQueue:
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # The results are dropped, but if this rank skipped the stage between nodes, for
-            # example, the other ranks' collectives would match this rank's next ones.
+            # The results are dropped, but this rank must run every stage: if it skipped the stage
+            # between nodes, for example, the other ranks' collectives would match this rank's next
+            # collectives.
             self._finish_all()
         finally:
             self._in_flight.clear()

@@ -102,7 +102,8 @@ class RunState:
         # `plan_syncs` copies the values to the units when a forward begins.
         self.syncs = [GradSync.FULL] * len(self.units)
         # `under_no_sync`: whether a forward that begins now is under `no_sync`, which may delay
-        # only some reductions. `accumulates`: whether the last forward with gradients was.
+        # only some reductions. `accumulates`: whether the last forward with gradients was under
+        # `no_sync`.
         self.under_no_sync = self.accumulates = False
         self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
         self.is_converting = False  # whether modules are being converted (dtype or device)
@@ -163,7 +164,7 @@ class RunState:
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
-                # The same as `FULL` if there is no second group to reduce over, and the same as
+                # `SHARD_ONLY` means `FULL` if there is no second group to reduce over, and
                 # `ACCUMULATE` if the intra group has one rank.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL

@@ -1,27 +1,27 @@
-"""``SavedTensors``: what autograd saves for backward in place of views of unsharded buffers.
+"""``SavedTensors``: replaces views of unsharded buffers that autograd saves for backward.
 
-Autograd saves views of parameters for backward, but the unsharded buffer is freed between. So
-saved-tensor hooks replace each view of a buffer by a ``SavedView``. When autograd asks for the
-tensor, the hooks unshard the unit again and make a new view. So a saved tensor is valid in any
-order of backward.
+Autograd saves views of parameters for backward, but the unsharded buffer is freed between forward
+and backward. So saved-tensor hooks replace each view of a buffer by a ``SavedView``. When autograd
+asks for the tensor, the hooks unshard the unit again and make a new view. So a saved tensor is
+valid in any order of backward.
 
 Autograd does not check the version of packed tensors, so this module checks for edits in place.
 Other saved-tensor hooks around a forward (of an activation checkpoint or ``save_on_cpu``) still
 receive every tensor that is not a view of an unsharded buffer.
 
 [Note: forwards without hooks]
-Autograd calls the hooks for every tensor, which takes a fifth of the host's time for a step. So
-the hooks are left out once they have made no difference: in a backward, autograd asked for every
+Autograd calls the hooks for every tensor, which takes a fifth of the host's time for a step. So the
+hooks are left out once they have made no difference: in a backward, autograd asked for every
 ``SavedView``, and each time the unit was unsharded already, because the gradient of the unit's
-output had arrived before (``Backward.enter``). Then plain views do as well, because a buffer is
+output had arrived before (``Backward.enter``). Then plain views are enough, because a buffer is
 filled again at the same address and with the same version.
 
 Without hooks, a unit's forward is compared with the forwards that had hooks, by the number of nodes
 that autograd has made. In a forward with another number, autograd may have saved a view that
 backward reads at another time. Then the unit keeps its buffer until backward is over, and forwards
-have hooks again. If autograd reads a view of a freed buffer all the same (the program starts a
-backward at a tensor inside of the unit, for example, and did not in earlier steps), torch raises:
-see ``tensor.unsharded.forbid`` and [Note: versions of the buffer] in ``handle``.
+have hooks again. If autograd reads a view of a freed buffer anyway (the program starts a backward
+at a tensor inside of the unit, for example, and did not in earlier steps), torch raises: see
+``tensor.unsharded.forbid`` and [Note: versions of the buffer] in ``handle``.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# Maximum number of forwards without hooks that no earlier forward was like; afterwards, every
-# forward has hooks.
+# Maximum number of forwards without hooks that are unlike all earlier forwards. After this number,
+# every forward has hooks.
 _MAX_UNLIKE = 8
 
 
 @dataclass(slots=True, eq=False)
 class SavedView:
-    """What autograd saves for a view of an unsharded buffer: the view's place in the buffer."""
+    """The object that autograd saves for a view of an unsharded buffer: the view's place."""
 
     handle: FlatParamHandle
-    version: int  # of the shard
+    version: int  # version of the shard
     # The full parameter, which stays valid as long as the buffer. None: size, stride and offset of
     # the view.
     param: nn.Parameter | None
@@ -88,17 +88,19 @@ class SavedTensors:
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each forward under way, whether it installed hooks. It did not if it needs no hooks,
-        # or if the hooks of an outer forward were on top.
+        # For each forward under way, whether the forward installed hooks. False if the forward
+        # needs no hooks, or if the hooks of an outer forward were on top already.
         self.active: list[bool] = []
         self._installed: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._usual_pair = self._pair(None)
-        # The rest is for [Note: forwards without hooks]. `_known` and `_new`: forwards that need no
-        # hooks, and those since the last backward; each is a unit and a number of autograd's nodes.
+        # The attributes below are for [Note: forwards without hooks]. `_known`: kinds of forwards
+        # that need no hooks. `_new`: kinds of forwards since the last backward. A kind is a unit
+        # and a number of autograd's nodes.
         self.has_hooks = self._learns = bool(self._owners)
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
-        self._num_unlike = 0  # number of forwards without hooks that no earlier forward was like
+        # number of forwards without hooks that were unlike all earlier forwards
+        self._num_unlike = 0
         # Number of views saved in this round that no backward has read in its unit's own backward.
         # A round begins with the first outermost forward after a backward.
         self._num_unread = self._round = 0
@@ -183,10 +185,10 @@ class SavedTensors:
                 "the transformed function call model.module instead of the model, and take "
                 "gradients by torch.autograd.grad()."
             )
-        # Every unit's forward calls `push`, because an activation checkpoint may be between an
-        # outer and an inner unit, and needs the same tensors in forward and in recomputation, where
-        # the outer unit does not run. So the inner unit puts flatshard's hooks on top of the
-        # checkpoint's.
+        # Every unit's forward calls `push`, not only the outermost. An activation checkpoint
+        # between an outer and an inner unit must receive the same tensors in forward and in
+        # recomputation, and in recomputation the outer unit does not run. So the inner unit puts
+        # flatshard's hooks on top of the checkpoint's hooks.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = self._installed[-1].pack_hook if self._installed else None
         is_foreign = outer is not None and outer[0] is not ours
@@ -259,7 +261,7 @@ class SavedTensors:
                 return packed.param
             return handle.buffer.as_strided(*packed.place)
 
-        # Dynamo cannot represent units and handles in a graph.
+        # Keep Dynamo from tracing these functions: a graph cannot contain units and handles.
         return untraced(pack), untraced(unpack)
 
 

@@ -137,8 +137,8 @@ class Unit:
         self.running: list[Call] = []  # calls under way, the innermost last
 
         # Number of calls in the latest outermost forward whose own backward has not begun yet. The
-        # restart with each outermost forward keeps the ranks equal after a forward that failed on
-        # some.
+        # count restarts with each outermost forward, so that all ranks have the same count after a
+        # forward that failed on only some ranks.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for all earlier outermost forwards
 
@@ -312,7 +312,7 @@ class Unit:
             # of a shard through `p.data`, which do not change the version.
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return BufferAction.FREE if frees else BufferAction.KEEP
-        # A unit that is needed soon would have to be all-gathered again.
+        # Keep a unit that is needed soon: otherwise the unit would have to be all-gathered again.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return BufferAction.FREE
@@ -335,8 +335,8 @@ class Unit:
 
         Otherwise autograd saves a ``SavedView``, and backward unshards the unit again to read it.
         """
-        # Different ranks may use a parameter of the root in different operations. With
-        # `SavedView`s, perhaps only one rank's backward would start an all-gather.
+        # Save copies for the root: different ranks may use a parameter of the root in different
+        # operations. With `SavedView`s, perhaps only one rank's backward would start an all-gather.
         return self.is_root and self._is_spare(handle)
 
     def reshard(
@@ -425,7 +425,7 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            # Otherwise, `show_unsharded` has done this in forward.
+            # For all other handles, `show_unsharded` has checked the places in forward.
             if handle.is_aliased or self.may_diverge:
                 handle.check_places()
                 handle.count_trainable()  # also if this rank has skipped the unit in forward

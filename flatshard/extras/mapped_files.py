@@ -67,8 +67,8 @@ def reserve_range(nbytes: int) -> mmap.mmap:
 
 def mapped(number: int, nbytes: int) -> mmap.mmap:
     """Map the open file with descriptor ``number``, for reading and writing."""
-    # Python's `mmap.mmap` would keep a duplicate of the file descriptor open, and a process may
-    # open only about 1,000 files.
+    # Do not use `mmap.mmap` for the file: it would keep a duplicate of the file descriptor open,
+    # and a process may open only about 1,000 files.
     found = reserve_range(nbytes)
     map_at(number, address_of(found), nbytes)
     return found
@@ -156,4 +156,4 @@ def c_function(name: str, result: Any, *arguments: Any) -> Any:
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mmap = c_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
 _madvise = c_function("madvise", _int, _address, _size, _int)
-_malloc_trim = c_function("malloc_trim", _int, _size)  # None without glibc
+_malloc_trim = c_function("malloc_trim", _int, _size)  # None if the C library is not glibc

@@ -127,7 +127,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             yield
 
     def teardown(self) -> None:
-        # DDPStrategy would move the module to the CPU, and Trainer.save_checkpoint() would fail.
+        # Do not call DDPStrategy's teardown(), which would move the module to the CPU: then
+        # Trainer.save_checkpoint() would fail.
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

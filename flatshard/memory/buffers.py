@@ -1,9 +1,9 @@
 """Memory of unsharded buffers (``BufferMemory``) and of results (``BufferCache``).
 
 A unit's unsharded buffers have memory (a ``BufferMemory``) from unshard to reshard. Small buffers,
-and buffers on accelerators, get it from torch's allocator. Large buffers on a CPU get it from the
-extra ``page_pool``, whose pages the next unit reuses. A transport may define further subclasses
-that need fewer copies.
+and buffers on accelerators, get memory from torch's allocator. Large buffers on a CPU get memory
+from the extra ``page_pool``, whose pages the next unit reuses. A transport may define further
+subclasses that need fewer copies.
 
 A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, for reuse once no other
 code refers to it. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES``

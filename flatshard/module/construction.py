@@ -83,7 +83,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     is_first = plan.settings.ranks.world.rank == 0
     messages = list(notes) if is_first else []
     if is_first and (advice := default_extra("advice")):
-        # Before units change the module: the checks read the user's own module.
+        # Ask for advice before units change the module: the checks read the user's own module.
         messages += advice.about(plan)
     units = _make_units(plan, root, kind, initial_values, targets)
     handles = [handle for unit in units for handle in unit.handles]
@@ -103,7 +103,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
             unit.placement = unit.placement.diverging()
     start_run(root)
     optimizer_step.install()
-    # After the last collective, because warnings may be errors, which only rank 0 raises.
+    # Warn after the last collective, because warnings may be errors, which only rank 0 raises.
     for message in [*initial_values.warnings(), *messages]:
         warnings.warn(message, stacklevel=3)
 
@@ -111,7 +111,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 def _compare(plan: ModelPlan) -> None:
     """Compare the plan between ranks, and create the strategies' process groups. Collective."""
     ranks = plan.settings.ranks
-    # Before any other collective: ranks with different plans would deadlock.
+    # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
         described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
@@ -120,7 +120,8 @@ def _compare(plan: ModelPlan) -> None:
         units += map(summary, plan.wrappers)
         tensors = plan.params | plan.buffers
         consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
-    # Only now: `resolve` creates process groups, so all ranks must have the same strategies.
+    # Call `resolve` only now: it creates process groups, so all ranks must have the same
+    # strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
     if any(hasattr(param, "dtensor_split") for param in plan.params.values()):
@@ -160,7 +161,8 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
             targets.reserve(planned.name, nbytes)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # An offload to disk may fail on only some ranks. The others would wait in the next collective.
+    # An offload to disk may fail on only some ranks. Raise on all ranks: otherwise the others would
+    # wait in the next collective.
     if offload.path is not None:
         consistency.raise_everywhere(error, plan.settings.ranks.world)
     return targets
@@ -231,7 +233,7 @@ def leave_empty(module: nn.Module) -> None:
 
 @dataclass
 class InitialValues:
-    """Which values parameters and buffers start with. All ranks have made the same decision."""
+    """The decision which values parameters and buffers start with; the same on all ranks."""
 
     settings: Settings
     sends: bool  # whether every rank takes rank 0's values
@@ -267,8 +269,8 @@ class InitialValues:
         span, local = param.span, param.local
         part = shard[local.start : local.end]
         if self.sends:
-            # One parameter at a time, and without a copy on rank 0 if possible: a unit may just fit
-            # in memory.
+            # Send one parameter at a time, and without a copy on rank 0 if possible: a unit may
+            # just fit in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
                 whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
@@ -322,7 +324,7 @@ def compare_values(plan: ModelPlan) -> InitialValues:
     sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
     tensors = plan.params | plan.buffers
     kept = {} if sync is not None or plan.settings.broadcast_buffers else plan.buffers
-    # No checksums of values that rank 0 broadcasts anyway, or that each rank keeps as its own.
+    # Compute no checksums of values that rank 0 broadcasts anyway, or that each rank keeps.
     mine = [
         None if tensor.is_meta else (0, 0) if sync or name in kept else checksum(tensor.detach())
         for name, tensor in tensors.items()
@@ -348,7 +350,7 @@ def names_of_different(
     ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
     tensor, in the same order.
     """
-    # Maxima, so that the size of the message does not depend on the number of ranks.
+    # Compare by maxima, so that the size of the message does not depend on the number of ranks.
     digests = b"".join(digest_of(repr(one).encode()) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(tensors), 1)

@@ -1,6 +1,6 @@
 """``ModelPlan``: a module that is being wrapped, the user's settings, and the units to make.
 
-At the end of the file, the checks of the module: ignored tensors, tensors that cannot be sharded,
+The end of the file has the checks of the module: ignored tensors, tensors that cannot be sharded,
 and wrappers that the module contains already.
 
 Making a plan changes no module and does not communicate, so the model may be on the meta device.
@@ -70,7 +70,7 @@ class PlannedUnit:
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
-            # In backward, the gradient of the root's head is complete first, its embedding's last.
+            # In backward, the gradient of the head is complete first, and the embedding's last.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
@@ -180,7 +180,7 @@ class ModelPlan:
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
             # A unit needs one collective per kind of parameter, so joining modules whose parameters
-            # are of different kinds saves none.
+            # are of different kinds saves no collective.
             kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
             return self.settings_of[module], kinds
 
@@ -270,7 +270,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         tuple(names.values()),
         is_elsewhere,
     )
-    # Raise if a wrapper inside has sharded a tensor to ignore. A tensor that both ignore is fine.
+    # Raise if a wrapper inside has sharded a tensor to ignore. A tensor that both wrappers ignore
+    # is fine.
     sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:

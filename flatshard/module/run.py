@@ -120,7 +120,8 @@ class RootChecks:
     context: RunState
 
     def __init__(self, root: ModuleProxy, units: Sequence[Unit]) -> None:
-        # Weak, because the program may drop the outermost wrapper, and use a unit in another model.
+        # A weak reference, because the program may drop the outermost wrapper, and use a unit in
+        # another model.
         self._root = weakref.ref(root)
         self._ignored, self._shared = units[-1].ignored, wrappers.other_roots(root)
         self.writes = WriteThrough()
@@ -222,8 +223,8 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # Replays of a CUDA graph do not repeat the Python code that starts collectives. To ask about
-    # another device would make torch initialise it.
+    # Replays of a CUDA graph do not repeat the Python code that starts collectives. Ask only about
+    # the current device: torch would initialise any other device.
     is_current = torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

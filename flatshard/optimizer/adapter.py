@@ -49,7 +49,8 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# With a narrower dtype, the fused kernel would compute in fp32, and round differently.
+# With a narrower dtype, the fused kernel would compute in fp32, and round in another way than
+# torch's default kernel.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
@@ -58,7 +59,7 @@ stepping: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakK
 
 
 class OptimizerExtension:
-    """Base class for code that an extra, by the list ``extensions``, runs in optimizer steps."""
+    """Base class for an extra that acts in optimizer steps, after it is added to ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before gradients are checked, in ``step()`` and after each call of a closure."""
@@ -121,8 +122,8 @@ unhooked: list[Optimizer] = []
 def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
     """Call ``optimizer.step()`` without the hooks of the optimizer."""
     step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. Hooks of an inner
-    # `super().step()` do nothing while `unhooked` is not empty.
+    # Bypass torch's wrapper around `step`, which would call the hooks. If `step` calls
+    # `super().step()`, flatshard's hooks do nothing there, because `unhooked` is not empty.
     unhooked.append(optimizer)
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
@@ -150,10 +151,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 
 
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
-    """Return the adapter of an optimizer, the same in all steps.
+    """Return the adapter of an optimizer, which is the same in all steps.
 
-    Made at the first step; unless the optimizer is element-wise, at the first with sharded
-    parameters.
+    The first step makes the adapter. For an optimizer that is not element-wise, the first step with
+    sharded parameters makes the adapter.
 
     Raises:
         RuntimeError: the optimizer is SparseAdam, with sharded parameters.
@@ -174,7 +175,7 @@ def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             adapter = extra("whole_tensors", asked_for).WholeTensorAdapter()
         else:
-            # Do not store it: the optimizer may get sharded parameters later.
+            # Do not store this adapter: the optimizer may get sharded parameters later.
             return OptimizerAdapter()
         _adapters[optimizer] = adapter
     return adapter
@@ -214,9 +215,9 @@ class Closure:
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
         """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
 
-        Then the optimizer's first call only returns the loss: flatshard must know beforehand which
-        parameters have gradients. This changes no result if the optimizer calls the closure first,
-        and does not, for example, move parameters before (SAM).
+        Then the optimizer's first call of the closure only returns the loss: flatshard must know
+        before the step which parameters have gradients. This changes no result if the optimizer
+        calls the closure first, and does not, for example, move parameters before (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -227,7 +228,8 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # The closure's forward calls `restore_all`, which undoes replacements for all `stepping`.
+        # The closure's forward calls `restore_all`, which would undo the replacements of all
+        # optimizers in `stepping`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
@@ -305,7 +307,7 @@ class BucketAdapter(OptimizerAdapter):
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
-            # By id, because looking up a tensor calls a function of Python, `Tensor.__hash__`.
+            # Look up by id: looking up a tensor would call a Python function, `Tensor.__hash__`.
             present = {id(param): state for param, state in states.items()}
             for group in groups:
                 before, new = group["params"], list[Any]()
@@ -331,8 +333,9 @@ class BucketAdapter(OptimizerAdapter):
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the fused kernel supports a group, and the user chose no other kernel."""
-    # On a CPU, the fused kernel takes a fifth of the time, because it reads everything only once.
-    # It rounds differently: after a step, about 1 of 100,000 values differs in the last bit.
+    # On a CPU, the fused kernel takes a fifth of the time, because the kernel reads all memory only
+    # once. The kernel rounds differently: after a step, about 1 of 100,000 values differs in the
+    # last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
     is_open = group["fused"] is group["foreach"] is None
@@ -351,7 +354,8 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 State = dict[str, Any]
 
-# Names of optimizer state with one number per parameter, for parameters of one element.
+# Names of optimizer state that is one number per parameter. For a parameter of one element, the
+# shape of state does not tell.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -367,7 +371,7 @@ class BucketState(dict[str, Any]):
     @staticmethod
     def are_unchanged(own: Sequence[BucketState], found: Iterable[object]) -> bool:
         """Whether ``found`` are these states, which still have their values from the beginning."""
-        # Few calls of Python functions, because this is checked for each parameter in each step.
+        # Call few Python functions, because this check runs for each parameter in each step.
         made_of = [state._made_of for state in own]
         now, before = (*found, *chain(*map(dict.values, own))), (*own, *chain(*made_of))
         return [*map(len, own)] == [*map(len, made_of)] and all(map(operator.is_, now, before))
@@ -409,13 +413,15 @@ def find_buckets(
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or get_grad(first) is None:
-            # Not stepped. Its state, perhaps views of an earlier bucket's state, stays as it is.
+            # The optimizer does not step this parameter. The parameter's state (perhaps views of an
+            # earlier bucket's state) stays as it is.
             yield first
             position += 1
             continue
         members = _neighbours(params, position)
         bucket = known.get(id(first))
-        # In the bucket of the last step, the members' views of the state need not be created again.
+        # Reuse the bucket of the last step if possible: then the members' views of the state need
+        # not be created again.
         if bucket is None or not bucket.is_of(members):
             bucket = known[id(first)] = ParamBucket(members)
         yield bucket
@@ -429,12 +435,13 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     if flat_grad is None:
         return found
     end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
-    # A slice `params[position:]` would copy the list for each bucket.
+    # Loop over numbers: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
-        # The condition of `_flat_grad`, without a call. The optimizer steps padding between, too.
+        # The same condition as in `_flat_grad`, without a call. Padding between neighbours is
+        # stepped, too.
         grad, spec = get_grad(param), param.spec
         is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
         if not is_view or grad.shard_flat is not flat_grad or not 0 <= spec.start - end < padding:
@@ -492,9 +499,9 @@ class ParamBucket:
     ) -> list[ParamBucket]:
         """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
 
-        ``states`` is ``optimizer.state``; ``present`` the same by ids. Returns the buckets to step:
-        this bucket, or one per member if the states cannot be joined, for example because numbers
-        of steps differ.
+        ``states`` is ``optimizer.state``; ``present`` is the same state, keyed by parameter ids.
+        Returns the buckets to step: this bucket, or one per member if the states cannot be joined,
+        for example because numbers of steps differ.
         """
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
@@ -512,8 +519,8 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # An optimizer that writes to `p.data` does not raise the version, and flatshard would reuse
-        # old unsharded buffers.
+        # Raise the version here: an optimizer that writes to `p.data` does not raise it, and
+        # flatshard would reuse old unsharded buffers.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
@@ -581,7 +588,8 @@ class ParamBucket:
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # Quantized state of a bucket with one member cannot be sliced. Leave it and fake tensors.
+        # Do not slice the state of a bucket with one member: quantized state cannot be sliced.
+        # Quantized and fake tensors stay as they are.
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
@@ -602,7 +610,7 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return names of state with one number per parameter; none if shapes tell (no numel is 1)."""
+    """Return names of state with one number per parameter, if shapes cannot tell (a numel is 1)."""
     return numbers_in(states.items()) if 1 in numels else ()
 
 
@@ -613,7 +621,8 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
     """
     spec = param.spec
     for key, value in state.items():
-        # Full (from before wrapping), sharded (as Adagrad makes it), or already this rank's range.
+        # `value` may be full (from before wrapping), sharded (as Adagrad makes its state), or
+        # already this rank's range.
         part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
@@ -638,8 +647,8 @@ def part_per_element(
         spec: the parameter's shape, and this rank's range.
         value: the state, full or sharded.
         is_local: whether a tensor with the length of this rank's range is this range. Only the
-            optimizers that step ranges make such tensors. With all others, the means of rows, for
-            example, may have the same length by chance.
+            optimizers that step ranges make such tensors. With all other optimizers, the means of
+            rows, for example, may have the same length by chance.
         is_number: whether a tensor of one element is one number per parameter, even if the
             parameter, or this rank's range, has only one element.
 
@@ -662,7 +671,7 @@ def part_per_element(
         return None
     if is_local and tuple(value.shape) == (spec.numel,):
         return value
-    # A view would keep the full tensor in memory.
+    # Clone: a view would keep the full tensor in memory.
     return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
 
 
@@ -673,7 +682,7 @@ def map_state(function: Callable[[str, Any], Any], state: State) -> State:
     """
 
     def mapped(key: str, value: Any) -> Any:
-        if isinstance(value, Tensor):  # without the cost of a walk through a tree
+        if isinstance(value, Tensor):  # the usual case, without a walk through a tree
             return function(str(key), value)
         return pytree.tree_map_with_path(
             lambda path, leaf: function(f"{key}{pytree.keystr(path)}", leaf), value
@@ -692,8 +701,8 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return names of state with one number per parameter, whatever the parameter's shape.
 
-    Looks only at parameters of several elements, whose state of one value per element differs.
-    ``states``: pairs of a parameter (or an object with its ``shape``) and its state.
+    Looks only at parameters of several elements: their state with one value per element has another
+    shape. ``states``: pairs of a parameter (or an object with its ``shape``) and its state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

@@ -123,7 +123,8 @@ def with_shards(
         if part is not None:
             if is_saving:
                 return state_shard(part, spec, f"{name} of")
-            # An element-wise optimizer replaces it by this rank's range in the next step.
+            # In the next step, an element-wise optimizer replaces the sharded tensor by this rank's
+            # range.
             return FlatShardTensor(part, spec, role=f"{name} of")
         if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
@@ -151,7 +152,8 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # A unit's tensors of one kind (such as "exp_avg") together: all ranks hold about equal parts.
+    # Gather a unit's tensors of one kind (such as "exp_avg") together: of these, all ranks hold
+    # about equal parts.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
     for name, value in chain(*(adapter.named_values(state).items() for state in own.values())):
@@ -176,8 +178,8 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
     """Return a deep copy of nested containers, with all tensors on ``device``, if given.
 
-    Numbers of numpy become Python's, so that files can be loaded without running code. With
-    ``shares_memory``, a tensor that need not move is not copied.
+    Numbers of numpy become numbers of Python, so that files can be loaded without running code.
+    With ``shares_memory``, a tensor that need not move is not copied.
     """
 
     def copied_leaf(leaf: Any) -> Any:
@@ -192,7 +194,7 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 
 
 def python_number(value: Any) -> Any:
-    """Return a number of numpy, such as ``np.float64(0.1)``, as Python's; else ``value``."""
+    """Return a Python number for a number of numpy (``np.float64(0.1)``), or else ``value``."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
@@ -224,7 +226,7 @@ def with_shared(
     """Return a copy of a state dict, with state from ``shared`` for the parameters found there."""
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
-    # Keep empty state: torch's `set_state_dict` raises if a parameter is missing.
+    # Keep empty state of a parameter: torch's `set_state_dict` raises if a parameter is missing.
     kept = {key: one for key, one in state_dict["state"].items() if params.get(key) not in shared}
     return {**state_dict, "state": {**kept, **theirs}}
 
@@ -247,7 +249,7 @@ def check_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
-            del group[STAMP]  # not before the check, so that the next step raises again
+            del group[STAMP]  # after the check, so that the next step raises again
         # Check only torch's optimizers: those of other libraries may work without some options.
         if not optimizer.defaults.keys() <= group.keys() and adapter.is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
@@ -291,7 +293,8 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Otherwise, users would notice the missing parts only when loading the saved file.
+            # Warn now: otherwise, users would notice the missing parts only when loading the saved
+            # file.
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 

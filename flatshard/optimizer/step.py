@@ -43,7 +43,8 @@ def restore_all() -> None:
 def _restore_after_failure(optimizer: Optimizer) -> None:
     """Make all steps of the optimizer's class, also the current one, ``restore_all`` if they raise.
 
-    Otherwise an optimizer made of the plain parameters in ``param_groups`` would train nothing.
+    Otherwise a program that catches the error could make a new optimizer of the plain parameters in
+    ``param_groups``, which would train nothing.
     """
     # Torch has no hook for a step that raises. But the wrapper that calls the hooks (torch's
     # `profile_hook_step`) reads the function `func` from its closure after the hooks before the
@@ -54,15 +55,15 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
         if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
             func = cells["func"].cell_contents
             if getattr(func, "__module__", None) != __name__:
-                # `skip`: Dynamo then compiles `func`, but not the function around `func`.
+                # With `skip`, Dynamo compiles `func`, but not the function around `func`.
                 cells["func"].cell_contents = torch._dynamo.decorators.skip(_restoring(func))
             return
         step = getattr(step, "__wrapped__", None)
 
 
 def _restoring(step: Any) -> Any:
-    # No `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`, whose code all
-    # functions that `_restoring` returns share.
+    # Do not use `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`,
+    # because all functions that `_restoring` returns share the code of `call`.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
@@ -125,7 +126,7 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
                 result = given()
             for extension in adapters.extensions:
                 extension.before_step(optimizer)
-            _check_params(optimizer)  # again: the closure's backward computes the gradients
+            _check_params(optimizer)  # check again: the closure's backward computes the gradients
             return result
 
         is_early = type(adapter) is not adapters.OptimizerAdapter and adapter.needs_loss(optimizer)
@@ -293,7 +294,8 @@ def clip_grad_norm_(
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # For a norm whose rounding does not depend on the order of `params`.
+    # Use the order of the model's parameters, so that rounding does not depend on the order of
+    # `params`.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():

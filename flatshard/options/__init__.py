@@ -1,1 +1,4 @@
-"""The user's options, each validated once: when it is made, or when a model is wrapped with it."""
+"""The user's options.
+
+Each option is validated once: when the option is made, or passed to a wrapper.
+"""

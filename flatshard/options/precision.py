@@ -174,7 +174,7 @@ class ParamPrecision:
         reduce_dtype = of_hook or self.reduce_dtype or self.compute_dtype or dtype
         if not dtype.is_floating_point:
             reduce_dtype = dtype
-        # A sum in the narrower dtype would lose small gradients.
+        # Accumulate in the wider dtype: a sum in the narrower dtype would lose small gradients.
         is_wider = dtype.itemsize > reduce_dtype.itemsize
         return GradDtypes(
             reduce_dtype,

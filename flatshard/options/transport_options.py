@@ -52,7 +52,7 @@ def as_coalesce_bytes(value: object) -> int:
     """Check the user's ``coalesce_bytes``, and return it. None means the default."""
     if value is None:
         return COALESCE_BYTES
-    # True would mean one byte.
+    # Refuse True, which would mean one byte.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:

@@ -47,7 +47,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
-    # The module may append to a list of the caller.
+    # Return the same object: the module may append to a list of the caller.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
@@ -119,7 +119,7 @@ class ModuleCasts:
         # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
         # cannot read the dtype, because torch passes the cast arguments to forward hooks.
         self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
-        # In each call, because the user may convert the module after wrapping.
+        # Look up the dtype in each call, because the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
         return _cast_arguments(args, kwargs, self._dtype or own)
 
@@ -134,7 +134,7 @@ def _first_float(values: Iterable[Any]) -> torch.dtype | None:
 
 def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection[int]) -> None:
     """Cast the floating point buffers of modules, once. State dicts keep the original dtypes."""
-    # Before any buffer is cast, because modules may share a buffer.
+    # Record the dtypes before any buffer is cast, because modules may share a buffer.
     for module, dtype in wanted.items():
         own = {
             name: buffer.dtype
@@ -190,7 +190,8 @@ _REFUSALS = {
 }
 
 
-# Under DisableTorchFunctionSubclass, these take a third of the time of an attribute access.
+# Under DisableTorchFunctionSubclass, these functions take a third of the time of an attribute
+# access.
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
 get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
@@ -362,8 +363,8 @@ class PrecisionPlan:
         elif override is not None:
             compute_dtype, gather_dtype = override.dtype, None
             if reduce_dtype is not None:
-                # In the wider dtype: if an override keeps a parameter in fp32, its gradient must
-                # not be rounded to a `reduce_dtype` of bf16.
+                # Reduce in the wider of both dtypes: if an override keeps a parameter in fp32, the
+                # gradient must not be rounded to a `reduce_dtype` of bf16.
                 own = override.dtype or param.dtype
                 wider = torch.promote_types(own, reduce_dtype)
                 reduce_dtype = None if wider == own else wider
@@ -377,7 +378,8 @@ class PrecisionPlan:
 
     def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
-        # The hooks of `ModuleCasts` must see the dtype of the caller's inputs.
+        # If the module has `ModuleCasts`, the unit casts no inputs, because the hooks of
+        # `ModuleCasts` must see the dtype of the caller's inputs.
         override = self._override_of.get(module)
         inputs = None if module in self._casts else _dtype_of(precision, override)
         return UnitCasts(

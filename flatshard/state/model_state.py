@@ -47,7 +47,7 @@ def gather_full(
             "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
             "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
         )
-    # Inference tensors could not be written later, outside of inference mode.
+    # Make ordinary tensors: users could not write to inference tensors outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         flat = handle.flat_param.detach()
         if not handle.is_whole:
@@ -67,7 +67,7 @@ def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
         return None
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
-    tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, its local tensor
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, the local tensor
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
@@ -82,7 +82,7 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Form and device of state dicts, and which ranks receive them; like FSDP1's configs."""
+    """Form and device of state dicts, and the ranks that receive them; like FSDP1's configs."""
 
     is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
@@ -231,7 +231,8 @@ def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) 
     # With keep_vars=True, the value may be the parameter that the module holds.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # A parameter of another unit, whose hooks run later, and all-gather the unit on all ranks.
+        # This is a parameter of another unit, whose hooks run later, and all-gather that unit on
+        # all ranks.
         return
     if not is_saving:
         del state_dict[key]
@@ -258,7 +259,7 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
 def options_set(
     parts: Sequence[UnitStateDict], options: StateDictOptions
 ) -> AbstractContextManager[None]:
-    """Set the options of ``parts`` to ``options`` inside the context, and restore them after."""
+    """Set the options of ``parts`` inside the context, and restore the old options afterwards."""
     return temporarily(parts, options=options)
 
 
@@ -281,7 +282,7 @@ class ModelShards:
         self.parts = parts
         self._model, self._units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self._units for handle in unit.handles]
-        # The largest group, because some units use fewer ranks.
+        # The ranks of the largest unit: some units train on fewer ranks.
         self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
 
     def refuse_dtensors(self, caller: str) -> None:

@@ -184,7 +184,7 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
 
 
 def _rest(state_dict: StateDict) -> StateDict:
-    """Return the entries that an optimizer's own ``state_dict()`` adds to the usual two."""
+    """Return the entries of a state dict beside torch's usual ``state`` and ``param_groups``."""
     return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
 
 

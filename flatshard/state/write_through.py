@@ -1,9 +1,9 @@
 """``WriteThrough``: copies values that users write into tensors of a state dict to the shards.
 
 The tensors of an unwrapped model's state dict share memory with the parameters, and some classes
-for moving averages (timm's) write into these tensors. In a sharded model's state dict, they are
-full copies, so ``WriteThrough`` copies written values to the shards, when the model is used next or
-when the tensor is freed.
+for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
+are full copies of the parameters. So ``WriteThrough`` copies written values to the shards, when the
+model is used next or when the tensor is freed.
 """
 
 from __future__ import annotations

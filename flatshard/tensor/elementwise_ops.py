@@ -54,7 +54,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # The gradient depends on all ranks' elements, but autograd would use only this rank's.
+            # Refuse: the gradient depends on all ranks' elements, but autograd would use only this
+            # rank's elements.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -72,7 +73,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not in_place and (refused := _needs_full(func, operands, origin, caller)) is not None:
         if func._schema.name.endswith("_like"):
             return _full_like(func, args, kwargs)
-        # No caller of a derivative formula catches `NeedsFullTensor`.
+        # After `NeedsFullTensor`, flatshard runs an operation of the program again with full
+        # tensors. But nothing catches the error of a derivative formula, so compute with full
+        # tensors here.
         if caller is not Caller.AUTOGRAD or torch.is_grad_enabled():
             like.refuse(f"{func._schema.name} {refused}")
         result = spec.owner.run_full(func, args, kwargs)
@@ -98,9 +101,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Caller) -> str | None:
-    """Return where an operation with a new result must compute with full tensors, or None.
+    """Return why an operation must compute with full tensors, or None if it need not.
 
-    There the ranks compute different results, of which a sharded tensor would mix ranges.
+    The reason is a place of the step, such as "in forward", at which ranks may compute different
+    results. A sharded result would mix ranges of the ranks' different results.
     """
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     if not all(tensor.is_alike and not tensor.shard_origin.is_arriving for tensor in sharded):
@@ -110,9 +114,10 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
     is_mixed = origin.source is Source.OTHER
     if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
         return "in the computation of a gradient"
-    # A forward. First, an operand may differ between ranks, such as an activation of this rank's
-    # batch. Second, the unit may compute in another dtype than the shard's. Third, the user may
-    # fill the result of ``empty_like`` with random numbers that each rank draws for its own batch.
+    # In forward, there are three reasons. An operand may differ between ranks, such as an
+    # activation of this rank's batch. The unit may compute in another dtype than the dtype of the
+    # shard. The user may fill the result of ``empty_like`` with random numbers that each rank draws
+    # for its own batch.
     spec, name = sharded[0].spec, func._schema.name
     if sharded[0].shard_origin.source is Source.PARAMETERS and spec.owner.is_in_forward:
         is_cast = spec.original is not None and spec.original.full.dtype is not sharded[0].dtype
@@ -138,8 +143,8 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
         NeedsFullTensor: a sharded operand requires a gradient, so autograd records the operation,
             and another operand may differ between ranks.
     """
-    # Each element would only have the gradient for the random numbers, or for the plain tensor, of
-    # the rank that holds it. DistributedDataParallel averages the gradients for all ranks' values.
+    # Each element's gradient would be only for the random numbers (or the plain tensor) of the rank
+    # that holds the element. DistributedDataParallel averages the gradients for all ranks' values.
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.shard_origin.is_drawn for value in sharded)
     has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
@@ -159,7 +164,7 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
-        with torch.no_grad():  # autograd is done: it records operations before they come here
+        with torch.no_grad():  # autograd has recorded the operation already
             return value.full_tensor()
     return value
 
@@ -171,8 +176,8 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
     differ between ranks: ranks compare the names of collectives, which contain the role.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
-    # The role of a running average contains its role of the previous step, and would grow in each
-    # step.
+    # Limit the length: the role of a running average contains its role of the previous step, and
+    # would grow in each step.
     digest = f"... {zlib.crc32(text.encode()):08x}"
     return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
 
@@ -180,8 +185,8 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return value.shard_role + value.shard_origin.written
-    # No checksum of a number on an accelerator: optimizers keep numbers in tensors, and must not
-    # wait for the accelerator.
+    # Compute no checksum of a number on an accelerator: optimizers keep numbers in tensors, and
+    # must not wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
         return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
     return repr(value) if isinstance(value, int | float) else ""
@@ -260,7 +265,8 @@ def _record_write(
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        if result.source is not Source.OTHER:  # OTHER tensors may differ between ranks
+        # tensors with the source OTHER may differ between ranks
+        if result.source is not Source.OTHER:
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
 
@@ -281,17 +287,17 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
             return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
-        # In forward, each rank may have drawn other random numbers for its own batch.
+        # Refuse in forward: each rank may have drawn different random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
     _check_memory_format(func, tensor, kwargs.get("memory_format"))
-    # All tensor-parallel parts would get the same numbers.
+    # Refuse a part of a DTensor: all parts would get the same random numbers.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
     # values do not depend on the world size.
     role = f"{_role_of(func, args)}, generator {_generator_digest(local.device, kwargs)}"
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # A view would keep the drawn full tensor in memory.
+        # Clone: a view would keep the drawn full tensor in memory.
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
@@ -321,10 +327,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # `orthogonal_()` calls `view_as()` to write its result, computed from one part only.
+        # Refuse a part of a DTensor: `orthogonal_()` calls `view_as()` to write its result, which
+        # it has computed from one part only.
         tensor.spec.refuse_part("view_as()")
-    # A view in torch's sense would have another version counter. In inference mode, a new tensor
-    # gets no version counter, and autograd would raise when it reads the counter.
+    # Make a new tensor that shares the memory: a view in torch's sense would have another version
+    # counter. Leave inference mode, in which a new tensor gets no version counter, so that autograd
+    # would raise when it reads the counter.
     with torch.inference_mode(False):
         origin = tensor.shard_origin
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.shard_role, origin=origin)

@@ -61,7 +61,8 @@ class FlatParameter(nn.Parameter):
     """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
 
     The values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers get the original
-    parameters instead, which are views of the chunk. ``print`` shows which ones lie in which chunk.
+    parameters instead, which are views of the chunk. ``print`` shows which original parameters lie
+    in which chunk.
 
     Example:
         ```python
@@ -89,9 +90,9 @@ class FlatParameter(nn.Parameter):
         # Autograd computes gradients of the full parameters, views of the unsharded buffer.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Weak, because each original parameter refers to a view of the chunk: Python's garbage
-        # collector does not see the reference from a view to its base, so it would never free a
-        # cycle through a view.
+        # Keep weak references, because each original parameter refers to a view of the chunk:
+        # Python's garbage collector does not see the reference from a view to its base, so the
+        # collector would never free a cycle through a view.
         self._params = [weakref.ref(param) for param in params]
         return self
 
@@ -205,7 +206,8 @@ class OriginalParam:
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
         """Give ``sharded`` new memory: its range of ``chunk``, ``(shard_numel,)``.
 
-        ``is_whole``: ``sharded`` is a plain parameter, because the chunk is the whole.
+        ``is_whole``: whether the chunk is the whole flat parameter. Then ``sharded`` is a plain
+        parameter.
         """
         if not is_whole:
             sharded = FlatShardTensor.parameter(chunk, self.spec, self.requires_grad)
@@ -252,9 +254,9 @@ class OriginalParam:
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # The hook computes the weight before each forward. With a reference from the
-                    # autograd graph of the last computed weight, or from a local variable, the swap
-                    # below fails.
+                    # The hook computes the weight before each forward. Detach the last computed
+                    # weight: if its autograd graph still refers to the parameter, the swap below
+                    # fails.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
         if is_first:
@@ -276,8 +278,8 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # ``swap_tensors`` has also removed the user's hooks from the parameter. It takes part
-            # in forward itself, so autograd must call the hooks.
+            # ``swap_tensors`` has also removed the user's hooks from the parameter. This parameter
+            # is not sharded and takes part in forward itself, so autograd must call the hooks.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
@@ -302,7 +304,8 @@ class OriginalParam:
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
-            # Users may set an attribute in a forward, and read it between steps.
+            # Share the attributes: users may set an attribute in a forward, and read it between
+            # steps.
             self.full.__dict__ = self.sharded.__dict__
             # While the unit is resharded, the class of `full` is `FreedParameter`, whose errors get
             # the parameter's name from this reference. The reference is weak because the spec
@@ -346,7 +349,7 @@ class OriginalParam:
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """Return a tensor for ``.grad`` in the memory of ``chunk``, the chunk's gradients."""
+        """Return a tensor for ``.grad``, in the memory of ``chunk``, a chunk of gradients."""
         if not self.is_sharded:
             # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
             return view_of(chunk, self.span).data
@@ -358,7 +361,7 @@ class OriginalParam:
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
 
-        They expect the reduced gradient, but autograd would call them before the reduction.
+        The hooks expect the reduced gradient, but autograd would call them before the reduction.
         """
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:

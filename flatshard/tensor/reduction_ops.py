@@ -90,7 +90,8 @@ def norms(
         else:
             names = [tensor.described for tensor in some]
             together = joined_norms([*map(own_part, some)], names, order, dtype, comms)
-            # One cast of all norms for each pair (device, dtype) is faster than one for each norm.
+            # One cast of all norms for each pair (device, dtype) is faster than one cast of each
+            # norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -131,7 +132,7 @@ def joined_norms(
         sums = dtype or _sum_dtype(kind)
         norms = torch._foreach_norm([*some.values()], order, sums) if some else []
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
-    # Powers of the norms are added, and the square of 1e20 would overflow float32.
+    # Use float64: powers of the norms are added, and the square of 1e20 would overflow float32.
     local = torch.stack([*found.values()]).to(torch.float64)
     op_name = f"norm of order {order:g} of {names[0]}"
     if len(parts) > 1:
@@ -158,7 +159,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = _bind(func, args, kwargs)
     tensor = given["self"]
     spec, part = tensor.spec, own_part(tensor).to(given.get("dtype") or tensor.dtype)
-    # Rounded to float16 or bfloat16 only once, after the sums of all ranks are added.
+    # Round to float16 or bfloat16 only once, after the sums of all ranks are added.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
@@ -245,8 +246,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` has sharded parameters.
 
     The graph of a loss leads to the full parameters. In the backward of a user's
-    ``torch.autograd.Function`` (a checkpoint, or the adjoint method of an ODE), return their
-    gradients, for this rank's batch; ``average_full_gradients`` averages what the function returns.
+    ``torch.autograd.Function`` (a checkpoint, or the adjoint method of an ODE), return the
+    gradients of the full parameters for this rank's batch. Later, ``average_full_gradients``
+    averages the gradients that the user's function returns.
     """
     given = sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}

@@ -77,7 +77,8 @@ class ShardSpec:
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
 
-    # How the DTensor is split of which the parameter is the local part (`extras/tensor_parallel`).
+    # If the parameter is the local part of a DTensor: how the DTensor is split
+    # (`extras/tensor_parallel`).
     tensor_parallel: Any = None
     # Where optimizer state with one value per element lies. None: where the shard lies.
     state_target: OffloadTarget | None = None
@@ -216,5 +217,5 @@ class ShardSpec:
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """Return the name of the first parameter that is part of a DTensor, or None if none is."""
+    """Return the name of the first parameter that is part of a DTensor. None: there is none."""
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)

@@ -45,7 +45,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def untraced(function: _Function) -> _Function:
     """Keep Dynamo from tracing ``function`` and the functions that it calls.
 
-    Unlike ``torch.compiler.disable``, this adds no time, because it returns ``function`` itself.
+    Unlike ``torch.compiler.disable``, ``untraced`` adds no time to calls, because the result is
+    ``function`` itself.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -83,8 +84,9 @@ class Source(enum.IntEnum):
     """Which tensors the values of a sharded tensor were computed from."""
 
     PARAMETERS = 0  # parameters and Python numbers
-    GRADIENTS = 1  # also averaged gradients
-    # Also a tensor that may differ between ranks, so that the ranges may not form one full tensor.
+    GRADIENTS = 1  # parameters, Python numbers and averaged gradients
+    # Also tensors that may differ between ranks. Then the ranks' ranges may not form one full
+    # tensor.
     OTHER = 2
 
 
@@ -116,8 +118,8 @@ class Origin:
     is_drawn: bool = False
     graph_task: int | None = None
     written: str = ""
-    # Users' tensors with the same memory, from `p.data` for example, keyed by id, which an
-    # assignment to `p.data` must not change.
+    # Tensors with the same memory that users hold (earlier results of `p.data`), keyed by id. An
+    # assignment to `p.data` must not change their values.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     @property
@@ -135,7 +137,7 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
     """Return how an operation computes its result. ``operands``: arguments of the operation."""
     source, graph_task = Source.PARAMETERS, None
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-    # A derivative formula makes tensors without dimensions from its numbers.
+    # A derivative formula turns its Python numbers into tensors without dimensions.
     makes_numbers = caller is Caller.AUTOGRAD and any(tensor.dim() for tensor in tensors)
     for tensor in tensors:
         if not isinstance(tensor, FlatShardTensor):
@@ -150,8 +152,8 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
     return Origin(source, graph_task=graph_task)
 
 
-# Who called an operator, by `id` of the code of a function on the stack (Python hashes all of a
-# code object). None: autograd's engine, which calls formulas and hooks.
+# Who called an operator, if a function on the stack has code with this `id`. (The `id` is the key,
+# because hashing a code object is slow.) None: autograd's engine, which calls formulas and hooks.
 CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
 
 
@@ -200,13 +202,13 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 def _count_references() -> int:
-    # As in the setter of `FlatShardTensor.grad`: versions of Python count local variables
-    # differently.
+    # Count references in the same way as the setter of `FlatShardTensor.grad`, because versions of
+    # Python count local variables differently.
     only = torch.empty(0)
     return sys.getrefcount(only)
 
 
-_NUM_REFERENCES = _count_references()  # of a tensor to which only a local variable refers
+_NUM_REFERENCES = _count_references()  # count for a tensor to which only a local variable refers
 
 
 class LocalView(Tensor):
@@ -230,7 +232,7 @@ class LocalView(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    # torch would copy the whole storage, the shard of the unit, for each view.
+    # Copy only the view: torch would copy the whole storage, which is the shard of the unit.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
 
@@ -283,7 +285,8 @@ class FlatShardTensor(torch.Tensor):
     # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
     shows_unsplit = False
 
-    # `__new__` sets both attributes, but `Gradients.publish` sets neither: few programs read them.
+    # `__new__` sets these two attributes, but `Gradients.publish` sets neither, because few
+    # programs read them. Then they are computed on demand.
     @cached_property
     def shard_local(self) -> Tensor:
         return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
@@ -316,8 +319,9 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # C++ code that bypasses dispatch (a collective with nested lists, for example, or a plain
-        # tensor whose `.data` the program sets to the sharded tensor) would read from address 0.
+        # Let torch raise if C++ code bypasses dispatch (a collective with nested lists, for
+        # example, or a plain tensor whose `.data` the program sets to the sharded tensor): it would
+        # read from address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
         if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -408,7 +412,7 @@ class FlatShardTensor(torch.Tensor):
                     alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
 
-    # To see a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
+    # Notices a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
     # ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
     # torch.distributed first compares the tensors' dtypes.
     @property
@@ -487,7 +491,7 @@ class FlatShardTensor(torch.Tensor):
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        # torch refuses hooks on a frozen tensor; the user may have unfrozen this one since.
+        # torch refuses hooks on a frozen tensor; the user may have unfrozen the parameter since.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -600,7 +604,8 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # Too many to list by name, and newer versions of torch add more.
+        # Foreach and fused operators are too many to list by name, and newer versions of torch add
+        # more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
@@ -628,7 +633,7 @@ def _has_out(given: dict[str, Any]) -> bool:
 
     Handlers write only to the first positional argument, so no handler can run such a call.
     """
-    # ``any(sharded_in(...))`` would evaluate the truth value of a tensor.
+    # Do not write ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
@@ -666,8 +671,9 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # By the shard's version counter, the next unshard sees that the shard was written after the
-    # last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter themselves.
+    # Raise the shard's version counter, by which the next unshard sees that the shard was written
+    # after the last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter
+    # themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -778,7 +784,8 @@ class StateShard(FlatShardTensor):
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
     """Return an entry of a sharded state dict in the memory of ``local``, ``(spec.numel,)``."""
-    # DCP would not save an entry that has no chunk on any rank.
+    # Return a plain tensor without elements: DCP would not save an entry that has no chunk on any
+    # rank.
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

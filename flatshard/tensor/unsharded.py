@@ -86,7 +86,8 @@ class FreedParameter(nn.Parameter):
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
     """Allow or forbid operations on full parameters, by their class."""
-    # To check a flag, one class would need ``__torch_function__``, which would slow down forward.
+    # Change the class instead of a flag: a class that checks a flag would need
+    # ``__torch_function__``, which would slow down forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
@@ -128,7 +129,7 @@ class GatheredView(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # sets an attribute, and writes no element
+            if func.__name__ == "__set__":  # an assignment to an attribute writes no element
                 return func(*args)
             # Replace each view by a plain alias, with which torch can run the function. The alias
             # has the view's version counter, which shows below whether the function has written.
@@ -236,11 +237,11 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
 
     Raises:
         NotImplementedError: the gradient would arrive at a leaf that the program has made, such as
-            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, this is the
-            gradient of one rank, of which a sharded leaf could hold only a range.
+            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, the leaf gets
+            the gradient of one rank; a sharded leaf could hold only a range of that gradient.
     """
-    # In a `torch.autograd.Function`, `_averaged` gets the gradient: a fused loss computes in its
-    # forward the gradient that its backward returns.
+    # Inside of a `torch.autograd.Function`, do not raise: the gradient goes to `_averaged`. (A
+    # fused loss computes in its forward the gradient that its backward returns.)
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -287,8 +288,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     if gradient is None:
         return None
     if spec.original is not None and spec.original.full._backward_hooks:
-        # A hook must get the sum of all gradients. Here those from forward reach the full
-        # parameter, and this gradient the sharded parameter.
+        # A hook must get the sum of all gradients. But here the gradients from forward reach the
+        # full parameter, and this gradient reaches the sharded parameter.
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
@@ -306,7 +307,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             )
         gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
-    # The reduction overwrites the gradient, which autograd may also pass to other functions.
+    # Copy the gradient: the reduction overwrites it, and autograd may pass it to other functions,
+    # too.
     part = gradient.contiguous().clone()
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")
@@ -329,13 +331,14 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
     """Call ``register(param, hook)``, unless the parameter is an integer, without a gradient."""
     if param.is_floating_point() or param.is_complex():
         is_trained = param.requires_grad
-        # Users may unfreeze a frozen parameter later, on which torch refuses hooks.
+        # torch refuses hooks on a frozen parameter, but users may unfreeze the parameter later.
         param.requires_grad_(True)
         register(param, hook)
         param.requires_grad_(is_trained)
 
 
-# Gradients are disabled in `OutsideUse.forward`, so `full_tensor` records nothing there.
+# Record calls of `full_tensor` for backward, except the call in `OutsideUse.forward`, where
+# gradients are disabled.
 sharded_tensor.ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
     use_outside, function=FlatShardTensor.full_tensor
 )

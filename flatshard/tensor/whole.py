@@ -86,8 +86,10 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     Returns a function that waits. Collective: all ranks of the group.
     """
     comm = moved[0].spec.comm
-    ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each holder
-    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]  # to exchange with each owner
+    # elements to exchange with each holder
+    ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]
+    # elements to exchange with each owner
+    parts: list[list[Tensor]] = [[] for _ in range(comm.size)]
     held = Counter[int]()  # number of bytes that each rank sends to every rank
     is_moved = False
     for spec, part, full, owner in moved:
@@ -109,7 +111,8 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     sends[comm.rank], receives[comm.rank] = [], []
     if comm.size == 1:
         return lambda: None
-    # Before any value is sent: backends match collectives only by order, and would mix values.
+    # Ranks compare this name before any value is sent: backends match collectives only by order,
+    # and would mix values.
     kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
     op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
     comm.host.meet(op_name)
@@ -117,7 +120,8 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():
-        # A few ranks would send almost everything to all others. A sum sends less per rank.
+        # In the exchange, a few ranks would send almost everything to all other ranks. A sum sends
+        # less per rank.
         return _sum(moved, op_name)
     nbytes = attrgetter("nbytes")
     lengths, expected = ([sum(map(nbytes, one)) for one in side] for side in (sends, receives))

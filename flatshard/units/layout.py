@@ -43,8 +43,8 @@ PAGED_BYTES = 1 << 20
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
-    # If several dimensions have equal strides, all except one have size 1. Put these further in, so
-    # that `strides_of` computes the same strides from the order.
+    # If several dimensions have equal strides, all except one have size 1. Put the dimensions of
+    # size 1 further in, so that `strides_of` computes the same strides from the order.
     shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)

@@ -43,7 +43,7 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read this property before the wrapped module is set.
+        # `Module.__init__` and unpickling read `__class__` before the wrapped module is set.
         module = self.__dict__.get("_modules", {}).get("module")
         return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
 
@@ -83,7 +83,8 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # Both have `training`, and the wrapped module's forward reads its own.
+        # The wrapper and the module both have `training`, and the module's forward reads the
+        # module's own.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -112,8 +113,8 @@ class ModuleProxy(nn.Module):
     def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
         """Register the hook, unless the wrapped module has the same hook.
 
-        A library that registers a hook on each instance of a class takes both for instances:
-        transformers would collect every hidden state twice.
+        A library that registers a hook on each instance of a class sees two instances: the wrapper
+        and the module. transformers would collect every hidden state twice.
         """
         if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
             return RemovableHandle(OrderedDict())
@@ -124,7 +125,8 @@ class ModuleProxy(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
 
-        A program that edits all modules of a class would edit the same parameters twice.
+        With wrappers in the list, a program that edits all modules of a class would edit the same
+        parameters twice.
         """
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -142,7 +144,7 @@ class ModuleProxy(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Add ``module.`` to the keys, from which torch loads the child ``module``."""
+        """Add ``module.`` to the keys: torch loads the child from keys with this prefix."""
         inner = prefix + "module."
         for key in list(state_dict):
             if key.startswith(prefix):
@@ -173,8 +175,9 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         own = inspect.signature(module.forward)
-        # Trainers read the names of a model's arguments from the signature of `forward`, of which
-        # `inspect.signature` leaves out the first parameter.
+        # Trainers read the names of a model's arguments from the signature of `forward`.
+        # `inspect.signature` leaves out the first parameter of a method, so insert a dummy
+        # parameter.
         bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Classes that read weights of their children, also of subclasses. By name, because torchvision may
-# not be installed, and some classes are newer than the oldest supported torch.
+# Classes whose code reads weights of child modules; subclasses count, too. Listed by name, because
+# torchvision may not be installed, and some classes are newer than the oldest supported torch.
 _READS_CHILDREN = frozenset(
     {
         "torch.nn.modules.activation.MultiheadAttention",
@@ -127,7 +127,8 @@ class ModuleTree:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines ``forward``, so that it can be called."""
-    # In a scripted module, `forward` is a descriptor that cannot be read from the class.
+    # Use `getattr_static`: in a scripted module, `forward` is a descriptor that cannot be read from
+    # the class.
     return inspect.getattr_static(module, "forward", None) is not nn.Module.forward
 
 
@@ -195,7 +196,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], modules))
             info.containers = [module for module in info.containers if module in modules]
-            # A shared module has several paths to the same place.
+            # List each place once: a shared module has several paths to the same place.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))

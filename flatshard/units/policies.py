@@ -287,7 +287,8 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # The policy must be told how many elements of this module are in no unit inside it.
+            # The policy's argument `nonwrapped_numel`: the number of this module's elements that
+            # are in no unit inside the module.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
             can_be_unit = module is not tree.module and has_forward(module)

@@ -86,8 +86,8 @@ class Members:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # A kernel that adds all rows at once would choose the order by the sizes of the tensors, and
-    # rounding depends on the order.
+    # Add row by row: a kernel that adds all rows at once would choose the order by the sizes of the
+    # tensors, and rounding depends on the order.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -114,7 +114,7 @@ class Gather(NamedTuple):
     out: Tensor  # receives the parts of all ranks, (shard_numel * size,), same dtype and device
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
-    purpose: str  # what the all-gather is for, such as "forward", for error messages
+    purpose: str  # purpose of the all-gather, such as "forward", for error messages
 
     # The ``BufferMemory`` of ``out``, if ``out`` comes from ``allocate_unsharded``.
     memory: BufferMemory | None = None
@@ -129,8 +129,8 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,). Its dtype is the dtype in which
-    # gradients are added, which may be wider than that of ``full``.
+    # Receives this rank's shard of the averages, (shard_numel,). The dtype of ``out`` is the dtype
+    # in which gradients are added, and may be wider than the dtype of ``full``.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
@@ -210,7 +210,7 @@ class Transport(abc.ABC):
         return False
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
-        """Return the dtype of sums in a reduce-scatter of values of ``dtype``.
+        """Return the dtype in which a reduce-scatter of values of ``dtype`` adds.
 
         ``ReduceScatter.out`` must have this dtype.
         """

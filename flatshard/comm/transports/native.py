@@ -42,8 +42,8 @@ def _reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any) -> Any:
 class NativeTransport(Transport):
     """Moves tensors by the backend's collectives, on every device that the backend supports.
 
-    In reductions, the backend adds gradients in its own order and in their dtype, or flatshard adds
-    in a fixed order.
+    In reductions, the backend adds gradients, in its own order and in the gradients' dtype, or
+    flatshard adds in a fixed order.
     """
 
     host_only, is_ordered = False, True

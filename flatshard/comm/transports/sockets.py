@@ -2,8 +2,8 @@
 
 gloo's own collectives are slower: ``all_gather`` fills a temporary tensor, ``reduce_scatter`` is an
 all-reduce and a copy, and the all-to-all uses only one direction of a slow link at a time. This
-transport uses single sends and receives. gloo matches them by tag, one per flat parameter, so ranks
-may begin all-gathers in different orders.
+transport uses single sends and receives. gloo matches a send and a receive by their tag, and each
+flat parameter has its own tag, so ranks may begin all-gathers in different orders.
 
 gloo's sends and receives complete only when a thread waits for them, and a wait cannot be
 cancelled. So a background thread waits for gradients and adds pieces as they arrive, while the
@@ -43,10 +43,11 @@ from flatshard.options.offload import OffloadError
 from flatshard.options.transport_options import Collectives
 from flatshard.units.layout import as_bytes
 
-# Gradients are received and added in pieces. While one is added, the next are on their way.
+# Gradients are received and added in pieces. While one piece is added, the next pieces are on their
+# way.
 PIECE_BYTES = 2 << 20
-# So few elements stay in the CPU's cache, and torch adds them without starting a pool of threads
-# for each of flatshard's background threads.
+# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them
+# without starting a pool of threads for each of flatshard's background threads.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -85,7 +86,8 @@ class _Message:
         """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Both keep the tensor alive, but this object may live until the collective is complete.
+        # Drop both, because they keep the tensor alive, and this object may live until the whole
+        # collective is complete.
         del self._ask
         self._begun = None
 
@@ -129,7 +131,7 @@ class SocketTransport(Transport):
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
         # With rounding to the wire dtype, this rank's range of the buffer differs from the shard,
-        # whose memory then cannot be mapped into it.
+        # so the shard's memory cannot be mapped into the buffer.
         is_exact = self._sent_dtype(dtype) is dtype
         page_pool = default_extra("page_pool") if target is not None and is_exact else None
         if page_pool and page_pool.fills_pages(part * dtype.itemsize):
@@ -155,9 +157,9 @@ class SocketTransport(Transport):
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Receives first. For each, gloo sends a notice to the sender on the data connection, and
-        # the sender waits for it. Behind data of this rank, the notices would queue, and only one
-        # direction of a link would be used at a time.
+        # Begin the receives first. For each receive, gloo sends a notice to the sender over the
+        # data connection, and the sender waits for the notice. Notices that queue behind this
+        # rank's data would arrive late, and only one direction of a link would be used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -241,8 +243,9 @@ class _Average:
                 _Message(members.reduce_group.recv, theirs, peer, request.tag)
                 for theirs, peer in zip(values, peers, strict=True)
             ]
-            # In rank order. But rank 0 comes second, because the first values may lie in the
-            # result: the order of the first two summands does not matter.
+            # Add in rank order. If this is rank 0, its values come second, because the result may
+            # already contain the first peer's values: the order of the first two summands does not
+            # matter.
             values.insert(max(members.rank, 1), mine)
             self._pieces.append(_Piece(part, values, receives))
 

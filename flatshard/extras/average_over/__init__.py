@@ -132,5 +132,5 @@ class AverageOver(StepExtension):
         state = self._state
         if has_gradients or any(handle.grads.waits_for(GradSync.FULL) for handle in state.handles):
             self._earlier = [] if state.is_reducing else self._counts()
-        else:  # no gradient of a parameter, but of an input (`torch.autograd.grad`), for example
+        else:  # this backward computed no gradient of a parameter, but of an input, for example
             self.given = self._present

@@ -45,7 +45,7 @@ _FINENESS = 512
 def as_boundary(value: object) -> Boundary:
     """Check the option ``boundary``. Raises TypeError or ValueError for an invalid value."""
     expected = f"boundary: expected {', '.join(map(repr, _CHOICES))} or a number of elements"
-    # True would mean one element.
+    # Refuse True, which would mean one element.
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"{expected}, got {value!r}.")
     if value not in _CHOICES if isinstance(value, str) else value < 1:
@@ -73,8 +73,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
     if world_size == 1 or boundary == "element" or not lower:
         return layout
 
-    # First solution: each parameter as a whole on one rank, which may need long shards. The loop
-    # below looks for a better one: all parameters in sequence, cut at allowed places.
+    # A first solution puts each parameter on one rank, which may need long shards. The loop below
+    # looks for a better solution: all parameters in sequence, cut at allowed places.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = shard_length(used, align, itemsize=itemsize)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -92,7 +92,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # By start, then by end: an empty parameter comes before the parameter after it.
+    # Sort by start, then by end, so that an empty parameter comes before the parameter that begins
+    # at the same place.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 

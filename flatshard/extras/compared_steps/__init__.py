@@ -26,8 +26,9 @@ from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]
 
-# For torch's optimizers, ranks compare all options but those that choose a kernel. Optimizers of
-# other libraries may keep numbers in their groups that a step computes from this rank's shards.
+# For torch's optimizers, ranks compare all options but those that choose a kernel. Of optimizers of
+# other libraries, ranks compare only these options: a step may also keep numbers in the groups that
+# it computes from this rank's shards.
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -142,7 +143,7 @@ def record_step(optimizer: Optimizer) -> None:
     if not _SIMPLE.issuperset(map(type, options)) or seen.options != options:
         seen.update(optimizer, [*map(_plain, options)])
     for model, facts, digest in seen.facts:
-        # A sum: several optimizers may step in any order.
+        # Add the digests, because the order in which several optimizers step does not matter.
         model.digest += digest
         model.facts.append(facts)
 

@@ -35,8 +35,8 @@ from flatshard.extras.deadlock.program import OwnCollective
 
 # Minimum length, in seconds, of a wait that is logged.
 PATIENCE_SECONDS = 60.0
-# The same in the constructor of a wrapper, where a rank that does not come may use another wrapper:
-# flatshard does not run there, so nothing else tells the user.
+# The same, for a wait in the constructor of a wrapper. A rank that does not come may use another
+# wrapper, without flatshard, so only the log of this rank tells the user.
 MEETING_SECONDS = 10.0
 
 _MEETING_REMEDY = (
@@ -101,8 +101,8 @@ class Watchdog(CollectiveWatch):
         # Keep the lock, so that the thread calls no backend any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
-            # After an error, an NCCL collective may never complete, and torch's own watchdog could
-            # end the process with SIGABRT.
+            # Abort NCCL collectives that do not complete. After an error, a collective may never
+            # complete, and torch's own watchdog could end the process with SIGABRT.
             gpu.settle(_END_SECONDS)
 
     def _watch(self) -> None:
@@ -143,8 +143,8 @@ class Watchdog(CollectiveWatch):
                 _logger.warning(
                     "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
                 )
-        # If several threads communicate, a thread that does not wait may still begin the collective
-        # that the other ranks need.
+        # Only then look for a deadlock: if several threads communicate, a thread that does not wait
+        # may still begin the collective that the other ranks need.
         if len(self._users) == 1:
             (user,) = self._users
             # The last wait is the innermost: a thread of autograd waits while the user's thread
@@ -212,7 +212,7 @@ class _OwnWait(BlockedWait):
         self._was_asked = False
 
     def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known: the number of the collective, and the ranks it waits for.
+        """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
 
         Looked up once, after some seconds, because the look-up is slow and most waits are short.
         """
@@ -263,7 +263,7 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
             detector.log_failure(*own)
     how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
     _tell(how, threading.get_ident())
-    # And again at exit: another thread may begin collectives until then.
+    # Tell the end once more at exit: another thread may begin collectives until then.
     atexit.unregister(_tell)
     atexit.register(_tell, how)
     before(kind, error, trace)

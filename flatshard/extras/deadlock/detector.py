@@ -140,7 +140,7 @@ class _Report(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Unpickling could run the code of anybody who can write to the store.
+        # Reports are JSON: unpickling could run the code of anybody who can write to the store.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -182,7 +182,8 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        # Before using the store: after an error, an immediate next check would probably fail again.
+        # Set the time of the next check before using the store: after an error of the store, an
+        # immediate check would probably fail again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
             # A separate connection: another thread may block the default one while it waits.
@@ -193,7 +194,8 @@ class Deadlock:
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck, mine)
         if finding is not None:
-            # Before this rank leaves the collective, and the others fail without the reason.
+            # Publish the finding before this rank leaves the collective: then the other ranks fail,
+            # and need the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error of a rank. A rank that waits in a
@@ -306,7 +308,7 @@ class Deadlock:
             return reason
         if mixed := _mixed(mine, self._heard):
             return mixed
-        # Only ranks that published the same wait twice (see [Note: proof]).
+        # Keep only ranks that published the same wait twice (see [Note: proof]).
         lasting = {
             rank: report
             for rank, report in stuck.items()
@@ -365,7 +367,7 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return _Finding(report.text, [])
-    # Of all groups: after different collectives on the GPU, a rank may wait in another group.
+    # Compare all groups: after different collectives on the GPU, a rank may wait in another group.
     mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
     for (group, kind, (_, ours)), rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
@@ -508,11 +510,11 @@ def begin_run() -> None:
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
-        # A counter for each rank: no rank waits for another here.
+        # Each rank has its own counter, so no rank waits for another rank here.
         try:
             number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         except RuntimeError as error:
-            # torch 2.11's FakeStore has no `add`. Other ranks do not exist then.
+            # torch 2.11's FakeStore has no `add`. With this store, no other ranks exist.
             if "pure virtual" not in str(error):
                 raise
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]

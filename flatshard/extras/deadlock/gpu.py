@@ -131,8 +131,8 @@ def end_waits(thread: int, text: str, since: float) -> None:
     of this rank are complete, nothing happens.
     """
     if _incomplete():
-        # Before the abort, which ends the thread's wait although the collective has not written its
-        # result: the thread must raise before it uses the result.
+        # Set the error before the abort. The abort ends the thread's wait although the collective
+        # has not written its result, and the thread must raise before it uses the result.
         _raise_in_thread(thread, text, since)
         abort()
 
@@ -161,8 +161,9 @@ def _cancel_error(thread: int) -> None:
     this = threading.get_ident()
     if thread != this:
         set_error(ctypes.c_ulong(thread), None)
-    # In place of None in this thread, and to end its effect in others, raise an error and catch it
-    # here: Python 3.11 tries for ever to raise a None if a debugger or a coverage tool traces it.
+    # Python can also cancel a pending error by setting None. But Python 3.11 tries for ever to
+    # raise the None if a debugger or a coverage tool traces the thread. So set another error
+    # instead, and catch it here.
     with contextlib.suppress(_Cancelled):
         set_error(ctypes.c_ulong(this), ctypes.py_object(_Cancelled))
         time.sleep(0)  # Python raises the error after a call
@@ -240,7 +241,8 @@ def abort() -> None:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # raised if NCCL has already failed
+    # the error that torch raises if NCCL has already failed
+    with contextlib.suppress(RuntimeError):
         backend.abort()
 
 
@@ -292,7 +294,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
             # No such group, or a count above its sequence number: a group was destroyed.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
-            complete = max(0, int(counts["last_completed_collective"]))  # -1: none is complete
+            # -1: no collective is complete
+            complete = max(0, int(counts["last_completed_collective"]))
             if begun_here > complete and group not in _aborted:
                 found[group] = complete + 1
         return found

@@ -151,7 +151,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
     for other, frame in sys._current_frames().items():
         if other == thread or other in ours or _is_in_backward(frame):
             continue
-        # Every frame: a function of the program that waits for a DataLoader has a harmless
+        # Look at every frame: a function of the program that waits for a DataLoader has a harmless
         # innermost frame, and may begin a collective afterwards.
         paths = (one.f_code.co_filename for one in _outwards(frame))
         if other in began or any(map(_may_begin, paths)):

@@ -101,7 +101,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
         look = super()._look_closely(handle)
         if handle.buffer.is_cpu or look is sample:
             return look
-        # Not `checksum`, for which the host would wait for the device.
+        # Return `sample` instead of `checksum`, for which the host would wait for the device.
         self._written.add(handle)
         return sample
 
@@ -209,7 +209,7 @@ def _spoil(tensor: Tensor, where: Tensor) -> None:
     if not has_memory or tensor.layout is not torch.strided:
         return
     value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
-    # Torch refuses to write to an expanded tensor.
+    # Write each element of an expanded tensor once: torch refuses to write to the whole tensor.
     once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
     # Keep the version counter. The module may have returned its input, which autograd may have
     # saved for the backward of another model: this backward would raise if the version changed.

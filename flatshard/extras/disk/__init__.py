@@ -161,7 +161,7 @@ class DiskMemory(OffloadTarget):
     def _copy(self, tensor: Tensor) -> Tensor:
         place = self.new(tensor.numel(), tensor.dtype)
         place = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        # Otherwise the process's memory (RSS) would grow by every tensor that is copied.
+        # Release the pages: otherwise the process's memory (RSS) would grow by every copied tensor.
         self.page_out(place, tensor)
         return place
 
@@ -299,12 +299,12 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # The `step` of an optimizer from another library may count its calls.
+    # Step other libraries' optimizers as a whole: their `step` may count its calls.
     if not is_torchs_own(optimizer):
         return False
 
-    # If the disk turned out to be full in the step, which creates state, the step would end after
-    # some of the parameters.
+    # Reserve before the step, which creates state: if the disk became full in the step, the step
+    # would end after some of the parameters.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]

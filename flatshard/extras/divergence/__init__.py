@@ -66,8 +66,8 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # After a failed step, the unit may still be unsharded on some ranks, which would skip
-            # the all-gather below.
+            # Reshard first: after a failed step, the unit may still be unsharded on some ranks,
+            # which would skip the all-gather below.
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
@@ -81,8 +81,8 @@ class DivergentUnits(StepExtension):
             if failed and unit.is_prefetched:
                 continue  # `Forward` drops the prefetched all-gather
             for handle in unit.handles:
-                # Even if no forward used the unit: the other ranks do not write their shards until
-                # this rank has read the shards.
+                # Wait even if no forward used the unit: the other ranks do not write their shards
+                # until this rank has read the shards.
                 handle.wait_unshard()
                 if not handle.is_aliased:
                     handle.put_back()

@@ -273,7 +273,8 @@ class Join(StepExtension):
                 found.append("dropped" if version is None else "kept")
                 if grad is not None and version is not None:
                     is_changed |= local_range(grad)._version != version
-            if is_changed:  # by `zero_grad(set_to_none=False)`, or by another edit
+            # the program called `zero_grad(set_to_none=False)`, or edited the gradient
+            if is_changed:
                 grads = [param.grad for param in self._numbers]
                 is_zero = not any(g is not None and local_range(g).any() for g in grads)
         if not is_zero:

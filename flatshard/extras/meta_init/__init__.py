@@ -1,9 +1,10 @@
 """Extra: initialises models on the meta device, after sharding, group by group.
 
 A group is a module with all submodules, or a whole unit. ``MetaInit``, called by
-``construction.wrap``, gives the modules of a group full plain tensors, initialises them by the
-modules' own functions (or the user's ``param_init_fn``), copies this rank's parts into the shards,
-and frees them before the next group. So the full model never has to fit in memory.
+``construction.wrap``, gives the modules of a group full plain tensors, initialises the tensors by
+the modules' own functions (or the user's ``param_init_fn``), copies this rank's parts into the
+shards, and frees the full tensors before the next group. So the full model never has to fit in
+memory.
 
 Without this folder, wrapping a model with parameters or buffers on the meta device raises
 ``MissingExtraError``. A single case needs no folder: rank 0 has all values, all other ranks have
@@ -158,7 +159,7 @@ def _is_patterned(tensor: Tensor) -> bool:
     """Whether a tensor still has the pattern from ``_write_pattern`` everywhere."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    # In pieces, because usually the first piece of an initialised tensor lacks the pattern.
+    # Compare in pieces, because usually the first piece of an initialised tensor lacks the pattern.
     pieces = as_bytes(tensor.detach().contiguous()).split(_PIECE_BYTES)
     return all(bool((piece == _PATTERN).all()) for piece in pieces)
 
@@ -282,7 +283,8 @@ class MetaInit:
                 except RuntimeError as error:
                     failed = error
             if start.sends:
-                # Otherwise the other ranks would wait for rank 0's values of this group.
+                # Raise on all ranks: otherwise the other ranks would wait for rank 0's values of
+                # this group.
                 raise_everywhere(failed, start.world)
             elif failed is not None:
                 break
@@ -299,9 +301,10 @@ class MetaInit:
         Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
         empty.
         """
-        # A `param_init_fn` calls `to_empty`, as for FullyShardedDataParallel.
+        # Leave the tensors on the meta device for a `param_init_fn`, which calls `to_empty`, as for
+        # FullyShardedDataParallel.
         memory = self._device if self._init_fn is None else "meta"
-        # Tensors created in inference mode cannot be trained.
+        # Leave inference mode: tensors created in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 for slot in slots:
@@ -386,7 +389,8 @@ class MetaInit:
                     start.take_part(handle.flat_param, param, value)
                 elif slot.is_first:
                     _write_pattern(handle.part(param))
-            # Otherwise the shards on disk of all groups would be in memory at the end.
+            # Release the pages of shards on disk: otherwise the shards of all groups would be in
+            # memory at the end.
             for handle in _handles_of(slots):
                 handle.page_out()
 

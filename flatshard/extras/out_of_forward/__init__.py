@@ -51,9 +51,9 @@ class OutOfForwardUse(ParamOwner):
             for handle in state.handles
             for param in handle.params
         }
-        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the flat
-        # parameter that was all-gathered for the loop, with the handle and the version of the
-        # shard. `_loop_last`: the parameter that was read last.
+        # These two speed up programs that read one parameter after another (see `_full`).
+        # `_loop_flat`: the flat parameter that was all-gathered for the loop, with the handle and
+        # the version of the shard. `_loop_last`: the parameter that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
         # Units for which a warning was given. None: the warning about averages of weights.
@@ -140,7 +140,8 @@ class OutOfForwardUse(ParamOwner):
             result = self._run_unsharded(call, sharded)
         else:
             result = self._run_alone(call, sharded)
-        # After the collectives: if Python raises the warning as an error, no rank is left waiting.
+        # Warn after the collectives: if Python raises the warning as an error, no rank is left
+        # waiting.
         for tensor in sharded:
             self._warn(tensor, name, is_average=name.endswith("_") and not writes)
         return result
@@ -172,7 +173,8 @@ class OutOfForwardUse(ParamOwner):
                 like = self._places[t.spec][2].full if casts and t.is_unit_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
-        # Not if the call raises: it may have written to the flat parameter.
+        # Keep the flat parameter only if the call did not raise: a failed call may have written to
+        # it.
         result = call(copies)
         self._loop_flat = flat
         # Return copies of views: a view would keep the whole flat parameter in memory.

@@ -140,7 +140,7 @@ class PooledBuffer(BufferMemory):
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
-        # Not when Python exits, because the end of the process frees all memory.
+        # Do not call `forget` when Python exits: the end of the process frees all memory.
         weakref.finalize(everything, POOL.forget, self._leases).atexit = False
 
     @property
@@ -153,7 +153,7 @@ class PooledBuffer(BufferMemory):
     def take(self) -> None:
         if self._is_taken:
             return
-        # First: without the flag, `free` would not return pages if taking more fails.
+        # Set the flag first: without it, `free` would not return pages if taking more pages fails.
         self._is_taken = True
         try:
             for start, end in self._rooms:
@@ -175,7 +175,8 @@ class PooledBuffer(BufferMemory):
     def free(self) -> None:
         if self._is_taken:
             self._is_taken = False
-            # Before `_forbid`, which frees all pages that are left in the range.
+            # Take the pages back before `_forbid`, which frees all pages that are left in the
+            # range.
             POOL.take_back(self._leases)
             self._forbid()
             self.renew()

@@ -301,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         # arguments as the CUDA kernel, so use the formula of the CUDA kernel.
         count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-        if func is _aten._grouped_mm.default:  # each row is multiplied by one group's matrix
+        if func is _aten._grouped_mm.default:  # only one group's matrix multiplies each row
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         is_attention = flops > 0 and "attention" in packet.__name__
         if is_attention:
@@ -407,7 +407,7 @@ def emptied(
             places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
             for place in places:
                 for name, value in place.items():
-                    # Also look into lists: `nn.LSTM` computes with a list of its parameters.
+                    # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
                     if isinstance(value, Tensor | list):
                         stack.callback(place.__setitem__, name, value)
                         place[name] = replaced(value)
@@ -461,7 +461,7 @@ _STAND_INS: dict[str, Any] = {
     # torch's function returns the random states of GPUs, which a checkpoint sets again for the
     # recomputation. A fake tensor cannot be such a state.
     "torch.utils.checkpoint.get_device_states": lambda *_: ([], []),
-    # For an error in a rule for fake tensors, torch would print a traceback.
+    # Silence torch, which would print a traceback for an error in a rule for fake tensors.
     "torch._subclasses.fake_tensor.log": logging.Logger("silent", logging.CRITICAL + 1),
 }
 

@@ -57,8 +57,8 @@ class StepRecorder(StepExtension):
         """Begin to record the steps of ``units``, and of ``collectives.record``'s ``events``."""
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
-        # Reversed, so that the inner unit with the parameters wins if a wrapper directly wraps
-        # another wrapper, and both have the same name.
+        # If a wrapper directly wraps another wrapper, both units have the same name. In reversed
+        # order, the inner unit, which has the parameters, comes last and wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
         self._rank, self._device = rank, device
         self._epoch = time.time() - time.perf_counter()

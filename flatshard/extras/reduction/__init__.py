@@ -78,14 +78,15 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
             for unit, its in planned.items()
         }
 
-    # A hook on only some ranks would deadlock.
+    # All ranks register the hook, or no rank: a hook on only some ranks would deadlock.
     remedy = "Register the same hook on every rank."
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
             handle.set_comm_hook(its)
     if any(its.reduce is not None for its in planned.values()):
-        # For an exchange before the hook is called. Creating a group is collective.
+        # Create the side group now, because that is collective. Ranks exchange numbers there before
+        # they call the hook.
         _ = world.side_group
     context.refresh()
 
@@ -167,7 +168,8 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
     expected = f"hook({arguments}) for {where}, which is {kind}"
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some built-in functions have no signature: assume that they take anything
+    # some built-in functions have no signature: assume that these take all arguments
+    except ValueError:
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
@@ -200,7 +202,8 @@ def _user_hook(
         try:
             with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
-            # flatshard would not wait for a future, which DistributedDataParallel's hooks return.
+            # Refuse a future, which DistributedDataParallel's hooks return: flatshard would not
+            # wait for it.
             if hasattr(returned, "wait"):
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but the reduction must be "
@@ -265,7 +268,8 @@ class Float8Shard:
     def unpack(self, everything: Tensor, out: Tensor) -> None:
         """Undo ``pack`` for the shards of all ranks."""
         full_blocks = self.numel // BLOCK_NUMEL
-        # In one call, because launching a small kernel takes longer than running it.
+        # Unpack all shards in one call, because launching a small kernel takes longer than running
+        # it.
         scales, elements = self._split(everything.view(-1, self.nbytes))
         parts = out.view(-1, self.numel)
         parts.copy_(elements)

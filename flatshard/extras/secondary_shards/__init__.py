@@ -21,7 +21,7 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 class SecondaryShard:
     """A part of a flat parameter that is larger than the shard.
 
-    Those of a few nearby ranks together are the whole flat parameter.
+    The secondary shards of a few nearby ranks together are the whole flat parameter.
     """
 
     def __init__(self, plan: FlatParamPlan) -> None:
@@ -87,7 +87,8 @@ class SecondaryShard:
             try:
                 refresh.wait(self._plan.pending_sends)
             except Exception:
-                # Incomplete, so let the next `begin_refresh` all-gather again.
+                # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
+                # again.
                 self._version = -1
                 raise
 

@@ -100,8 +100,8 @@ class SharedMemoryTransport(Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # The same on all ranks, even if only this rank copies shards: all ranks must reshard at the
-        # same time.
+        # The value must be the same on all ranks, even if only this rank copies shards: all ranks
+        # must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 
@@ -173,7 +173,8 @@ class SharedMemoryTransport(Transport):
         mapped the file. First waits until the other ranks have read the tag's previous publication.
         Collective: all ranks of the group.
         """
-        # A mailbox has only one record per tag, which a slow rank may not have seen yet.
+        # Wait before overwriting a record: a mailbox has only one record per tag, which a slow rank
+        # may not have seen yet.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):
@@ -279,8 +280,8 @@ class MappedShards(BufferMemory):
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
-        # Not at construction, when all units would have open files at the same time: a process may
-        # have few open files.
+        # Create the file only now: at construction, all units would have open files at the same
+        # time, and a process may have only few open files.
         try:
             file, found = mapped_files.create_mapped(self._target, self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -288,7 +289,7 @@ class MappedShards(BufferMemory):
         try:
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
-            # At the shard's old addresses, to which existing tensors and views point.
+            # Map the file at the shard's old addresses, to which existing tensors and views point.
             mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
@@ -339,7 +340,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Only after the copy: as soon as this is taken, other ranks may write their shards.
+            # Call `take` only after the copy: from then on, other ranks may write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -102,7 +102,7 @@ class Mailbox:
         words[first] = number
         words[first + 1] = address
         words[first + 2] = file
-        # Last, because a reader ignores a record until its check matches.
+        # Write the check last, because a reader ignores a record until the check matches.
         words[first + 3] = number ^ address ^ file ^ _CHECK
 
 
@@ -159,7 +159,7 @@ class Awaited:
         """Whether ``wait`` would return or raise immediately."""
         if not self._is_over and self._process.words[self._first] == self._number:
             number, address, file, check = self._process.words[self._first : self._first + 4]
-            # Otherwise the other process was just writing the record.
+            # If the check does not match, the other process is just writing the record.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
                 _order_memory()  # published memory must be read after the record, never before

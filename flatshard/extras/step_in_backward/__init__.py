@@ -83,7 +83,8 @@ class SteppedInBackward(StepExtension):
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units with some reduced gradients, not stepped yet.
+        # Units that this backward has not stepped yet, and whose gradients are at least partly
+        # reduced.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
@@ -163,7 +164,8 @@ class SteppedInBackward(StepExtension):
                 for record in at_step:
                     record(optimizer)
         except RuntimeError as error:
-            # Raised at the end of backward: now, other ranks would wait in its collectives.
+            # Raise this error at the end of backward: if this rank raised now, other ranks would
+            # wait in the backward's collectives.
             self._problem = error
         else:
             self._parts = self._plan_parts()
@@ -187,7 +189,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more."""
-        # A backward inside this backward may add gradients to any unit.
+        # Step no unit early if a backward runs inside this backward: it may add gradients to any
+        # unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -202,7 +205,8 @@ class SteppedInBackward(StepExtension):
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Raised at the end of backward: now, other ranks would wait for reductions.
+                # Raise this error at the end of backward: if this rank raised now, other ranks
+                # would wait for reductions.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
@@ -242,7 +246,7 @@ class SteppedInBackward(StepExtension):
 
         Called after users' post-accumulate hooks, because the step drops the gradients.
         """
-        # Inside a forward: the backward after that forward will step the units.
+        # This backward ran inside a forward. The backward after that forward will step the units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -261,7 +265,8 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Not earlier, because backward could still have added gradients to `.grad`.
+            # Put the placeholders into `.grad` only now: until now, backward could still have added
+            # gradients.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -291,7 +296,8 @@ class SteppedInBackward(StepExtension):
             own = [part for part in parts if part.optimizer is optimizer]
             if own:
                 step_parts(optimizer, own)
-                # Otherwise a learning rate scheduler would warn that it was stepped first.
+                # Without this mark, a learning rate scheduler would warn that it was stepped before
+                # the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         for param in (param for part in parts for param in part.params):
             if param.grad is not None:
@@ -364,7 +370,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # `__torch_function__` would make every attribute access slow.
+    # No `__torch_function__`, which would make every attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

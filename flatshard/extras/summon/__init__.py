@@ -157,7 +157,8 @@ class Summoned:
         # The full parameters that the modules hold on this rank, if any.
         self.shown = self.copies or (handle.sharded if handle.is_aliased else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        # So that `OriginalParam.hold_hooks` does not remove it together with users' hooks.
+        # Mark the hook, so that `OriginalParam.hold_hooks` does not remove it together with users'
+        # hooks.
         refuse.of_flatshard = True
         self._guards = [
             param.register_post_accumulate_grad_hook(refuse)
@@ -184,8 +185,8 @@ class Summoned:
         handle, request = self._handle, self.request
         handle.absorb_replaced()
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
-        # Copies, because the unsharded buffer may have another dtype than the shard, and the next
-        # all-gather overwrites it.
+        # Make copies, because the unsharded buffer may have another dtype than the shard, and the
+        # next all-gather overwrites the buffer.
         values = gather_full(handle, device, is_kept=self.is_held)
         grads: list[Tensor | None] = [None] * len(handle.params)
         present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
@@ -214,9 +215,10 @@ class Summoned:
 
         Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # No communication: all ranks must make the same edits, and each copies its own slice.
+        # This needs no communication: all ranks must make the same edits, and each rank copies its
+        # own part.
         handle, request = self._handle, self.request
-        # First, so that the handle can be used even if the code below raises.
+        # Do this first, so that the handle can be used even if the code below raises.
         handle.summoned = None
         # The hooks on copies stay: a backward that reaches a copy after the context must raise.
         for guard in () if self.copies else self._guards:
@@ -242,7 +244,7 @@ class Summoned:
                 "parameters that the modules hold, or pass writeback=False"
             ]
         problems = replaced or self._misfits()
-        # Only some of the edits would leave the model inconsistent.
+        # Write all edits or none: only some of the edits would leave the model inconsistent.
         if not problems:
             with torch.inference_mode(False), torch.no_grad():
                 self._write_back()
@@ -282,8 +284,8 @@ class Summoned:
             handle.reshard()  # the writes below make the unsharded buffer stale
         with torch._C.DisableTorchFunctionSubclass():
             for original in handle.params:
-                # Not into the flat parameter, which would not increase the version counters of
-                # sharded parameters that are plain tensors.
+                # Write into the sharded parameters. A write into the flat parameter would not
+                # increase the version counters of sharded parameters that are plain tensors.
                 param, sharded = self.copies[original.index], original.sharded
                 if original in edited:
                     sharded.copy_(param)

@@ -42,12 +42,14 @@ def uneven(state: RunState) -> Iterator[None]:
     try:
         with (
             temporarily(state.units, stays_unsharded=True),
-            # Ranks run different forwards, but must predict the same order of units afterwards.
+            # Ranks run different forwards here, but must predict the same order of units
+            # afterwards.
             temporarily([state.prefetch], order=ExecutionOrder()),
         ):
             outside = state.outside_use or extra("out_of_forward", "no_sync(uneven=True)")
             with torch.no_grad(), outside.unsharded(state.units):
-                if state.buffers is not None:  # now: forwards inside must not communicate
+                # broadcast now: forwards inside of the context must not communicate
+                if state.buffers is not None:
                     state.buffers.before_forward(False, under_no_sync=True)
             try:
                 yield
@@ -84,7 +86,8 @@ def _reduce(state: RunState) -> None:
     facts = {
         param.where: f"{(own := param.sharded).dtype}, requires_grad={own.requires_grad}"
         for handle in state.handles
-        if handle.topology.world.size == state.world.size  # else other ranks train other units
+        # leave out units (experts) that only some ranks train
+        if handle.topology.world.size == state.world.size
         for param in handle.params
     }
     agreed(lambda: (True, facts), [state.world], _NAME, "Convert and freeze on every rank.")

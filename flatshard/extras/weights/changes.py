@@ -18,7 +18,8 @@ from flatshard.units.layout import as_bytes, view_of
 
 _CALLER = "WeightChanges.changes()"
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLACE = torch.int32  # dtype of sent positions; flat parameters of 2**31 elements are sent whole
+# dtype of sent positions; flat parameters of at least 2**31 elements are sent whole
+_PLACE = torch.int32
 # If a larger share of one rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
@@ -222,7 +223,7 @@ def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
 
 def _checksum(values: Tensor, indices: Tensor) -> Tensor:
     """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
-    return (values.to(torch.int64).view(-1) * (indices + 1)).sum()  # modulo 2**64
+    return (values.to(torch.int64).view(-1) * (indices + 1)).sum()  # the sum is modulo 2**64
 
 
 def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:

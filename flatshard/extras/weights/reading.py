@@ -42,8 +42,8 @@ class Options:
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     bucket_bytes: int | None = None
-    # Not compared between ranks by their text: a function's text differs. Ranks compare the chosen
-    # names.
+    # `repr=False`, because ranks compare the text of the request, and a function's text differs.
+    # Ranks compare the chosen names instead.
     names: Callable[[str], bool] | Collection[str] | None = field(default=None, repr=False)
     ranks: Any = "all"
     merge_lora: bool = False

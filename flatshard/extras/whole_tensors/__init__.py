@@ -183,7 +183,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
         if self.mode is not StepMode.ON_SHARDS or not some:
             return
-        # Parameters with a first gradient may need another mode.
+        # Parameters that have a gradient for the first time may need another mode.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
@@ -411,7 +411,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             }
             everyone = comm.host.gather(described, "optimizer state")
             for number, param in enumerate(params):
-                # State from a checkpoint is sharded until the next step.
+                # State from a checkpoint is already sharded, on all ranks, until the next step.
                 if _sharded_state(optimizer.state.get(param, {})):
                     continue
                 owner = self._owners[param]
@@ -470,7 +470,7 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
     def described(_: str, value: Any) -> Any:
         if isinstance(value, FlatShardTensor):
-            return None  # from a checkpoint, and still sharded: not sent
+            return None  # state from a checkpoint, which is still sharded, is not sent
         is_per_element = type(value) is Tensor and value.shape == param.shape and value.numel() > 1
         return value.to("meta") if is_per_element else value
 

@@ -11,7 +11,7 @@ ABOUT_EQUAL = 1.05
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Return the approximate work of a step of a parameter; for a matrix, of Newton-Schulz."""
+    """Return the approximate work of a parameter's step; for a matrix, of Newton-Schulz."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))

@@ -1,6 +1,7 @@
 """``find_step_mode``: finds an optimizer's ``StepMode`` by trying copies of the optimizer.
 
-No list would be enough: users bring new optimizers, and the mode may depend on their options.
+A list of optimizers would not be enough: users bring new optimizers, and the mode may depend on
+their options.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def copy_with_params(
 
     Attributes with parameters hold the new ones in the copy, and inner optimizers are copied, too.
     """
-    # Not by `deepcopy`, which calls `Optimizer.__setstate__`: that changes the class, and without
-    # `super().__init__()` no step would work afterwards.
+    # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
+    # optimizer's class, and without `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}
@@ -121,7 +122,8 @@ def copy_with_params(
         memo |= {id(old): new for old, new in zip(group["params"], params, strict=False)}
         memo[id(group["params"])] = list(params)
     for params in [group["params"] for one in twins for group in one.param_groups]:
-        # Other groups of an inner optimizer: without the old parameters, which a trial must keep.
+        # Groups of an inner optimizer get a list without the old parameters, which a trial must not
+        # change.
         memo.setdefault(id(params), [memo[id(p)] for p in params if memo[id(p)] is not p])
     for one, twin in twins.items():
         attributes = {
@@ -182,7 +184,7 @@ def _copied(param: Tensor) -> Tensor:
             spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
-            # Without a model (`twin.spec`), whatever needs a full gradient raises.
+            # `twin.spec` refers to no model, so an operation that needs the full gradient raises.
             twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.shard_role)  # type: ignore[attr-defined]
         elif grad is not None:
             twin.grad = grad.detach().clone()
@@ -217,7 +219,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     """Find the ``StepMode`` by trial steps of small full parameters.
 
-    If each half steps separately as both together, different owners may step the parameters.
+    If the parameters step in two halves as they step together, different owners may step them.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
