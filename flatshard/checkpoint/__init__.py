@@ -15,7 +15,7 @@ from flatshard.checkpoint.host_ranks import Optimizers
 from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
-from flatshard.module.wrappers import model_shards
+from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.wrapper import ShardedWrapper

@@ -18,8 +18,7 @@ from flatshard.comm.consistency import Facts, differing_fact, sendable
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
-from flatshard.module.wrappers import model_shards
-from flatshard.state.model_state import ModelShards
+from flatshard.extras.model_shards import ModelShards, model_shards
 from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.wrapper import ShardedWrapper
 

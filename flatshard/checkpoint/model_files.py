@@ -23,8 +23,9 @@ from flatshard.checkpoint.folder import log_speed
 from flatshard.checkpoint.host_ranks import sharded
 from flatshard.checkpoint.safetensors import OpenFiles, Place, Plan, as_saved, read_range
 from flatshard.comm.communicator import Communicator
+from flatshard.extras.model_shards import ModelShards
 from flatshard.options.extras import extra
-from flatshard.state.model_state import ModelShards, without_ddp_prefix
+from flatshard.state.model_state import without_ddp_prefix
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.layout import memory_order
 

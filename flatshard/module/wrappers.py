@@ -10,10 +10,9 @@ from collections.abc import Iterable, Set
 
 from torch import nn
 
-from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.state.model_state import ModelShards, UnitStateDict
+from flatshard.state.model_state import UnitStateDict
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import paths, unit_text
 
@@ -119,26 +118,3 @@ def units_between_steps(module: nn.Module, caller: str, *, nested: bool = True) 
         context.check_between_steps(caller)
     check_not_summoned(units, f"asked for {caller}")
     return units
-
-
-def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
-    """Return this rank's shards of a model, for checkpoints; None for an unwrapped model.
-
-    Collective: all ranks that train the model. If one rank is inside of a step or of
-    ``summon_full_params``, all ranks raise that rank's error.
-    """
-    problem = None
-    try:
-        units_between_steps(model, caller)
-    except RuntimeError as error:
-        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
-        # would wait for this rank in the next collective.
-        problem = error
-    parts = state_dicts_in(model)
-    if not parts:
-        return None
-    shards = ModelShards(model, parts)
-    # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
-    # ranks never make the call (for example under `if rank == 0:`).
-    raise_everywhere(problem, shards.world, op_name=caller)
-    return shards

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ Kwargs = dict[str, Any]
 
 # Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
 # are cast, and a dict from each buffer's name to the buffer's original dtype.
-_CAST_BUFFERS = "_flatshard_cast_buffers"
+CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -142,36 +142,23 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
             if buffer is not None and buffer.is_floating_point() and id(buffer) not in left_alone
         }
         if own:
-            module.__dict__[_CAST_BUFFERS] = dtype, own
+            module.__dict__[CAST_BUFFERS] = dtype, own
             # torch sets an attribute on each hook that is registered.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
-        _cast_again(module)
+        cast_again(module)
 
 
-def convert_buffers(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """Cast buffers to the policy's dtype again. Called after ``fn`` was applied to all buffers.
-
-    ``fn`` is the function of a conversion by the user, such as ``module.to(dtype)``.
-    """
-    for module in modules:
-        # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype. Only
-        # the recorded original dtype changes, which state dicts have.
-        _, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
-        for name, dtype in own.items():
-            own[name] = fn(torch.empty(0, dtype=dtype)).dtype
-        _cast_again(module)
-
-
-def _cast_again(module: nn.Module) -> None:
-    dtype, own = module.__dict__.get(_CAST_BUFFERS, (None, {}))
+def cast_again(module: nn.Module) -> None:
+    """Cast the buffers of a module to the policy's dtype, after a conversion by the user."""
+    dtype, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
     for buffer in (module._buffers[name] for name in own):
         if buffer is not None and buffer.dtype != dtype:
             buffer.data = buffer.data.to(dtype)
 
 
 def _give_own_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    _, own = module.__dict__[_CAST_BUFFERS]
+    _, own = module.__dict__[CAST_BUFFERS]
     for name, dtype in own.items():
         value = state_dict.get(prefix + name)
         # With keep_vars=True the state dict must contain the module's own buffers.

@@ -25,7 +25,6 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
 from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
-from flatshard.tensor.shard_spec import first_of_dtensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
@@ -273,56 +272,3 @@ def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[s
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
-
-
-class ModelShards:
-    """Gives access to this rank's shards of a model, for saving and loading. Never communicates."""
-
-    def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
-        self.parts = parts
-        self._model, self._units = model, [part.unit for part in parts]
-        self._handles = [handle for unit in self._units for handle in unit.handles]
-        # The ranks of the largest unit: some units train on fewer ranks.
-        self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
-
-    def refuse_dtensors(self, caller: str) -> None:
-        """Raise NotImplementedError if a parameter was a DTensor."""
-        split = first_of_dtensor(p.spec for handle in self._handles for p in handle.params)
-        if split is not None:
-            raise NotImplementedError(
-                f"{caller}: parameter {split!r} was a DTensor before it was sharded, and ranks "
-                "outside of this model's process group hold other parts of the parameter. Call "
-                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT') and pass "
-                "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sharded state dict, whose tensors share memory with the model.
-
-        Raises:
-            NotImplementedError: a unit trains only on some of the ranks.
-        """
-        for handle in self._handles:
-            handle.absorb_replaced()
-        with options_set(self.parts, StateDictOptions(is_sharded=True)):
-            return self._model.state_dict()
-
-    def replicas(self) -> dict[int, Communicator]:
-        """Return, for each flat parameter, the ranks that hold the same shard as this rank.
-
-        The keys are the storages of this rank's shards (``_cdata``).
-        """
-        return {
-            handle.flat_param.untyped_storage()._cdata: handle.topology.replicate
-            for handle in self._handles
-        }
-
-    def mark_written(self) -> None:
-        """Call after writing into the memory of shards: marks unsharded copies as out of date."""
-        for unit in self._units:
-            unit.count_load("a checkpoint")
-        for handle in self._handles:
-            # Reading a file directly into memory does not increase the version counters.
-            written = handle.sharded if handle.is_whole else [handle.flat_param]
-            torch.autograd.graph.increment_version(written)
-            handle.page_out()

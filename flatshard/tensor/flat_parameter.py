@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from flatshard.comm.communicator import Topology
 from flatshard.comm.work import PendingSends
 from flatshard.memory.offload_target import OffloadTargets
+from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
@@ -102,27 +103,7 @@ class FlatParameter(nn.Parameter):
         return [param for known in self._params if (param := known()) is not None]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        layout = self.flat_layout
-        chunks = f"{layout.world_size} chunk{'s' if layout.world_size > 1 else ''}"
-        unit = unit_text(self.params[0].spec.unit) if self.params else "a model that is gone"
-        lines = [
-            f"FlatParameter of {unit}: {self.dtype} on {self.device}, "
-            f"{layout.numel:,} elements + {layout.padding_numel:,} padding, "
-            f"{chunks} of {layout.shard_numel:,}"
-        ]
-        for rank in range(layout.world_size):
-            begin, end = layout.shard_range(rank)
-            here = ", on this rank" if rank == self.rank else ""
-            lines.append(f"  chunk {rank}: elements {begin:,} to {end:,}{here}")
-            for param in self.params:
-                local = layout.local_span(param.index, rank)
-                if not local.numel:
-                    continue
-                line = f"    {local.start:,} to {local.end:,}: {param.name!r} {param.span.shape}"
-                if local.numel < param.span.numel:
-                    line += f", its elements {local.offset:,} to {local.offset + local.numel:,}"
-                lines.append(line)
-        return "\n".join(lines)
+        return extra("unit_report", "print(flat_parameter)").chunks_of(self)  # type: ignore[no-any-return]
 
 
 def is_wrapped(param: Tensor) -> bool:
@@ -339,12 +320,6 @@ class OriginalParam:
             # Users may compute with this parameter outside of forward, and the hook also averages
             # gradients of such uses.
             register_hook(self.sharded, register, self._grad_hook)
-
-    def copied(self, memo: dict[int, Any]) -> ParamInfo:
-        """Return the deep copy of the parameter, and its locations in the copied modules."""
-        places = [replace(place, module=memo[id(place.module)]) for place in self.locations]
-        places[0] = replace(places[0], name=self.name)
-        return ParamInfo(memo.get(id(self.sharded), self.sharded), places)
 
     # ------------------------------------------------------------ gradients
 

@@ -12,10 +12,26 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+
+class _Parameters(dict[str, Any]):
+    """The attribute ``_parameters`` of a proxy. It is empty: the wrapped module has the parameters.
+
+    ``torch.nn.utils.prune``, ``weight_norm`` and ``spectral_norm`` take a parameter out of here.
+    """
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"parameter {name!r} of a unit was to be replaced (by torch.nn.utils.prune or "
+            "weight_norm, for example), but the unit computes with the all-gathered parameter. "
+            "Call such functions before wrapping."
+        )
+
+    __delitem__ = __missing__
 
 
 class ModuleProxy(nn.Module):
@@ -66,6 +82,10 @@ class ModuleProxy(nn.Module):
         module = self.__dict__.get("_modules", {}).get("module")
         # `unit.weight += 1` assigns the parameter that the module holds already.
         if module is not None and value is module._parameters.get(name) is not None:
+            return
+        # Functions that list the children may replace them (`apply_activation_checkpointing`).
+        if isinstance(value, nn.Module) and module is not None and name in module._modules:
+            setattr(module, name, value)
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
@@ -130,6 +150,16 @@ class ModuleProxy(nn.Module):
         """
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the children of the wrapped module, for the same reason as ``named_modules``."""
+        return self.module.named_children()
+
+    def train(self, mode: bool = True) -> Self:
+        """Call ``train`` of the wrapped module, which may keep some modules in eval mode."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
     # Register on the wrapped module: its forward reads the value, and `named_modules` lists it.
 
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
@@ -166,6 +196,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     from torch._dynamo.decorators import skip
 
     proxy.module, proxy.training = module, module.training
+    proxy.__dict__["_parameters"] = _Parameters()
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)

@@ -12,13 +12,12 @@ from structure import BESIDE, Source, read
 from tests.harness import ROOT
 
 ORDER = (
-    *("options", "units", "memory", "precision", "comm", "collectives", "tensor", "engine"),
-    *("optimizer", "state", "module", "wrapper", "extras", "checkpoint"),
-    "integrations",
+    *("options", "units", "memory", "precision", "comm", "tensor", "engine", "optimizer"),
+    *("state", "module", "wrapper", "extras", "checkpoint", "integrations"),
 )
 """A package imports those before it; the modules beside them are what users import."""
 
-SHIMS = ("__main__", "memory_plan", "weights")
+SHIMS = ("__main__", "collectives", "memory_plan", "weights")
 """Modules at the top of the package that import what is beside the core."""
 
 

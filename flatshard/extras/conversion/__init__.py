@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
 from flatshard.module.wrappers import check_has_all_modules, check_not_summoned, unit_of, units_in
-from flatshard.precision import convert_buffers
+from flatshard.precision import CAST_BUFFERS, cast_again
+from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy
-from flatshard.units.module_tree import unit_text
+from flatshard.units.module_tree import ParamInfo, unit_text
 
 
 def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None:
@@ -55,7 +57,12 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
             for params, name in places:
                 params[name] = None
             root.module._apply(fn, recurse)
-            convert_buffers(root.modules(), fn)
+            for module in root.modules():
+                # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype.
+                # Only the recorded original dtype changes, which state dicts have.
+                _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
+                own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
+                cast_again(module)
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
@@ -152,7 +159,14 @@ def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
         shard = handle.flat_param.detach().to(handle.device, copy=True)
     plan = copy.copy(handle.plan)
     plan.dtype, plan.device = shard.dtype, handle.device
-    plan.infos = [param.copied(memo) for param in handle.params]
+    plan.infos = [_copied_param(param, memo) for param in handle.params]
     twin = FlatParamHandle(plan, plan.take_params(), shard)
     twin.page_out()
     return twin
+
+
+def _copied_param(param: OriginalParam, memo: dict[int, Any]) -> ParamInfo:
+    """Return the deep copy of a parameter, and its locations in the copied modules."""
+    places = [replace(place, module=memo[id(place.module)]) for place in param.locations]
+    places[0] = replace(places[0], name=param.name)
+    return ParamInfo(memo.get(id(param.sharded), param.sharded), places)

@@ -1,6 +1,7 @@
 """Extra: records the time, memory and communication of a model's steps.
 
-The recorder only observes steps (``StepExtension``), and changes nothing. Without this folder,
+``record`` lists the collectives that a rank starts. ``StepRecorder`` only observes steps
+(``StepExtension``), and changes nothing. Without this folder, ``flatshard.collectives``,
 ``ShardedWrapper.record_steps()`` and ``step_report()`` raise ``MissingExtraError``.
 """
 
@@ -12,12 +13,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatshard.collectives import Event, record
+from flatshard.comm.communicator import LISTENERS
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
@@ -28,10 +29,56 @@ from flatshard.module.wrappers import unit_of
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy
 
-__all__ = ["last_report", "record_steps"]
+__all__ = ["Event", "last_report", "record", "record_steps"]
 
 # Report of the last recorded step of each model. The key is the context of the model's root.
 _last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
+
+
+class Event(NamedTuple):
+    """One collective that this rank has started.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter), ``"all_reduce"``, ``"all_to_all"``,
+            ``"scalars"`` (a few numbers) or ``"broadcast"``.
+        unit_fqn: name of the unit. For a collective without a unit, the purpose.
+        nbytes: size in bytes of the result of an all-gather, or of each rank's input to a
+            reduction. For an all-reduce that consists of a reduce-scatter and an all-gather, the
+            mean of both sizes, because the dtypes may differ.
+        ranks: the participating ranks, as ranks in the default group.
+    """
+
+    kind: str
+    unit_fqn: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Event]]:
+    """Record the collectives that this rank starts inside the context, in order.
+
+    The context yields a list of ``Event``s, which grows with each collective.
+
+    Example:
+        ```python
+        from flatshard import collectives
+
+        with collectives.record() as events:
+            model(inputs)
+        print(sum(event.nbytes for event in events if event.kind == "gather"))
+        ```
+    """
+    events: list[Event] = []
+
+    def listen(*facts: Any) -> None:
+        events.append(Event(*facts))
+
+    LISTENERS.append(listen)
+    try:
+        yield events
+    finally:
+        LISTENERS.remove(listen)
 
 
 class _Doing(NamedTuple):

@@ -1,6 +1,7 @@
-"""Extra: tabulates the units of a model.
+"""Extra: tabulates the units of a model, and lists what lies where in a flat parameter.
 
-Without this folder, ``ShardedWrapper.unit_report()`` raises ``MissingExtraError``.
+Without this folder, ``ShardedWrapper.unit_report()`` and ``repr()`` of a flat parameter raise
+``MissingExtraError``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.extras import show_bytes, tabulate
 from flatshard.module.wrappers import units_in, wrappers_in
+from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_tree import unit_text
 
-__all__ = ["report"]
+__all__ = ["chunks_of", "report"]
 
 _HEADER = (
     *("unit", "class", "elements", "padding", "flat parameters", "unsharded"),
@@ -84,3 +87,28 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
     )
     padded = f"{padding:,} ({padding / max(numel, 1):.1%})"
     return f"{numel:,}", padded, kinds, show_bytes(unsharded_bytes)
+
+
+def chunks_of(flat: FlatParameter) -> str:
+    """Return a text about a flat parameter: the chunk of each rank, and the parameters in it."""
+    layout, params = flat.flat_layout, flat.params
+    chunks = f"{layout.world_size} chunk{'s' if layout.world_size > 1 else ''}"
+    unit = unit_text(params[0].spec.unit) if params else "a model that is gone"
+    lines = [
+        f"FlatParameter of {unit}: {flat.dtype} on {flat.device}, "
+        f"{layout.numel:,} elements + {layout.padding_numel:,} padding, "
+        f"{chunks} of {layout.shard_numel:,}"
+    ]
+    for rank in range(layout.world_size):
+        begin, end = layout.shard_range(rank)
+        here = ", on this rank" if rank == flat.rank else ""
+        lines.append(f"  chunk {rank}: elements {begin:,} to {end:,}{here}")
+        for param in params:
+            local = layout.local_span(param.index, rank)
+            if not local.numel:
+                continue
+            line = f"    {local.start:,} to {local.end:,}: {param.name!r} {param.span.shape}"
+            if local.numel < param.span.numel:
+                line += f", its elements {local.offset:,} to {local.offset + local.numel:,}"
+            lines.append(line)
+    return "\n".join(lines)

@@ -15,9 +15,10 @@ from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.extras.model_shards import model_shards
 from flatshard.extras.weights.lora import MergedLora
 from flatshard.memory.buffers import BufferCache
-from flatshard.module.wrappers import handles_in, model_shards, unit_of, wrappers_in
+from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.layout import view_of

@@ -1,0 +1,91 @@
+"""``ModelShards``: gives extras and checkpoints access to this rank's shards of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import raise_everywhere
+from flatshard.module.wrappers import state_dicts_in, units_between_steps
+from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
+from flatshard.tensor.shard_spec import first_of_dtensor
+
+
+class ModelShards:
+    """Gives access to this rank's shards of a model, for saving and loading. Never communicates."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
+        self.parts = parts
+        self._model, self._units = model, [part.unit for part in parts]
+        self._handles = [handle for unit in self._units for handle in unit.handles]
+        # The largest group, because some units use fewer ranks.
+        self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
+
+    def refuse_dtensors(self, caller: str) -> None:
+        """Raise NotImplementedError if a parameter was a DTensor."""
+        split = first_of_dtensor(p.spec for handle in self._handles for p in handle.params)
+        if split is not None:
+            raise NotImplementedError(
+                f"{caller}: parameter {split!r} was a DTensor before it was sharded, and ranks "
+                "outside of this model's process group hold other parts of the parameter. Call "
+                "model.state_dict() under state_dict_type(model, 'SHARDED_STATE_DICT') and pass "
+                "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sharded state dict, whose tensors share memory with the model.
+
+        Raises:
+            NotImplementedError: a unit trains only on some of the ranks.
+        """
+        for handle in self._handles:
+            handle.absorb_replaced()
+        with options_set(self.parts, StateDictOptions(is_sharded=True)):
+            return self._model.state_dict()
+
+    def replicas(self) -> dict[int, Communicator]:
+        """Return, for each flat parameter, the ranks that hold the same shard as this rank.
+
+        The keys are the storages of this rank's shards (``_cdata``).
+        """
+        return {
+            handle.flat_param.untyped_storage()._cdata: handle.topology.replicate
+            for handle in self._handles
+        }
+
+    def mark_written(self) -> None:
+        """Call after writing into the memory of shards: marks unsharded copies as out of date."""
+        for unit in self._units:
+            unit.count_load("a checkpoint")
+        for handle in self._handles:
+            # Reading a file directly into memory does not increase the version counters.
+            written = handle.sharded if handle.is_whole else [handle.flat_param]
+            torch.autograd.graph.increment_version(written)
+            handle.page_out()
+
+
+def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
+    """Return this rank's shards of a model, for checkpoints; None for an unwrapped model.
+
+    Collective: all ranks that train the model. If one rank is inside of a step or of
+    ``summon_full_params``, all ranks raise that rank's error.
+    """
+    problem = None
+    try:
+        units_between_steps(model, caller)
+    except RuntimeError as error:
+        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
+        # would wait for this rank in the next collective.
+        problem = error
+    parts = state_dicts_in(model)
+    if not parts:
+        return None
+    shards = ModelShards(model, parts)
+    # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
+    # ranks never make the call (for example under `if rank == 0:`).
+    raise_everywhere(problem, shards.world, op_name=caller)
+    return shards
