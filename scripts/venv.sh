@@ -34,10 +34,11 @@ setup() {
 
 # install VENV ARGUMENT...: as `pip install ARGUMENT...` does, with uv, which unpacks on all cores and
 # takes half the time. uv reads the settings of pip from the environment here. Where uv cannot be
-# installed, or fails, pip installs.
+# installed, or fails, pip installs, but not on a full disk.
 install() {
-    local venv="$1" python="$1/bin/python" uv=.venv/bin/uv
+    local venv="$1" python="$1/bin/python" uv=.venv/bin/uv full="no space left" said
     shift
+    said="$(mktemp)"
     (
         if [ ! -x "$uv" ]; then
             "$python" -m pip install --quiet uv
@@ -57,5 +58,16 @@ install() {
         export UV_CACHE_DIR="${FLATSHARD_CACHE:-$venv/uv-cache}" UV_INDEX_STRATEGY=unsafe-best-match
         [ -n "${FLATSHARD_CACHE:-}" ] || trap 'rm -rf "$UV_CACHE_DIR"' EXIT
         "$uv" pip install --quiet --python "$python" "$@"
-    ) || "$python" -m pip install --quiet "$@"
+    ) 2> "$said" ||
+        { ! grep -qi "$full" "$said" && "$python" -m pip install --quiet "$@" 2>> "$said"; } || {
+        cat "$said" >&2
+        if grep -qi "$full" "$said"; then
+            echo "error: the disk of $venv is full: torch and its CUDA libraries take 6 GB;" \
+                "free are $(df -h --output=avail "$venv" | sed '1d; s, ,,g')" >&2
+        elif grep -qiE "connect|resolv|timed out" "$said"; then
+            echo "error: $venv cannot be installed, because no package index answers" >&2
+        fi
+        return 1
+    }
+    rm "$said"
 }

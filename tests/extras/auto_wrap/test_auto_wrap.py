@@ -186,23 +186,36 @@ def test_blocks_in_blocks() -> None:
     assert names(find_units(few, "auto")) == [f"{i}.blocks.{j}" for i in range(3) for j in (0, 1)]
 
 
+def test_the_two_attentions_of_a_decoders_block_do_not_divide_it() -> None:
+    """Although they are most of the block, and the block is half of the model."""
+    blocks = [Block(1024), Block(1024)]
+    for block in blocks:
+        block.cross = Attention(1024)
+    assert names(find_units(nn.Sequential(*blocks), "auto")) == ["0", "1"]
+
+
 class MixtureBlock(Layer):
     """A block whose feed-forward part is a choice of experts."""
 
-    def __init__(self, width: int, experts: str = "experts") -> None:
+    def __init__(self, width: int, experts: str, expert: type[FeedForward]) -> None:
         super().__init__()
         self.attention = Attention(width)
         self.mlp = nn.ModuleDict({"router": nn.Linear(width, 4)})
-        self.mlp[experts] = nn.ModuleList(FeedForward(width) for _ in range(4))
+        self.mlp[experts] = nn.ModuleList(expert(width) for _ in range(4))
 
 
+class Expert(FeedForward):
+    """Known by its class, under any name."""
+
+
+@pytest.mark.parametrize("experts, expert", [("experts", FeedForward), ("choices", Expert)])
 @pytest.mark.parametrize("depth", [1, 2, 12])
-def test_experts_are_no_units(depth: int) -> None:
+def test_experts_are_no_units(depth: int, experts: str, expert: type[FeedForward]) -> None:
     """Also where a block of theirs is most of the model."""
-    model = nn.ModuleDict({"blocks": nn.ModuleList(MixtureBlock(512) for _ in range(depth))})
-    model["head"] = nn.Linear(512, 10_000)
+    blocks = nn.ModuleList(MixtureBlock(512, experts, expert) for _ in range(depth))
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(512, 10_000)})
     chosen = names(find_units(model, "auto"))
-    assert not [name for name in chosen if "experts" in name]
+    assert not [name for name in chosen if f".{experts}." in name]
     if depth > 1:
         assert chosen == [*(f"blocks.{i}" for i in range(depth)), "head"]
 

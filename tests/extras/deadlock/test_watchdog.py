@@ -501,18 +501,18 @@ def _looks(num_ranks: int, odd: int) -> int:
         need = WaitCondition(group, kind, 3, others)
         text = f"the {kind} over {everybody}"
         waits.append(detector.BlockedWait(functools.partial(str, text), need))
-    for rank in [*range(num_ranks)] * 6:
-        before, world = store.bytes, mock.Mock(**{"get_rank.return_value": rank})
-        begun = {"0": 2 if rank == odd else 3}
-        with (
-            mock.patch.object(detector, "dist", world),
-            mock.patch.multiple(detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0),
-            mock.patch.object(detector, "_own_store", return_value=store),
-            mock.patch.object(detector.program, "begun", return_value=begun),
-            mock.patch.object(detector.program, "is_member", return_value=True),
-        ):
+    with (
+        mock.patch.object(detector, "dist") as world,
+        mock.patch.multiple(detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0),
+        mock.patch.object(detector, "_own_store", return_value=store),
+        mock.patch.object(detector.program, "begun") as begun,
+        mock.patch.object(detector.program, "is_member", return_value=True),
+    ):
+        for rank in [*range(num_ranks)] * 6:
+            before, world.get_rank.return_value = store.bytes, rank
+            begun.return_value = {"0": 2 if rank == odd else 3}
             dogs[rank].look(waits[rank])
-        traffic.append(store.bytes - before)
+            traffic.append(store.bytes - before)
     for wait in waits:
         assert wait.is_given_up
         assert re.search(rf"{ENDLESS}.* rank {odd} in \[the gather over 0, 1, ", wait.verdict or "")
@@ -521,8 +521,8 @@ def _looks(num_ranks: int, odd: int) -> int:
 
 def test_one_of_many_ranks_is_found_with_traffic_that_does_not_grow() -> None:
     """Reports named all ranks, and only the first ones were asked."""
-    _looks(60, odd=0)
-    few, many = _looks(120, odd=40), _looks(160, odd=40)
+    _looks(30, odd=0)
+    few, many = _looks(80, odd=40), _looks(120, odd=40)
     assert many == pytest.approx(few, rel=0.1)
 
 
