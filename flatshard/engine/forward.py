@@ -243,7 +243,8 @@ class Forward:
             self.unshard(unit)
             self._state.edits.begin(unit)
             # The modules hold unsharded parameters now, also for later operations of the forward.
-            self.saved.keep_views(unit)
+            if not self.saved.had_hooks:
+                self.saved.keep_views(unit)
 
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise if the finished forward of ``module`` edited unsharded parameters in place."""

@@ -18,16 +18,20 @@ filled again at the same address and with the same version.
 
 Without hooks, a unit's forward is compared with the forwards that had hooks, by the number of nodes
 that autograd has made. In a forward with another number, autograd may have saved a view that
-backward reads at another time. Then the unit keeps its buffer until backward is over, and forwards
-have hooks again. If autograd reads a view of a freed buffer anyway (the program starts a backward
-at a tensor inside of the unit, for example, and did not in earlier steps), torch raises: see
-``tensor.unsharded.forbid`` and [Note: versions of the buffer] in ``handle``.
+backward reads at another time. Then the unit keeps its buffer until the next step, and forwards
+have hooks again. Forwards also have hooks while the program has registered a forward hook on a
+module inside of a unit, because the program may start a backward at a tensor that the hook keeps.
+
+If autograd reads a view of a freed buffer anyway, autograd raises ([Note: versions of the buffer]
+in ``handle``). An example: a module keeps a tensor inside of a unit, and the program starts a
+backward at this tensor, but did not do so in earlier steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +47,7 @@ from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_FORWARD_HOOKS, _PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
 # Maximum number of forwards without hooks that are unlike all earlier forwards. After this number,
 # every forward has hooks.
@@ -96,11 +101,13 @@ class SavedTensors:
         # The attributes below are for [Note: forwards without hooks]. `_known`: kinds of forwards
         # that need no hooks. `_new`: kinds of forwards since the last backward. A kind is a unit
         # and a number of autograd's nodes.
-        self.has_hooks = self._learns = bool(self._owners)
+        self.has_hooks = bool(self._owners)
+        self.had_hooks = True  # whether all forwards of this round have had hooks
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that were unlike all earlier forwards
         self._num_unlike = 0
+        self._inner: list[nn.Module] = []  # modules inside of units, whose hooks get inner tensors
         # Number of views saved in this round that no backward has read in its unit's own backward.
         # A round begins with the first outermost forward after a backward.
         self._num_unread = self._round = 0
@@ -129,17 +136,25 @@ class SavedTensors:
 
     def begin_forward(self) -> None:
         """Begin the outermost forward: count saved views anew after each backward."""
-        if self._has_ended:
-            self._has_ended, self._learns, self._num_unread = False, self.has_hooks, 0
+        is_new = self._has_ended
+        if is_new:
+            self._has_ended, self._num_unread = False, 0
             self._round += 1
             self._new.clear()
+        # The program may keep a tensor inside of a unit by a hook, and start a backward there.
+        if any(map(_FORWARD_HOOKS, self._inner)) or any(map(_PRE_HOOKS, self._inner)):
+            self.has_hooks = bool(self._owners)
+        self.had_hooks = self.has_hooks and (self.had_hooks or is_new)
 
     def end_backward(self) -> None:
         """Leave out the hooks from now on, if they made no difference in the ended backward."""
         self._has_ended = True
-        if self._learns and self._new and not self._num_unread:
+        if self.had_hooks and self._new and not self._num_unread:
             self._known |= self._new
             self.has_hooks = self._num_unlike > _MAX_UNLIKE
+            units = {module for unit in self._state.units for module in unit.modules}
+            inside = {one for module in self._state.root.modules for one in module.modules()}
+            self._inner = list(inside - units)
             for handle in self._state.handles:
                 handle.may_be_held = handle.was_held
 
@@ -163,12 +178,15 @@ class SavedTensors:
             self.keep_views(unit)
 
     def keep_views(self, unit: Unit) -> None:
-        """Keep the buffers of ``unit`` until backward is over, if autograd may read them unseen."""
-        if self._owners and not self.has_hooks:
-            unit.keeps_views = self.has_hooks = True
-            self._num_unlike += 1
-            for handle in self._state.handles:
-                handle.may_be_held = True
+        """Keep the buffers of ``unit`` until the next step: autograd may read a view at any time.
+
+        From now on, forwards have hooks again.
+        """
+        unit.keep_unsharded()
+        self._num_unlike += not self.has_hooks
+        self.has_hooks = bool(self._owners)
+        for handle in self._state.handles:
+            handle.may_be_held = True
 
     def push(self, *, needed: bool = True) -> bool:
         """Put this model's saved-tensor hooks on top of autograd's stack, if not there already.

@@ -151,8 +151,6 @@ class Unit:
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
-        # Whether autograd may have saved views of the buffers that backward reads at any time.
-        self.keeps_views = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -367,11 +365,8 @@ class Unit:
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
-                held = {
-                    ReshardPoint.AFTER_FORWARD: self.keeps_views,
-                    ReshardPoint.AFTER_BACKWARD: handle.may_be_held,
-                }
-                handle.reshard(though_held=not held.get(point))
+                is_over = point is ReshardPoint.AFTER_BACKWARD
+                handle.reshard(though_held=not (is_over and handle.may_be_held))
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
@@ -394,7 +389,7 @@ class Unit:
 
     def end_iteration(self) -> None:
         """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
-        self.is_used_outside = self.keeps_views = False
+        self.is_used_outside = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
