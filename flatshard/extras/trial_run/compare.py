@@ -7,8 +7,6 @@ changed by one unit in the last place. Second: the median of these differences, 
 tensors' norms, over all tensors of the same kind. Third: twice the precision of the dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,6 +16,8 @@ from typing import NamedTuple
 import torch
 
 from flatshard.extras.trial_run.recorder import Key, Record, Sketch
+
+Place = tuple[int, str, str, int]  # step, kind of tensor, name, rank
 
 MULTIPLE = 100.0
 """A difference counts if it is more than this many units."""
@@ -39,6 +39,12 @@ class Difference(NamedTuple):
     eps: float = 0.0  # of the dtype
     units: float = 0.0  # the gap, in units of noise
 
+    def in_units(self, units: dict[Place, float]) -> "Difference":
+        """Return the difference with its size in units of noise."""
+        unit = units.get(self[:4], 0.0)  # 0: the noise has no influence, or no such tensor
+        gap = min(self.gap, 1e300)  # so that infinite noise explains an infinite gap
+        return self._replace(units=gap / unit if unit else math.inf)
+
 
 def differences(
     reference: list[Record], other: list[Record], lone_calls: Iterable[tuple[str, str]]
@@ -53,14 +59,12 @@ def differences(
         if any(line in key[2] for line, _ in lone_calls):
             continue
         ours, theirs = ([one.events.get(key) for one in side] for side in (reference, other))
-        # Ranks with the same range are replicas: take one.
-        parts = {one.range: one for one in theirs if one}
+        parts = {one.range: one for one in theirs if one}  # ranks with equal ranges are replicas
         if any(one.range[1] < math.prod(one.shape) for one in parts.values()):
             sums = torch.stack([one.sums for one in parts.values()]).sum(0)
-            theirs = [next(iter(parts.values()))._replace(sums=sums)]
-            ours = [next(filter(None, ours), None)]
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        found += [_difference(key, rank, *pair) for rank, pair in pairs]
+            theirs = [next(iter(parts.values()))._replace(sums=sums)] * len(theirs)
+        ranks = range(len(theirs))
+        found += [_difference(key, *pair) for pair in zip(ranks, ours, theirs, strict=True)]
     return found
 
 
@@ -73,20 +77,18 @@ def _difference(key: Key, rank: int, one: Sketch | None, other: Sketch | None) -
     return Difference(*key, rank, gap, norm, gap / norm if norm else gap, one.eps)
 
 
-def in_units(
-    found: list[Difference], noise: list[Difference]
-) -> tuple[list[Difference], int, Difference | None]:
-    """Express differences in units of noise.
+def units_of(noise: list[Difference]) -> tuple[dict[Place, float], int, Difference | None]:
+    """Return the unit of each tensor, see [Note: units].
 
-    Noise is the difference between two runs of the reference. Returns the differences, and the last
-    step that can be compared. If later steps cannot be compared because two runs of the reference
-    differ by more than rounding explains, also returns their first such difference, otherwise None.
+    ``noise``: the differences between two runs of the reference. Also returns the last step that
+    can be compared. If this is because two runs of the reference differ by more than rounding
+    explains, also returns their first such difference, otherwise None.
     """
-    compared: list[Difference] = []
-    own: dict[tuple[str, str, int], float] = defaultdict(float)
-    level: dict[str, float] = defaultdict(float)
-    scale: dict[str, float] = defaultdict(float)
-    last = -1
+    units: dict[Place, float] = {}
+    own: dict[tuple[str, str, int], float] = defaultdict(float)  # of a tensor
+    level: dict[str, float] = defaultdict(float)  # of all tensors of a kind
+    scale: dict[str, float] = defaultdict(float)  # the largest norm of a kind
+    last = 0
     for step in sorted({one.step for one in noise}):
         here = [one for one in noise if one.step == step]
         # In step 1, inputs depend on no weight, or only slightly (the output of a generator model),
@@ -94,20 +96,19 @@ def in_units(
         limit = CHAOS if step > 1 else 1e-3
         for one in here:
             own[one[1:4]] = max(own[one[1:4]], one.gap)
+            scale[one.kind] = max(scale[one.kind], one.norm)
             is_other = one.kind == "input" and one.size > limit * (one.eps > 0)
             if one.gap and (is_other or one.kind == "initial value"):
-                return compared, last, one
-        now = [one for one in found if one.step == step]
-        for kind in {one.kind for one in here}:
-            scale[kind] = max((one.norm for one in now if one.kind == kind), default=0.0)
+                return units, last, one
+        for kind in scale:
             sizes = [one.size for one in here if one.kind == kind and one.norm]
             level[kind] = max(level[kind], median(sizes or [0.0]))
         if level["gradient"] > CHAOS:
             break
-        for one in now:
-            least = max(level[one.kind], 2 * one.eps) * one.norm
-            unit = max(own[one[1:4]], least, 1e-3 * one.eps * scale[one.kind])
-            if one.gap and unit < math.inf:
-                compared.append(one._replace(units=one.gap / unit if unit else math.inf))
+        for one in here:
+            least = max(
+                level[one.kind] * one.norm, one.eps * max(2 * one.norm, 1e-3 * scale[one.kind])
+            )
+            units[one[:4]] = max(own[one[1:4]], least)
         last = step
-    return compared, last, None
+    return units, last, None

@@ -10,10 +10,7 @@ compared with a full one. So recording needs no communication: if only one rank 
 it does not wait for the others.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import functools
 import math
 import os
@@ -26,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -66,10 +62,18 @@ class Record:
     remarks: Counter[tuple[str, str]] = field(default_factory=Counter)  # line, what it does
     costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
 
-    def write(self, file: Path) -> None:
-        """Write the record into a file, of which nobody reads a part."""
-        torch.save(self, part := file.with_suffix(".part"))
-        part.rename(file)
+
+def write(file: Path, value: Any) -> None:
+    """Write a value into a file. Processes that wait for the file never see a part of it."""
+    torch.save(value, part := file.with_suffix(".part"))
+    part.rename(file)
+
+
+def read(file: Path) -> Any:
+    """Wait for a file that another process writes, and return its value."""
+    while not file.exists():
+        time.sleep(0.1)
+    return torch.load(file, weights_only=False)
 
 
 @torch.no_grad()
@@ -79,11 +83,10 @@ def sketch(tensor: Tensor, owner: Tensor) -> Sketch:
         shape, offset = owner.spec.shape, owner.spec.offset
         flat = owner.local.detach() if tensor is owner else local_grad(tensor, owner.spec)
     else:
-        if tensor.is_sparse:  # an input may be too large as a dense tensor
-            tensor = tensor.coalesce().values() if tensor is owner else tensor.to_dense()
+        if owner.is_sparse:  # an input, which may be too large as a dense tensor
+            owner = tensor = owner.coalesce().values()
         shape, offset = tuple(tensor.shape), 0
-        order = memory_order(tensor if owner.is_sparse else owner)
-        flat = tensor.detach().permute(order).reshape(-1)
+        flat = tensor.detach().to_dense().permute(memory_order(owner)).reshape(-1)
     if flat.is_complex():
         shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
     sums, at = torch.zeros(_SIZE, dtype=torch.float64, device=flat.device), offset
@@ -98,33 +101,27 @@ def sketch(tensor: Tensor, owner: Tensor) -> Sketch:
 class Recorder:
     """Records the steps of one rank."""
 
-    def __init__(self, options: argparse.Namespace, file: Path, *, perturbs: bool) -> None:
-        """Record ``options.steps`` steps of each optimizer, then end the process.
-
-        ``perturbs``: change the weights by one unit in the last place before the first forward.
-        """
-        self.options, self._file, self._perturbs, self.record = options, file, perturbs, Record()
+    def __init__(self, options: argparse.Namespace, file: Path) -> None:
+        """Record ``options.steps`` steps, of all optimizers together, then end the process."""
+        self.options, self._file, self.record = options, file, Record()
         self.names: dict[Tensor, str] = {}  # of parameters of wrapped models
         self._models: dict[Any, str] = {}  # and beginnings of their tensors' names
         self._fresh: list[nn.Module] = []  # models whose weights will be changed
-        self._counts: Counter[Any] = Counter()  # of optimizers' steps
-        self._step = 1  # that runs now
+        self._step = 1  # the next step of any optimizer ends it
         self._depth = 0  # of optimizer steps that call another optimizer's step
-        self._aside, self._baseline = 0.0, _resident()
+        self._aside = 0.0  # seconds of recording
         self._add_costs()
-        if perturbs:
+        if options.run == "noise":
             _compute_norms_in_float64()
         steps.register_optimizer_step_pre_hook(self._before_step)
         steps.register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = functools.partial(self._backward, torch.autograd.backward)
 
-    def end(self, failure: str = "", frame: FrameType | None = None) -> NoReturn:
-        """Write the record, and end the process. ``frame``: the innermost frame of a failure."""
+    def end(self, failure: str = "") -> NoReturn:
+        """Write the record, and end the process."""
         if failure:
-            line = program_line(frame)
-            self.record.failure = failure + f"\n  at {line}" * bool(line)
-            self.record.failed_at = time.time()
-        self.record.write(self._file)
+            self.record.failure, self.record.failed_at = failure, time.time()
+        write(self._file, self.record)
         sys.stdout.flush()
         os._exit(bool(failure))  # exit handlers may wait for other ranks
 
@@ -134,11 +131,12 @@ class Recorder:
 
     def add_model(self, model: Any) -> None:
         """Record the initial values of a wrapped model."""
-        self._models[model] = f"model {len(self._models) + 1}: " if self._models else ""
-        params = self._named(model, model.named_parameters())
+        prefix = self._models[model] = f"model {len(self._models) + 1}: " * bool(self._models)
+        params = [(prefix + name, param) for name, param in model.module.named_parameters()]
         self.names |= {param: name for name, param in params}
-        self._add("initial value", params, 0)
-        self._fresh += [model] * self._perturbs
+        self._add("initial value", params)
+        if self.options.run == "noise":
+            self._fresh.append(model)
 
     def forward(self, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a wrapped model's forward; record inputs and outputs."""
@@ -152,63 +150,55 @@ class Recorder:
         return out
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        is_inner = torch._C._current_graph_task_id() >= 0  # checkpointing, in a backward
-        losses = [one for one in tree_leaves(tensors) if isinstance(one, Tensor)]
-        if len(losses) == 1 and losses[0].numel() == 1 and not is_inner:
-            self._add("loss", [("loss", losses[0])])
         backward(tensors, *args, **kwargs)
+        if torch._C._current_graph_task_id() >= 0:  # checkpointing, inside another backward
+            return
+        losses = tree_leaves(tensors)
+        if len(losses) == 1 == losses[0].numel():
+            self._add("loss", [("loss", losses[0])])
         # Record averaged gradients before the program clips or scales them, the last first.
-        if not is_inner and all(one.require_backward_grad_sync for one in self._models):
+        if all(one.require_backward_grad_sync for one in self._models):
             self._add("gradient", [(name, one) for one, name in reversed(self.names.items())])
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth == len(args) == 1 and not kwargs:  # a closure will compute the gradients
-            self._add("gradient at the step", self._params(optimizer), self._counts[optimizer] + 1)
+            self._add("gradient at the step", self._params(optimizer))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        params, most = self._params(optimizer), self.options.steps
-        self._counts[optimizer] += 1
-        step = self._counts[optimizer]
-        self._add("value", params, step)
-        for model in self._models:
-            self._add("buffer", self._named(model, model.named_buffers()), step)
-        self._add("random generator", _generators(), step)
-        if step == self._step:  # the first optimizer that makes this step
-            self._step += 1
-            self._add_costs()
-        if min(self._counts.values()) >= most or step >= 3 * most:
+        self._add("value", self._params(optimizer))
+        for model, prefix in self._models.items():
+            self._add(
+                "buffer", [(prefix + name, one) for name, one in model.module.named_buffers()]
+            )
+        self._add("random generator", _generators())
+        self._add_costs()
+        if self._step == self.options.steps:
             self.end()
+        self._step += 1
 
     def _params(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         kind = type(optimizer).__name__
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return [(self.names.get(p, f"{kind}, parameter {n}"), p) for n, p in enumerate(params)]
 
-    def _named(self, model: nn.Module, tensors: _Named) -> list[tuple[str, Tensor]]:
-        """Return tensors with their names in the unwrapped model."""
-        named = [([part for part in name.split(".") if part != "module"], t) for name, t in tensors]
-        return [(self._models[model] + ".".join(parts), tensor) for parts, tensor in named]
-
     def _add_all(self, kind: str, model: Any, values: Any) -> None:
-        where = (
-            "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
-        )  # for lone calls
+        # The line tells calls that only some ranks make from others, see [Note: lone calls].
+        where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
+        name = self._models.get(model, "a copy: ") + kind
         tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
-        prefix = self._models.get(model, "a copy: ")
-        self._add(kind, [(f"{prefix}{kind} {n}{where}", one) for n, one in enumerate(tensors)])
+        self._add(kind, [(f"{name} {n}{where}", one) for n, one in enumerate(tensors)])
 
-    def _add(self, kind: str, tensors: _Named, step: int | None = None) -> None:
+    def _add(self, kind: str, tensors: _Named) -> None:
         """Record tensors of one kind, or if these are gradients, the gradients of parameters."""
         began, line = time.perf_counter(), program_line(sys._getframe())
-        step = self._step if step is None else step
         for name, owner in tensors:
-            key, count = (step, kind, name), 1
+            key, count = (self._step, kind, name), 1
             while key in self.record.events:
-                key = (step, kind, f"{name} ({(count := count + 1)})")
+                key = (self._step, kind, f"{name} ({(count := count + 1)})")
             tensor = owner.grad if kind.startswith("gradient") else owner
             self.record.events[key] = None if tensor is None else sketch(tensor, owner)
             self.record.lines[key] = line
@@ -217,20 +207,14 @@ class Recorder:
     def _add_costs(self) -> None:
         """Record the time without recording, the peak memory, and the bytes written until now.
 
-        Memory is torch's on a GPU, otherwise that of the process, without imports. Bytes are
-        written to files and sockets.
+        Memory is the allocator's on a GPU, otherwise that of the process. Bytes are written to
+        files and sockets; only Linux counts them.
         """
-        memory = _resident() - self._baseline
-        if torch.cuda.is_initialized():
-            memory = torch.cuda.max_memory_allocated()
-        written = 0
-        with contextlib.suppress(OSError):  # only Linux counts them
-            written = int(Path("/proc/self/io").read_text().split()[3])
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() or resident
+        counts = Path("/proc/self/io")
+        written = int(counts.read_text().split()[3]) if counts.exists() else 0
         self.record.costs.append((time.perf_counter() - self._aside, memory, written))
-
-
-def _resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @torch.no_grad()

@@ -7,8 +7,6 @@ ranks call a line different numbers of times, the run under flatshard keeps an u
 model, with its initial values. At these lines the copy is called, so the run continues.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -24,18 +22,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from flatshard.extras import program_line
 from flatshard.extras.trial_run.recorder import Recorder
+from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
 # torch's own class: `install` replaces it in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
 
 
-def install(recorder: Recorder, *, is_sharded: bool) -> None:
+def install(recorder: Recorder) -> None:
     """Put classes that wrap and record in the place of all wrappers, in all loaded modules.
 
-    They wrap by ``ShardedWrapper`` if ``is_sharded``, otherwise by DistributedDataParallel.
+    They wrap by ``ShardedWrapper`` in the sharded run, otherwise by DistributedDataParallel.
     """
-    options = recorder.options
+    options, is_sharded = recorder.options, recorder.options.run == "sharded"
     policy = "auto" if options.policy == "auto" else None
     keywords = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
 
@@ -49,7 +48,7 @@ def install(recorder: Recorder, *, is_sharded: bool) -> None:
                 given = chosen | dict(zip(order, args, strict=False)) | given
                 if options.exact:
                     module.double()
-                plain = copy.deepcopy(module) if options.lone_calls else None
+                plain = copy.deepcopy(module) if is_sharded and options.lone_calls else None
                 super().__init__(module, **given)
                 self.__dict__["_plain"] = module.__dict__["_plain"] = plain
                 if name != ShardedWrapper.__name__:
@@ -85,8 +84,8 @@ def install(recorder: Recorder, *, is_sharded: bool) -> None:
         make(optimizer, *args, **kwargs)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-        modules = [one for one in modules if not isinstance(one, nn.DataParallel)]
         users = [one for one in modules if held <= {*one.parameters()}]
+        users = [one for one in users if not isinstance(one, nn.DataParallel)]
         if users and held.isdisjoint(recorder.names):
             if not dist.is_initialized():
                 dist.init_process_group()
@@ -102,18 +101,17 @@ def _watch(recorder: Recorder, method: str, what: str) -> None:
 
     @functools.wraps(real)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_other = "_plain" not in module.__dict__ or torch.compiler.is_compiling()
-        if is_other or (method == "__call__" and torch.is_grad_enabled()):
+        is_training = method == "__call__" and torch.is_grad_enabled()
+        if "_plain" not in vars(module) or is_training or torch.compiler.is_compiling():
             return real(module, *args, **kwargs)
-        caller, lone = sys._getframe(1), recorder.options.lone_calls
+        caller = sys._getframe(1)
         # Wrappers call their modules, and `full_state_dict` calls `state_dict` only on rank 0.
-        is_inner = caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard."))
-        if not lone and not is_inner:
+        if not caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard.")):
             recorder.remark(what)
-        if (program_line(caller), what) not in lone:
+        plain = vars(module)["_plain"]
+        if plain is None or (program_line(caller), what) not in recorder.options.lone_calls:
             return real(module, *args, **kwargs)
-        plain = module.__dict__["_plain"].train(module.training)
-        before = {**vars(plain)}
+        before = {**vars(plain.train(module.training))}
         result = real(plain, *args, **kwargs)
         # The program may read attributes that the forward has set.
         owner = module.module if isinstance(module, ShardedWrapper) else module
@@ -136,9 +134,8 @@ class _Reference(DDP):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
+    __getitem__ = ModuleProxy.__getitem__
+    named_modules = ModuleProxy.named_modules
     summon_full_params = staticmethod(lambda *_, **__: nullcontext())
     optim_state_dict = ShardedWrapper.optim_state_dict
     optim_state_dict_to_load = ShardedWrapper.optim_state_dict_to_load

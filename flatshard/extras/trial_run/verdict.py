@@ -1,31 +1,21 @@
 """The command ``flatshard try``: its options, the verdict and the report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from flatshard.extras import show_bytes, tabulate
-from flatshard.extras.trial_run.compare import MULTIPLE, Difference, differences, in_units
+import torch
+
+from flatshard.extras import tabulate
+from flatshard.extras.trial_run.compare import MULTIPLE, Difference, differences, units_of
 from flatshard.extras.trial_run.recorder import Record
 
 VERDICTS = SAME, DIFFERS, RAISES, NOT_COMPARED = "same", "differs", "raises", "not compared"
 """Verdicts. Each one's index is the exit code."""
-
-_WARM_UP, _TIMED = 2, 5  # steps
-
-
-def _step_time(costs: list[tuple[float, int, int]]) -> float:
-    times = [b[0] - a[0] for a, b in pairwise(costs)][_WARM_UP:]
-    return median(times) if len(times) >= _TIMED else 0.0
-
 
 _WRITE = {
     # first word of what a line does: what to write instead
@@ -33,21 +23,21 @@ _WRITE = {
     "state_dict()": "state = flatshard.checkpoint.full_state_dict(model) on every rank",
     "forward()": "evaluate on every rank, with the same number of batches",
 }
-_COSTS: dict[str, tuple[Any, Any]] = {
-    # For each measurement: a function that computes it from the costs that a rank recorded (0 if it
-    # is not known), and a function that formats it.
-    "peak memory per rank, without imports": (lambda costs: costs[-1][1], show_bytes),
-    f"time per step, median of {_TIMED} or more": (_step_time, lambda s: f"{1e3 * s:.1f} ms"),
-    "bytes sent and written, last step": (lambda c: c[-1][2] - c[-2:][0][2], show_bytes),
-}
+_COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
+_WARM_UP, _TIMED = 2, 5  # steps that are not measured, and minimum number of those that are
 _TITLE = "{}, {} ranks, {} steps each: DistributedDataParallel, then ShardedWrapper in its place"
 _NO_WRAPPER = "The script used no DistributedDataParallel, FSDP or ShardedWrapper: add --wrap."
-_UNSTABLE = (
+_UNSEEDED = (
     "Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs between two "
     "runs of the same program, at {1}.\nSeed its random numbers (torch, random, numpy, "
     "generator=... of a DataLoader). Let data not depend on time, earlier runs, or threads."
 )
-_NOISY = "Cannot be compared: rounding alone changes the first gradients by 5 %. Try --exact."
+_SENSITIVE = (
+    "Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} depends on the last "
+    "digit of the weights, at {1}.\nTwo runs with equal weights agree. But with noise in the "
+    "weights, the program takes other steps (an adaptive solver, for example). Fix its step sizes."
+)
+_NOISY = " From step {} on, rounding alone changes too much to compare (--exact compares more)."
 _DIFFERS = (
     "Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm, "
     "{0.units:.3g} times the rounding noise (limit: {2:.0f}), at {1}."
@@ -58,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flatshard try``."""
     add: Any = parser.add_argument
     add("--nproc-per-node", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
-    add("--steps", type=int, default=10, metavar="K", help="optimizer steps per run (default: 10)")
+    add("--steps", type=int, default=10, metavar="K", help="steps of all optimizers (default: 10)")
     add("--exact", action="store_true", help="float64 and deterministic algorithms")
     add("--strategy", metavar="S", help="sharding strategy (default: FULL_SHARD)")
     add("--policy", default="auto", choices=("auto", "none"), help="auto_wrap_policy")
@@ -83,6 +73,8 @@ def start(given: dict[str, Any]) -> int:
         if is_wrong:
             print(f"flatshard try: {text}", file=sys.stderr)
             return VERDICTS.index(NOT_COMPARED)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0  # the process of this host's first rank starts all ranks of this host
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +88,7 @@ def start(given: dict[str, Any]) -> int:
 
 
 def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
-    """Run the script up to three times. Returns the verdict, a text and figures.
+    """Run the script up to four times. Returns the verdict, a text and figures.
 
     ``options.folder``: an empty folder for the records of all ranks.
     """
@@ -106,7 +98,7 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
     options.lone_calls = {}
     reference = forked_ranks.run(options, "ddp")
     steps = {kind: step for step, kind, _ in sorted(reference[0].events)}
-    num_steps = steps.get("value", 0)
+    last = num_steps = steps.get("value", 0)
     if failure := _failure(reference):
         return NOT_COMPARED, f"Your script fails under DistributedDataParallel, too: {failure}", {}
     if "initial value" not in steps:
@@ -116,51 +108,50 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
     calls = {key: [one.remarks[key] for one in reference] for key in _remarks(reference)}
     lone = options.lone_calls = {key: n for key, n in calls.items() if len({*n}) > 1}
     sharded = forked_ranks.run(options, "sharded")
-    report: dict[str, Any] = {"steps": num_steps, "lines": []}
-    changes = ""
+    lines = []
     for line, what in _remarks(reference + sharded):
         if (line, what) in lone or not what.endswith("calls by rank:"):
-            shown = f"{what} {lone.get((line, what), '')}".strip()
             write = _WRITE.get(what.partition(" ")[0], "")
-            report["lines"].append({"line": line, "what": shown, "write": write})
-            changes += f"\n  {line}\n      {shown}" + f"\n      write: {write}" * bool(write)
-    changes = f"\n\nTo keep it, change:{changes}" * bool(changes)
-    if num_steps >= options.steps:
-        changes += f"\n\nLines that run after step {num_steps} are not listed (--steps)."
+            shown = f"{line}\n      {what} {lone.get((line, what), '')}".rstrip()
+            lines.append(shown + f"\n      write: {write}" * bool(write))
+    report: dict[str, Any] = {"steps": num_steps, "lines": lines}
+    changes = "\n\nTo keep it, change (lines that run after the last step are not listed):\n  "
+    changes = (changes + "\n  ".join(lines)) * bool(lines)
     if failure := _failure(sharded):
         return RAISES, f"Raises under flatshard, not under DDP: {failure}{changes}", report
-    found, last = differences(reference, sharded, lone), num_steps
-    if any(one.gap for one in found):
-        again = forked_ranks.run(options, "noise")
-        if failure := _failure(again):
+    where = {key: line for one in reference + sharded for key, line in one.lines.items()}
+    if found := [one for one in differences(reference, sharded, lone) if one.gap]:
+        noise = forked_ranks.run(options, "noise")
+        if failure := _failure(noise):
             return NOT_COMPARED, f"The second run with DDP failed: {failure}", report
-        found, last, other = in_units(found, differences(reference, again, lone))
-        if last < 1:
-            line = reference[other.rank].lines.get(other[:3], "") if other else ""
-            return NOT_COMPARED, _UNSTABLE.format(other, line) if other else _NOISY, report
+        units, last, other = units_of(differences(reference, noise, lone))
+        if other and last < 1:
+            again = differences(reference, forked_ranks.run(options, "again"), lone)
+            text = _UNSEEDED if any(one.gap for one in again) else _SENSITIVE
+            return NOT_COMPARED, text.format(other, where.get(other[:3], "")), report
         last = min(last, num_steps)
+        found = [one.in_units(units) for one in found if one.step <= last]
     worst = next((one for one in found if one.units > MULTIPLE), None)
-    largest = max((one.units for one in found), default=0.0)
-    report |= {"compared": last, "largest": largest, "first": worst and worst._asdict()}
-    report["costs"] = {
-        name: [max(measure(one.costs) for one in records) for records in (reference, sharded)]
-        for name, (measure, _) in _COSTS.items()
-    }
+    report |= {"compared": last, "largest": max([0.0, *(one.units for one in found)])}
+    report |= {"first": worst and worst._asdict(), "costs": {}}
     verdict, text = SAME, "The same numbers, within rounding."
     if worst is not None:
-        lines_of_rank = reference[worst.rank].lines | sharded[worst.rank].lines
-        verdict, text = DIFFERS, _DIFFERS.format(worst, lines_of_rank[worst[:3]], MULTIPLE)
+        verdict, text = DIFFERS, _DIFFERS.format(worst, where[worst[:3]], MULTIPLE)
+    elif last < 1:
+        verdict, text = NOT_COMPARED, "Cannot be compared."
     elif num_steps < options.steps:
         verdict = NOT_COMPARED
         text += f" But the script ended after {num_steps} steps: give --steps {num_steps}."
     elif lone:
         verdict = RAISES
         text += " But as it is, the script raises where not all ranks call the model (see below)."
-    if last < num_steps:
-        text += f" From step {last + 1} on, rounding alone changes too much to compare."
-        text += "" if options.exact else " More steps can be compared with --exact."
+    text += _NOISY.format(last + 1) * (last < num_steps)
     title = _TITLE.format(options.script, options.nproc_per_node, num_steps)
-    parts = title, _table(reference[0], sharded[0], found, last), text, _cost_table(report)
+    parts = [title, _table(reference[0], sharded[0], found, last), text]
+    if min(len(one.costs) for one in reference + sharded) > _WARM_UP + _TIMED:
+        both = zip(_COSTS, _costs(reference), _costs(sharded), strict=True)
+        report["costs"] = {name: costs for name, *costs in both}
+        parts.append(_cost_table(report["costs"]))
     return verdict, "\n\n".join(parts) + changes, report
 
 
@@ -173,6 +164,14 @@ def _failure(records: list[Record]) -> str:
     return min(records, key=lambda one: one.failed_at).failure
 
 
+def _costs(records: list[Record]) -> list[float]:
+    """Return the figures that _COSTS names, each of the rank where it is largest."""
+    costs = [torch.tensor(one.costs, dtype=torch.float64) for one in records]
+    memory = max(one[-1, 1].item() - one[0, 1].item() for one in costs)
+    per_step = torch.stack([one.diff(dim=0)[_WARM_UP:].median(0).values for one in costs]).amax(0)
+    return [memory / 2**20, 1e3 * per_step[0].item(), per_step[2].item() / 2**10]
+
+
 def _table(one: Record, other: Record, found: list[Difference], last: int) -> str:
     rows = [["step", "loss, DDP", "loss, flatshard", "largest difference, in units of noise"]]
     for step in sorted({1, 2, 5, *range(10, last, 10), last} & {*range(1, last + 1)}):
@@ -180,14 +179,13 @@ def _table(one: Record, other: Record, found: list[Difference], last: int) -> st
         shown = [f"{float(loss.sums[0]):.6f}" if loss else "-" for loss in losses]
         here = [each for each in found if each.step == step]
         most = max(here, key=lambda each: each.units, default=None)
-        text = f"{most.units:.2g}  {most.kind} {most.name}" if most and most.gap else "0"
+        text = f"{most.units:.2g}  {most.kind} {most.name}" if most else "0"
         rows.append([f"{step}", *shown, text])
     return tabulate(rows, numbers=(0, 1, 2))
 
 
-def _cost_table(figures: dict[str, Any]) -> str:
-    rows = [["", "DDP", "flatshard", ""]]
-    for name, both in figures["costs"].items():
-        ratio = f"{both[1] / both[0]:.2f}" if both[0] and both[1] else ""
-        rows.append([name, *(_COSTS[name][1](one) if one else "-" for one in both), ratio])
+def _cost_table(costs: dict[str, list[float]]) -> str:
+    rows = [["largest of all ranks", "DDP", "flatshard", ""]]
+    for name, (one, other) in costs.items():
+        rows.append([name, f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}" if one else ""])
     return tabulate(rows, numbers=(1, 2, 3))
