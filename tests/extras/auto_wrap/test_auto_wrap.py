@@ -208,7 +208,7 @@ class Expert(FeedForward):
     """Known by its class, under any name."""
 
 
-@pytest.mark.parametrize("experts, expert", [("experts", FeedForward), ("choices", Expert)])
+@pytest.mark.parametrize(("experts", "expert"), [("experts", FeedForward), ("choices", Expert)])
 @pytest.mark.parametrize("depth", [1, 2, 12])
 def test_experts_are_no_units(depth: int, experts: str, expert: type[FeedForward]) -> None:
     """Also where a block of theirs is most of the model."""
