@@ -1,4 +1,4 @@
-"""Measures flatshard beside DDP, FSDP1, FSDP2, DeepSpeed ZeRO-3 and the unwrapped model.
+"""Measures flatshard beside DDP, FSDP1, FSDP2 and the unwrapped model.
 
     python scripts/benchmark.py --preset gpt-20m --world-size 2 --rounds 5
 
@@ -9,8 +9,7 @@ Each implementation has its own ranks, and all ranks run at the same time. In a 
 implementation trains `--steps` steps while the others sleep. So other load on the machine affects
 all implementations equally. The time of a step is the time of the slowest rank. Times are medians
 over the rounds, and ratios are medians of the rounds' ratios. `compute` trains the model on each
-rank without communication, which is the lower bound. `zero3` needs `pip install deepspeed`, and is
-measured only if `--impl` names it.
+rank without communication, which is the lower bound.
 """
 
 import argparse
@@ -146,7 +145,7 @@ def make_batch(preset: Preset, rank: int, device: torch.device) -> Tensor:
 # -------------------------------------------------------------------------------- implementations
 
 
-def wrap_flatshard(model: GPT, args: argparse.Namespace, *, collectives: str = "auto") -> nn.Module:
+def wrap_flatshard(model: GPT, args: argparse.Namespace, **more: Any) -> nn.Module:
     from flatshard import MixedPrecision, ShardedWrapper
     from flatshard.wrap import ModuleWrapPolicy
 
@@ -155,7 +154,7 @@ def wrap_flatshard(model: GPT, args: argparse.Namespace, *, collectives: str = "
         sharding_strategy=args.strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if args.bf16 else None,
-        collectives=collectives,
+        **more,
     )
 
 
@@ -190,30 +189,6 @@ def wrap_fsdp2(model: GPT, args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def wrap_zero3(model: GPT, args: argparse.Namespace) -> nn.Module:
-    """DeepSpeed's engine, which also contains the optimizer."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if args.cuda else "cpu")
-    import deepspeed
-
-    # DeepSpeed reads the launcher's variables even if the process group exists.
-    rank = str(dist.get_rank())
-    os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=str(args.world_size))
-    settings = {
-        "train_micro_batch_size_per_gpu": args.shape.batch,
-        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": args.bf16},
-        "steps_per_print": 10**9,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=OPTIMIZERS[args.optimizer](model.parameters()),
-        config=settings,
-        dist_init_required=False,
-    )
-    return engine
-
-
 def leave_plain(model: GPT, args: argparse.Namespace) -> nn.Module:
     return model
 
@@ -223,7 +198,6 @@ IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "ddp": wrap_ddp,
     "fsdp1": wrap_fsdp1,
     "fsdp2": wrap_fsdp2,
-    "zero3": wrap_zero3,
     "compute": leave_plain,
     # Transports that flatshard does not choose by itself if all ranks are on one host.
     "flatshard-sockets": functools.partial(wrap_flatshard, collectives="sockets"),
@@ -264,7 +238,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 class Trainer:
     def __init__(self, model: nn.Module, batch: Tensor, optimizer: str, autocast: bool) -> None:
         self.model, self.batch, self.clock = model, batch, Clock(batch.device)
-        self.optimizer = self.make_optimizer(optimizer)
+        self.optimizer = OPTIMIZERS[optimizer](model.parameters())
         self.autocast = torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast)
 
     def train(self, steps: int) -> dict[str, Any]:
@@ -287,34 +261,12 @@ class Trainer:
             logits = self.model(self.batch[:, :-1])
         loss = loss_of(logits, self.batch)
         marks.append(self.clock.now())
-        self.backward(loss)
-        marks.append(self.clock.now())
-        self.update()
-        marks.append(self.clock.now())
-        return marks, loss.detach()
-
-    def make_optimizer(self, name: str) -> Any:
-        return OPTIMIZERS[name](self.model.parameters())
-
-    def backward(self, loss: Tensor) -> None:
         loss.backward()
-
-    def update(self) -> None:
+        marks.append(self.clock.now())
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-class EngineTrainer(Trainer):
-    """Trains a DeepSpeed engine, which runs backward and the optimizer by its own methods."""
-
-    def make_optimizer(self, name: str) -> Any:
-        return self.model.optimizer
-
-    def backward(self, loss: Tensor) -> None:
-        self.model.backward(loss)
-
-    def update(self) -> None:
-        self.model.step()  # also clears the gradients
+        marks.append(self.clock.now())
+        return marks, loss.detach()
 
 
 def plain_loss(args: argparse.Namespace) -> float:
@@ -386,8 +338,7 @@ def run_rank(index: int, args: argparse.Namespace, folder: str, turns: Barrier) 
     def build(preset: Preset) -> Trainer:
         model = IMPLEMENTATIONS[name](make_model(preset, device), args)
         batch = make_batch(preset, rank, device)
-        trainer = EngineTrainer if name == "zero3" else Trainer
-        return trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
+        return Trainer(model, batch, args.optimizer, args.bf16 and name in AUTOCAST)
 
     # Train a tiny model first, so that imports and threads do not count.
     build(PRESETS["tiny"]).train(1)
@@ -515,14 +466,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args.impl = args.impl.split(",")
     if unknown := set(args.impl) - set(IMPLEMENTATIONS):
         parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
-    lack = {"SHARD_OP": {"fsdp1", "fsdp2", "zero3"}, "NO_SHARD": {"fsdp2", "zero3"}}
-    lack["SHARD_GRAD_OP"] = {"zero3"}
+    lack = {"SHARD_OP": {"fsdp1", "fsdp2"}, "NO_SHARD": {"fsdp2"}}
     if others := lack.get(args.strategy, set()) & set(args.impl):
         names = ", ".join(sorted(others))
         parser.error(f"--strategy {args.strategy}: remove {names} from --impl, which lack it")
-    for package in ("rich", *(["deepspeed"] if "zero3" in args.impl else [])):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"{package} is not installed: pip install {package}")
+    if importlib.util.find_spec("rich") is None:
+        parser.error("rich is not installed: pip install rich")
     args.shape, args.bf16 = PRESETS[args.preset], args.mixed_precision == "bf16"
     args.cuda = torch.cuda.is_available() and torch.cuda.device_count() >= args.world_size
     return args

@@ -16,7 +16,7 @@ from lib.command_line import Parser, at_least
 from lib.output import show, write_json
 
 sys.path.append(str(Path(__file__).with_name("measure")))
-NAMES = ("changes", "checkpoints", "construction", "offload", "weights", "world_size")
+NAMES = ("checkpoints", "construction", "offload", "weights", "world_size")
 
 
 def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:

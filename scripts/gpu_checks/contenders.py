@@ -11,11 +11,9 @@ from typing import Any
 
 import benchmark
 import torch
-from benchmark import GPT, Block, Preset, Trainer, make_batch
+from benchmark import GPT, Preset, Trainer, make_batch
 from torch import nn
 
-from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.wrap import ModuleWrapPolicy
 from gpu_checks.places import (
     FAIL,
     FAKE_RANKS,
@@ -32,13 +30,8 @@ ROUNDS, STEPS_PER_TURN = 5, 3
 
 
 def wrap_without_cpu(model: GPT, args: argparse.Namespace) -> nn.Module:
-    device = next(model.parameters()).device
-    return ShardedWrapper(
-        model,
-        process_group=group_without_cpu(device),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
-    )
+    group = group_without_cpu(next(model.parameters()).device)
+    return benchmark.wrap_flatshard(model, args, process_group=group)
 
 
 CONTENDERS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {

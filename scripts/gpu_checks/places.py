@@ -111,6 +111,8 @@ def _one_rank(
 ) -> None:
     device = join(place, rank, store)
     Path(f"{store}.{rank}").write_text(json.dumps(run(rank, device, place, *args)))
+    # The first rank that ends removes the store's file, which the other ranks still need.
+    dist.barrier()
     dist.destroy_process_group()
 
 

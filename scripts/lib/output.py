@@ -61,12 +61,6 @@ COLOURS = {
     # Implementations.
     "DDP": "#8c564b",
     "flatshard": "#111111",
-    "flatshard, sockets": "#4d4d4d",
-    "flatshard, native": "#8a8a8a",
-    "FSDP1": "#bcbd22",
-    "FSDP2": "#dbdb8d",
-    "DeepSpeed ZeRO-3": "#9edae5",
-    "no communication": "#c49c94",
 }
 """Colours in all figures, docs/step.svg included. A colour has the same meaning everywhere."""
 

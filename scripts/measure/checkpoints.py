@@ -8,7 +8,6 @@ run, and how much the peak RSS is above the RSS before. The system may keep the 
 
 import argparse
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import resident_bytes
 from construction import build_flatshard, build_fsdp2
-from measuring import MIB, figures_of_ranks, reset_peak
+from measuring import figures_of_ranks, measured
 from offload import Decoder
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -50,6 +48,7 @@ def trained(
     build: Callable[[Decoder], nn.Module], args: argparse.Namespace
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer after a step with random gradients: zeros might need no memory."""
+    torch.manual_seed(0)
     with torch.device("meta"):
         plain = Decoder(args.layers, args.width, args.width)
     model = build(plain)
@@ -61,26 +60,15 @@ def trained(
     return model, optimizer
 
 
-def measured(work: Callable[..., object], *given: Any) -> tuple[float, float]:
-    """Run ``work``; returns seconds, and by how many MiB the RSS rose at its peak. Collective."""
-    dist.barrier()
-    reset_peak()
-    before, begin = resident_bytes("VmRSS"), time.perf_counter()
-    work(*given)
-    peak = resident_bytes("VmHWM") - before
-    dist.barrier()
-    return time.perf_counter() - begin, peak / MIB
-
-
 def measure_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")  # deprecation warnings of torch
     sides = {name: trained(build, args) for name, (build, *_) in WAYS.items()}
-    runs: dict[str, list[tuple[float, ...]]] = {name: [] for name in WAYS}
+    runs: dict[str, list[list[float]]] = {name: [] for name in WAYS}
     path = args.folder / "flatshard-measured"
     for _ in range(args.repeat):
         for name, (_, save, load) in WAYS.items():
-            side = sides[name]
-            runs[name].append((*measured(save, path, *side), *measured(load, path, *side)))
+            works = (measured(work, path, *sides[name]) for work in (save, load))
+            runs[name].append([cost for *costs, _ in works for cost in costs])
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
     columns = "save s", "save MiB", "load s", "load MiB"

@@ -10,16 +10,13 @@ implementation needs at least the memory of its shards and of one unit.
 """
 
 import argparse
-import gc
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from benchmark import Block, resident_bytes
-from measuring import MIB, figures_of_ranks, reset_peak
+from benchmark import Block
+from measuring import figures_of_ranks, measured
 from offload import Decoder
 from torch import nn
 
@@ -75,16 +72,9 @@ def measure_rank(way: str, args: argparse.Namespace) -> dict[str, Any]:
     with torch.device("meta"):
         model = Decoder(args.layers, args.width, args.vocabulary)
     numel = sum(p.numel() for p in model.parameters())
-    gc.collect()
-    before = resident_bytes("VmRSS")
-    reset_peak()
-    dist.barrier()
-    begin = time.perf_counter()
-    built = WAYS[way](model)
-    dist.barrier()
-    seconds = time.perf_counter() - begin
+    seconds, peak, built = measured(WAYS[way], model)
     assert not any(p.is_meta for p in built.parameters())
-    return {"seconds": seconds, "peak": resident_bytes("VmHWM") - before, "numel": numel}
+    return {"seconds": seconds, "peak": peak, "numel": numel}
 
 
 OPTIONS = {
@@ -106,5 +96,5 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     rows = []
     for way, some in runs.items():
         best = min(some, key=lambda run: run["seconds"])
-        rows.append({"": way, "seconds": best["seconds"], "peak MiB": best["peak"] / MIB})
+        rows.append({"": way, "seconds": best["seconds"], "peak MiB": best["peak"]})
     return f"{best['numel']:,} parameters, on the rank with the highest peak", rows

@@ -1,14 +1,15 @@
-"""Code that the measures share: ranks that return figures, and memory."""
+"""Code that the measures share: ranks that return figures, time and memory."""
 
-import json
-import tempfile
+import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from benchmark import resident_bytes
+from gpu_checks.places import Place, in_ranks
 
 MIB = 2**20
 
@@ -18,27 +19,28 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def figures_of_ranks(
-    measure: Callable[..., dict[str, Any]], world_size: int, *arguments: Any
-) -> list[dict[str, Any]]:
-    """Call ``measure(*arguments)`` on new ranks; returns each rank's figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run_rank, (measure, world_size, folder, arguments), nprocs=world_size)
-        return [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(world_size)]
+def measured(work: Callable[..., Any], *given: Any) -> tuple[float, float, Any]:
+    """Call ``work(*given)`` on all ranks at the same time; returns what it costs, and the result.
 
-
-def _run_rank(
-    rank: int,
-    measure: Callable[..., dict[str, Any]],
-    world_size: int,
-    folder: str,
-    arguments: tuple[Any, ...],
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    Path(folder, f"{rank}.json").write_text(json.dumps(measure(*arguments)))
-    # Wait for all ranks: the first rank that ends removes the store's file, which the other ranks
-    # still need.
+    The costs are seconds, and by how many MiB the RSS rose at its peak.
+    """
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    reset_peak()
     dist.barrier()
-    dist.destroy_process_group()
+    begin = time.perf_counter()
+    result = work(*given)
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    return seconds, (resident_bytes("VmHWM") - before) / MIB, result
+
+
+def figures_of_ranks(measure: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Call ``measure(*arguments)`` on new ranks of this machine's CPU; returns their figures."""
+    return in_ranks(_call, Place("cpu", "gloo", world_size), measure, *arguments)
+
+
+def _call(
+    rank: int, device: torch.device, place: Place, measure: Callable[..., Any], *arguments: Any
+) -> Any:
+    return measure(*arguments)

@@ -4,31 +4,36 @@
 
 Shards the same GPT by flatshard and by torch's FSDP2 in the same ranks (gloo, this machine's CPU),
 and reads all full parameters by turns: by ``full_tensors``, and by a loop over FSDP2's
-``full_tensor()``. One all-gather of the model's bytes into one tensor is the lower bound. Prints
-medians, and the peak RSS above the RSS before the reading. It also contains freed memory that glibc
-keeps for later: set MALLOC_MMAP_THRESHOLD_=1000000 to measure only the tensors, in longer times.
+``full_tensor()``. One all-gather of the model's bytes into one tensor is the lower bound. Then
+changes a share of the values before each turn, and reads them by ``WeightChanges``, beside
+``full_tensors`` in the same dtype, bfloat16.
+
+Prints medians, what a rank sends by flatshard's collectives, and the peak RSS above the RSS before
+the reading. It also contains freed memory that glibc keeps for later: set
+MALLOC_MMAP_THRESHOLD_=1000000 to measure only the tensors, in longer times.
 """
 
 import argparse
-import gc
 import statistics
-import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import PRESETS, make_model, resident_bytes, wrap_flatshard, wrap_fsdp2
-from measuring import MIB, figures_of_ranks, reset_peak
+from benchmark import PRESETS, make_model, wrap_flatshard, wrap_fsdp2
+from measuring import MIB, figures_of_ranks, measured
 
 import flatshard
 
 OPTIONS = {
     "model": ("many-small", *(name for name in PRESETS if name != "many-small")),
+    "collectives": ("auto", "sockets", "native"),
     "world_size": 2,
     "rounds": 5,
 }
+SHARES = {f"WeightChanges, {share:.0%}": share for share in (0.01, 0.03, 0.3, 1.0)}
+"""Shares of the values that change before some of the ways to read."""
 
 
 def read(tensors: Iterable[Any]) -> None:
@@ -42,36 +47,43 @@ def gather_once(numel: int) -> None:
     dist.all_gather_into_tensor(shard.new_empty(shard.numel() * dist.get_world_size()), shard)
 
 
+def change(model: Any, share: float) -> None:
+    with torch.no_grad():
+        for part in model.flat_parameters():
+            values = part.detach()
+            values[torch.rand(values.shape) < share] += 0.1
+
+
 def measure_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")  # deprecation warnings of torch
     args.strategy, args.bf16, cpu = "FULL_SHARD", False, torch.device("cpu")
-    ours: Any = wrap_flatshard(make_model(PRESETS[args.model], cpu), args)
+    plain = make_model(PRESETS[args.model], cpu)
+    ours: Any = wrap_flatshard(plain, args, collectives=args.collectives)
     theirs: Any = wrap_fsdp2(make_model(PRESETS[args.model], cpu), args)
     numel = sum(param.numel() for param in theirs.parameters())
     unit_bytes = 4 * max(one.flat_layout.padded_numel for one in ours.flat_parameters())
+    changes = flatshard.WeightChanges(ours)
     ways = {
         "full_tensors": lambda: read(flatshard.full_tensors(ours)),
         "full_tensors, bucket": lambda: read(flatshard.full_tensors(ours, bucket_bytes=unit_bytes)),
         "FSDP2 full_tensor()": lambda: read(one.full_tensor() for one in theirs.parameters()),
         "one all-gather": lambda: gather_once(numel),
+        "full_tensors, bfloat16": lambda: read(flatshard.full_tensors(ours, dtype=torch.bfloat16)),
+        **dict.fromkeys(SHARES, lambda: read(changes.changes())),
     }
-    runs: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     ours.state_dict()  # maps the shards of the other ranks, which counts as RSS
     for _ in range(1 + args.rounds):  # the first round is a warm-up
         for name, way in ways.items():
-            gc.collect()
-            before = resident_bytes("VmRSS")
-            reset_peak()
-            dist.barrier()
-            begin = time.perf_counter()
-            way()
-            dist.barrier()
-            seconds = time.perf_counter() - begin
-            runs[name].append((seconds, resident_bytes("VmHWM") - before))
+            change(ours, SHARES.get(name, 0))
+            with flatshard.collectives.record() as events:
+                seconds, peak, _ = measured(way)
+            runs[name].append((1e3 * seconds, sum(one.nbytes for one in events) / MIB, peak))
     rows = []
     for name, some in runs.items():
-        seconds, peaks = zip(*some[1:], strict=True)
-        rows.append({"": name, "ms": 1e3 * statistics.median(seconds), "MiB": max(peaks) / MIB})
+        ms, sent, peaks = zip(*some[1:], strict=True)
+        row = {"": name, "ms": statistics.median(ms), "sent MiB": statistics.median(sent)}
+        rows.append({**row, "peak MiB": max(peaks)})
     return rows
 
 
