@@ -5,14 +5,20 @@ replays the step (``replay``) under each sharding strategy on a machine (``hardw
 ``predict`` (in ``planning``) needs only the shapes of the parameters, and returns the memory
 without activations.
 
-Without this folder, ``flatshard.plan`` and ``flatshard.memory_plan`` raise, and the command
-``flatshard plan`` does not exist.
+Without this folder, ``flatshard.plan``, ``flatshard.memory_plan`` and ``ShardedWrapper.plan()``
+raise, and the command ``flatshard plan`` does not exist.
 """
 
 from flatshard.extras.plan.hardware import Device
-from flatshard.extras.plan.planning import MemoryPlan, UnitMemory, predict
+from flatshard.extras.plan.planning import (  # noqa: F401
+    MemoryPlan,
+    RankPlan,
+    UnitMemory,
+    plan_wrapped,
+    predict,
+)
 from flatshard.extras.plan.report import TrainingPlan, add_arguments, plan, run  # noqa: F401
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
-__all__ = ["CannotTraceError", "Device", "MemoryPlan", "TrainingPlan", "UnitMemory"]
+__all__ = ["CannotTraceError", "Device", "MemoryPlan", "RankPlan", "TrainingPlan", "UnitMemory"]
 __all__ += ["checkpoint_blocks", "plan", "predict"]

@@ -382,13 +382,13 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def _emptied(
-    module: nn.Module, dtypes: Mapping[Any, torch.dtype]
+def emptied(
+    module: nn.Module, dtypes: Mapping[Any, torch.dtype], device: str
 ) -> Iterator[dict[Tensor, Tensor]]:
     """Replace the tensors of a module by tensors without values, until the block ends.
 
-    Yields the new tensors, keyed by the tensors that they replace. Called in a ``FakeTensorMode``,
-    so the new tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
+    Yields the new tensors, keyed by the tensors that they replace. In a ``FakeTensorMode``, the new
+    tensors are fake tensors. ``dtypes``: the dtypes of parameters that are cast.
     """
     made: dict[Tensor, Tensor] = {}
 
@@ -397,7 +397,7 @@ def _emptied(
             return [*map(replaced, value)]
         if isinstance(value, Tensor) and value not in made:
             dtype, strides = dtypes.get(value, value.dtype), value.stride()
-            new = torch.empty_strided(value.shape, strides, dtype=dtype, device="cpu")
+            new = torch.empty_strided(value.shape, strides, dtype=dtype, device=device)
             new = nn.Parameter(new) if isinstance(value, nn.Parameter) else new
             made[value] = new.requires_grad_(value.requires_grad)
         return made[value] if isinstance(value, Tensor) else value
@@ -466,7 +466,9 @@ _STAND_INS: dict[str, Any] = {
 }
 
 
-def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool) -> StepTrace:
+def trace(
+    plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool, device: str
+) -> StepTrace:
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
@@ -476,7 +478,7 @@ def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: b
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         with mode:
-            fakes = stack.enter_context(_emptied(model, dtypes))
+            fakes = stack.enter_context(emptied(model, dtypes, device))
         recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):

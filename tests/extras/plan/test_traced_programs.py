@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from flatshard import ShardedWrapper
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op
 from flatshard.memory_plan import CannotTraceError, checkpoint_blocks, plan
+from tests.harness import on_ranks
 
 
 def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
@@ -120,18 +122,28 @@ def test_checkpoints_repeat_dropout() -> None:
 
 
 class Recurrent(nn.Module):
-    """``nn.LSTM`` computes with a list of its parameters."""
+    """``nn.LSTM`` computes with a list of its parameters. The forward notes that it has run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.head = nn.LSTM(32, 32, num_layers=2), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.has_run = True
         return self.head(self.rnn(x)[0])
 
 
 def recurrent_step(model: nn.Module) -> Tensor:
     return model(torch.ones(6, 4, 32)).sum()
+
+
+@on_ranks(2)
+def test_recurrent_model_stays_the_same(rank: int, world_size: int) -> None:
+    model = ShardedWrapper(Recurrent())
+    model.plan(recurrent_step)
+    assert not hasattr(model, "has_run")
+    recurrent_step(model).backward()
+    assert model.plan(recurrent_step).differing == []
 
 
 class Workspaces(TorchDispatchMode):
