@@ -51,6 +51,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.comm.ranks import forget_destroyed
+from flatshard.engine import saved_tensors
 from flatshard.options import transport_options as collective_options
 
 PRELOAD = [
@@ -517,6 +518,8 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, ranks),
         mock.patch.object(collective_options, "COALESCE_BYTES", setup.coalesce_bytes),
+        # Tests are short, and shall train without saved-tensor hooks from the second step on.
+        mock.patch.object(saved_tensors, "CLEAN_ROUNDS", 1),
         warnings.catch_warnings(),
     ):
         warnings.resetwarnings()

@@ -269,7 +269,7 @@ class FlatParamHandle:
         # The recomputed forward of activation checkpointing saves views of the buffer without
         # flatshard's saved-tensor hooks. Ranks may free the buffer at different times, because
         # freeing needs no communication.
-        if self.is_free_deferred:
+        if self.is_free_deferred and not self.unit.keeps_views:
             if though_held or num_uses(self.buffer) <= self._num_uses:
                 self._free_buffer()
             else:

@@ -11,16 +11,17 @@ receive every tensor that is not a view of an unsharded buffer.
 
 [Note: forwards without hooks]
 Autograd calls the hooks for every tensor, which takes a fifth of the host's time for a step. So the
-hooks are left out once they have made no difference: in a backward, autograd asked for every
+hooks are left out once they have made no difference in three steps: autograd asked for every
 ``SavedView``, and each time the unit was unsharded already, because the gradient of the unit's
 output had arrived before (``Backward.enter``). Then plain views are enough, because a buffer is
 filled again at the same address and with the same version.
 
 Without hooks, a unit's forward is compared with the forwards that had hooks, by the number of nodes
 that autograd has made. In a forward with another number, autograd may have saved a view that
-backward reads at another time. Then the unit keeps its buffer until the next step, and forwards
-have hooks again. Forwards also have hooks while the program has registered a forward hook on a
-module inside of a unit, because the program may start a backward at a tensor that the hook keeps.
+backward reads at another time. Then the memory of the unit's buffer is kept until the unit is used
+in the next step, and forwards have hooks again. Forwards also have hooks while the program has
+registered a forward hook on a module inside of a unit, because the program may start a backward at
+a tensor that the hook keeps.
 
 If autograd reads a view of a freed buffer anyway, autograd raises ([Note: versions of the buffer]
 in ``handle``). An example: a module keeps a tensor inside of a unit, and the program starts a
@@ -48,6 +49,12 @@ from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _FORWARD_HOOKS, _PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
+
+CLEAN_ROUNDS = 3
+"""In how many rounds the hooks must have made no difference, one after the other, to be left out.
+
+More than one, because programs do something else in every second step, for example.
+"""
 
 # Maximum number of forwards without hooks that are unlike all earlier forwards. After this number,
 # every forward has hooks.
@@ -108,9 +115,11 @@ class SavedTensors:
         # number of forwards without hooks that were unlike all earlier forwards
         self._num_unlike = 0
         self._inner: list[nn.Module] = []  # modules inside of units, whose hooks get inner tensors
-        # Number of views saved in this round that no backward has read in its unit's own backward.
-        # A round begins with the first outermost forward after a backward.
+        # Number of views saved in this round that no backward has read in its unit's own backward,
+        # and of reads at other times. A round begins with the first outermost forward after a
+        # backward.
         self._num_unread = self._round = 0
+        self._num_clean = 0  # number of rounds, up to the last, in which hooks made no difference
         self._has_ended = False  # whether a backward has ended in this round
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
@@ -135,28 +144,38 @@ class SavedTensors:
         return output
 
     def begin_forward(self) -> None:
-        """Begin the outermost forward: count saved views anew after each backward."""
-        is_new = self._has_ended
+        """Begin the outermost forward, and a round if a backward has ended since the last forward.
+
+        Leave out the hooks from now on, if they made no difference in the last rounds.
+        """
+        is_new, self._has_ended = self._has_ended, False
         if is_new:
-            self._has_ended, self._num_unread = False, 0
-            self._round += 1
-            self._new.clear()
+            is_clean = self.had_hooks and self._new and not self._num_unread
+            self._num_clean = self._num_clean + 1 if is_clean else 0
+            if self._num_clean >= CLEAN_ROUNDS:
+                self._learn()
+            self._num_unread, self._round = 0, self._round + 1
+            if not self._num_clean:
+                self._new.clear()
+            for unit in self._state.units:
+                unit.keeps_views = False
         # The program may keep a tensor inside of a unit by a hook, and start a backward there.
         if any(map(_FORWARD_HOOKS, self._inner)) or any(map(_PRE_HOOKS, self._inner)):
             self.has_hooks = bool(self._owners)
         self.had_hooks = self.has_hooks and (self.had_hooks or is_new)
 
+    def _learn(self) -> None:
+        self._known |= self._new
+        self._num_clean = 0
+        self.has_hooks = self._num_unlike > _MAX_UNLIKE
+        units = {module for unit in self._state.units for module in unit.modules}
+        inside = {one for module in self._state.root.modules for one in module.modules()}
+        self._inner = list(inside - units)
+        for handle in self._state.handles:
+            handle.may_be_held = handle.was_held
+
     def end_backward(self) -> None:
-        """Leave out the hooks from now on, if they made no difference in the ended backward."""
         self._has_ended = True
-        if self.had_hooks and self._new and not self._num_unread:
-            self._known |= self._new
-            self.has_hooks = self._num_unlike > _MAX_UNLIKE
-            units = {module for unit in self._state.units for module in unit.modules}
-            inside = {one for module in self._state.root.modules for one in module.modules()}
-            self._inner = list(inside - units)
-            for handle in self._state.handles:
-                handle.may_be_held = handle.was_held
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
@@ -178,11 +197,11 @@ class SavedTensors:
             self.keep_views(unit)
 
     def keep_views(self, unit: Unit) -> None:
-        """Keep the buffers of ``unit`` until the next step: autograd may read a view at any time.
+        """Keep the memory of the buffers of ``unit``: backward may read a view at any time.
 
         From now on, forwards have hooks again.
         """
-        unit.keep_unsharded()
+        unit.keeps_views = True
         self._num_unlike += not self.has_hooks
         self.has_hooks = bool(self._owners)
         for handle in self._state.handles:
@@ -266,10 +285,13 @@ class SavedTensors:
             handle = packed.handle
             # Unshard if the unit was resharded, or if an optimizer step made the buffer stale.
             version = handle.version if handle.is_whole else handle.flat_param._version
-            if handle.state is not ShardState.UNSHARDED or handle.gathered_version != version:
+            is_current = handle.state is ShardState.UNSHARDED and handle.gathered_version == version
+            if not is_current:
                 backward.unshard_again(handle.unit)
                 version = handle.version
-            elif handle.unit.phase is Phase.BACKWARD and packed.round == self._round:
+            if not is_current or handle.unit.phase is not Phase.BACKWARD:
+                self._num_unread += 1  # so hooks stay: without hooks, this read would have failed
+            elif packed.round == self._round:
                 packed.round, handle.was_read = -1, True
                 self._num_unread -= 1
             # Autograd does not check the version of packed tensors.

@@ -151,6 +151,10 @@ class Unit:
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
+        # Whether the unsharded buffers keep their memory after a reshard, because autograd may have
+        # saved views that backward reads at any time. Ranks may differ: the unit is all-gathered
+        # again as usual.
+        self.keeps_views = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -495,6 +499,7 @@ class Unit:
         Allowed only if no later backward runs through the graphs of these calls.
         """
         self.running.clear()
+        self.keeps_views = False
         self._kept_version, self._num_calls = -1, 0
         self.end_iteration()
 

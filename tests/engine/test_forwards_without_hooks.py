@@ -76,6 +76,11 @@ def _inner_backward_first(model: _Model, run: nn.Module, loss: Tensor) -> None:
     loss.backward()
 
 
+def _inner_backward_last(model: _Model, run: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    _sum(model).backward()
+
+
 def _twice(model: _Model, run: nn.Module, loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
@@ -123,8 +128,10 @@ _RIGHT = (
 )
 
 
-def _trained(sharded: bool, strategy: str, last: _Program) -> dict[str, Tensor]:
-    """Train for three usual steps, and for two whose backward is ``last``."""
+def _trained(
+    sharded: bool, strategy: str, last: _Program, first: _Program = _plainly
+) -> dict[str, Tensor]:
+    """Train for three steps whose backward is ``first``, and for two whose backward is ``last``."""
     module = _Model()
     model: nn.Module = module
     if sharded:
@@ -139,10 +146,9 @@ def _trained(sharded: bool, strategy: str, last: _Program) -> dict[str, Tensor]:
         torch.manual_seed(step)
         module.x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
         loss = model(module.x).square().mean()
-        if sharded and 0 < step <= _USUAL:
+        if sharded and first is _plainly and 0 < step <= _USUAL:
             assert not any(block.has_hooks for block in module.blocks), step
-        program = _plainly if step < _USUAL else last
-        program(module, model, loss)
+        (first if step < _USUAL else last)(module, model, loss)
         step_and_zero(optimizer)
     return snapshot(model)
 
@@ -155,6 +161,39 @@ def test_programs_that_change(rank: int, world_size: int, strategy: str) -> None
         with naming(last.__name__), allow_warnings(UserWarning, ".* outside of the unit"):
             expected = _trained(False, strategy, last)
             assert_same(_trained(True, strategy, last), expected)
+
+
+@on_ranks(2)
+def test_programs_that_need_hooks(rank: int, world_size: int) -> None:
+    """Where backward begins inside of units from the first step on, forwards always have hooks."""
+    for program in (_inner_backward_first, _inner_backward_last):
+        expected = _trained(False, "FULL_SHARD", program, program)
+        assert_same(_trained(True, "FULL_SHARD", program, program), expected)
+
+
+@pytest.mark.parametrize("transport", ["native", "sockets"])
+@on_ranks(2)
+def test_ranks_that_differ(rank: int, world_size: int, transport: str) -> None:
+    """A forward that is unlike earlier ones on one rank alone changes no all-gather."""
+    plain, module = _Model(), _Model()
+    policy = ModuleWrapPolicy({_Block})
+    model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0, collectives=transport)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+
+    def loss(module: _Model, run: nn.Module, step: int, of_rank: int) -> Tensor:
+        for number, block in enumerate(module.blocks):
+            block.times = 1 + (step > _USUAL and (step + number) % 2 == of_rank)
+        torch.manual_seed(2 * step + of_rank)
+        out = run(torch.randn(4, 5, dtype=torch.float64)).square().mean()
+        return out + _sum(module)
+
+    for step in range(_USUAL + 4):
+        sum(
+            (loss(plain, plain, step, one) / world_size for one in (0, 1)), torch.zeros(())
+        ).backward()
+        loss(module, model, step, rank).backward()
+        step_and_zero(*optimizers)
+    assert_same(model, plain)
 
 
 @on_ranks(2)
