@@ -158,7 +158,7 @@ class Backward:
         for watcher in self._state.watchers:
             watcher.enter_backward(unit)
         self.unshard(unit)
-        if call.versions is not None and call.versions != unit.saved_versions:
+        if any(handle.clean_version != version for handle, version in call.versions.items()):
             raise written_since_forward(unit)
         # Prefetch only now, after this unit's all-gather is complete: an earlier prefetch would
         # have taken bandwidth from this all-gather.

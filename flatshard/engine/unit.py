@@ -18,7 +18,7 @@ import enum
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -79,7 +79,7 @@ class Call:
     # forward has saved-tensor hooks; if not, `Unit.saved_versions` when the forward ended.
     first_node: int = -1
     has_hooks: bool = True
-    versions: list[int] | None = None
+    versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
 class Unit:
@@ -244,9 +244,9 @@ class Unit:
         return all(handle.is_current for handle in self.handles)
 
     @property
-    def saved_versions(self) -> list[int]:
+    def saved_versions(self) -> dict[FlatParamHandle, int]:
         """Versions of the unsharded buffers that backward reads through saved views."""
-        return [handle.clean_version for handle in self.for_backward if handle.was_read]
+        return {handle: handle.clean_version for handle in self.for_backward if handle.was_read}
 
     @property
     def is_prefetched(self) -> bool:
