@@ -9,9 +9,8 @@ tensors' norms, over all tensors of the same kind. Third: twice the precision of
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +46,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    reference: list[Record], other: list[Record], lone_calls: Iterable[tuple[str, str]]
+    reference: list[Record], other: list[Record], lone_calls: dict[tuple[str, str], Any]
 ) -> list[Difference]:
     """Return the difference of each tensor, on each rank if ranks hold full tensors.
 

@@ -25,9 +25,6 @@ from flatshard.extras.trial_run.stand_ins import install
 
 multiprocessing: Any = torch.multiprocessing
 
-# Seconds in which other ranks may end after one has failed, and record an earlier failure.
-_GRACE = 5.0
-
 
 def run(options: argparse.Namespace, name: str) -> list[Record]:
     """Run the script, and return the records of all ranks.
@@ -49,9 +46,10 @@ def run(options: argparse.Namespace, name: str) -> list[Record]:
     arguments = (_run_rank, (first, options), num_ranks)
     context = multiprocessing.start_processes(*arguments, join=False, start_method="fork")
     try:
-        # The records say why ranks have failed.
+        # The records say why ranks have failed. After one has failed, others may end within five
+        # seconds, and record an earlier failure.
         with contextlib.suppress(multiprocessing.ProcessExitedException):
-            while not context.join(grace_period=_GRACE):
+            while not context.join(grace_period=5.0):
                 pass
     finally:
         for one in context.processes:
