@@ -215,9 +215,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Raises:
             RuntimeError: a forward or backward of the model is running. With ``uneven``, an
-                optimizer steps in backward or inside the context, or ``join`` surrounds it.
-            ValueError: ``max_bytes`` is negative, ``uneven`` has another argument beside it, or
-                inside of ``uneven`` ranks have converted or frozen different parameters.
+                optimizer steps in backward or inside the context, ``join`` surrounds it, the model
+                was converted inside the context, or ranks have frozen different parameters.
+            ValueError: ``max_bytes`` is negative, or ``uneven`` has another argument beside it.
         """
         context = self._sharded_unit.context
         return accumulating(context, max_bytes, replicas_only=replicas_only, uneven=uneven)

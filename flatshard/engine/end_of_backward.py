@@ -121,11 +121,13 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 def _used_within(handle: FlatParamHandle) -> list[bool]:
     """Return, for each original parameter, whether any rank that trains the unit has used it.
 
-    Collective: the ranks that train the unit.
+    Collective: the ranks that train the unit. They raise CollectiveError if they have frozen
+    different parameters, which the name of the operation contains.
     """
     world, used = handle.topology.world, handle.grads.used_by_rank
     flags = bytes(index in used for index in range(len(handle.params)))
-    op_name = f"used parameters of {unit_text(handle.unit_name)}"
+    frozen = [param.name for param, t in zip(handle.params, handle.trained, strict=False) if not t]
+    op_name = f"used parameters of {unit_text(handle.unit_name)}, frozen {frozen}"
     return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
 
 
@@ -138,10 +140,11 @@ def _program(state: RunState) -> bytes:
     in which ranks differ.
     """
     loads = sum([unit.loads_sum for unit in state.units])
-    reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in state.handles])
-    # Ranks outside of a smaller group have a different unit at the same index.
-    whole = [h.trained for h in state.handles if h.topology.world.size == state.world.size]
-    digest = (loads + crc32(reduced + bytes(chain(*whole))) + state.steps.digest) % 2**32
+    # Ranks outside of a smaller group have a different unit at the same index; see `_used_within`.
+    whole = [h for h in state.handles if h.topology.world.size == state.world.size]
+    reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in whole])
+    trained = bytes(chain(*(h.trained for h in whole)))
+    digest = (loads + crc32(reduced + trained) + state.steps.digest) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 

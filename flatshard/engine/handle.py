@@ -242,13 +242,13 @@ class FlatParamHandle:
         self.state = ShardState.UNSHARDED
 
     def gather_flat(self, shard: Tensor) -> Tensor:
-        """All-gather ``shard`` into a new tensor, ``(layout.padded_numel,)``, without a cast.
+        """All-gather ``shard`` into a new tensor, in the order of the shards, without a cast.
 
-        ``shard``: the handle's shard, or a tensor of its shape. Collective: all ranks of the shard
-        group.
+        ``shard``: the handle's shard, or a 1-D tensor of the same size on all ranks. Collective:
+        all ranks of the shard group.
         """
         with torch.inference_mode(False), torch.no_grad():
-            flat = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
+            flat = shard.new_empty(len(shard) * self.topology.shard.size, device=self.device)
             self.gather.start_full(shard.detach().to(self.device), flat).wait()
         self._targets.shard.page_out(shard)  # nothing needs the shard's pages in memory any more
         return flat

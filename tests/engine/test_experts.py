@@ -1,11 +1,14 @@
 """Experts with a process group of their own: units that train on some of the model's ranks."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
+from flatshard.comm.work import CollectiveError
 from tests.harness import naming, on_ranks
 from tests.oracle import ROWS, assert_same, step_and_zero
 
@@ -74,6 +77,26 @@ def test_training(rank: int, world_size: int) -> None:
             assert_same(*states)
         with pytest.raises(RuntimeError, match="this unit trains only on ranks"):
             sharded.clip_grad_norm_(1.0)
+
+
+@on_ranks(4, group_timeout=10)
+def test_frozen(rank: int, world_size: int) -> None:
+    """A group may freeze its expert; ranks of one group must freeze the same parameters."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = rank // 2
+    model = _build(number)
+    model.expert = ShardedWrapper(model.expert, process_group=groups[number])
+    sharded = ShardedWrapper(model)
+    model.expert.requires_grad_(number == 0)
+    for step in range(2):
+        _loss(sharded, rank, 4, step).backward()
+    assert all((param.grad is None) == (number == 1) for param in model.expert.parameters())
+    model.expert.requires_grad_(True)
+    if rank == 3:
+        model.expert.module[0].weight.requires_grad_(False)
+    differs = pytest.raises(CollectiveError, match=r"frozen \['expert.0.weight'\]")
+    with differs if number else contextlib.nullcontext():
+        _loss(sharded, rank, 4, 0).backward()
 
 
 def _plain_backward(models: list[_Model], members: list[list[int]], step: int) -> None:

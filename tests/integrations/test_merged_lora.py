@@ -32,12 +32,15 @@ class Experts(nn.Module):
 
 class Model(nn.Module):
     def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
         super().__init__()
         self.table = nn.Embedding(7, 4)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
         self.image = nn.Conv2d(1, 2, 3)
         self.experts, self.head = Experts(), nn.Linear(4, 3)
         self.attention = nn.MultiheadAttention(4, 2)
+        self.turned = Conv1D(3, 4)  # its weight is the transpose of `nn.Linear`'s
         self.register_buffer("scale", torch.ones(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -89,12 +92,19 @@ def test_merged_weights() -> None:
 
 
 def _merged(rank: int, world_size: int) -> None:
-    plain = {"everything": lambda: _adapted(lambda: _config(**_EVERYTHING)), "two": _two_adapters}
+    turned = {"target_modules": ["turned"], "fan_in_fan_out": True}
+    plain = {
+        "everything": lambda: _adapted(lambda: _config(**_EVERYTHING)),
+        "two": _two_adapters,
+        "turned": lambda: _adapted(lambda: _config(**turned)),
+    }
     for name, build in plain.items():
         expected = build().merge_and_unload().state_dict()
         for keywords in (
             {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Experts}), "coalesce_bytes": 0},
             {"sharding_strategy": "NO_SHARD"},
+            {"sharding_strategy": "SHARD_OP", "collectives": "native"},
+            {"sharding_strategy": "SHARD_GRAD_OP"},
         ):
             with naming(f"{name}, {keywords}"):
                 model = ShardedWrapper(build(), **keywords)
@@ -160,8 +170,11 @@ def _refused() -> None:
     import peft
 
     for config, message in (
-        (lambda: _config(target_modules=["first"], use_dora=True), "first' has the LoRA variant"),
-        (lambda: _config(target_modules=["first"], lora_bias=True), "adapters with a bias"),
+        (
+            lambda: _config(target_modules=["first"], use_dora=True),
+            "first' has adapters with a LoRA variant",
+        ),
+        (lambda: _config(target_modules=["first"], lora_bias=True), "adapters with .* or a bias"),
         (
             lambda: _config(target_modules=["attention"]),
             "attention' is a MultiheadAttention, and only LoRA",

@@ -28,14 +28,11 @@ _MISSING = -math.ulp(0.0)
 
 def count(state: RunState, number: float | Tensor) -> None:
     """Implement ``ShardedWrapper.average_over``."""
-    is_number = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
-    if not is_number or torch.as_tensor(number).numel() != 1:
-        raise TypeError(
-            f"{_NAME}: expected an int, a float or a tensor with one element, got {number!r}."
-        )
+    given = torch.as_tensor(number).detach()
+    if given.numel() != 1 or given.is_complex():
+        raise TypeError(f"{_NAME}: expected an int, a float or a 0-d tensor, got {number!r}.")
     if state.extension("average_over") is None:
         state.extend(AverageOver(state))
-    given = torch.as_tensor(number).detach()
     # Queue the copy to the host now, before the backward's kernels. The end of backward then waits
     # only for this copy. A copy queued there would wait for the whole backward. Torch allocates
     # pinned memory for a copy that does not block.
@@ -57,11 +54,17 @@ class AverageOver(StepExtension):
         self.given: Any = None  # the count for the next backward
         self._present: Any = None  # the count of the running backward
         self._earlier: list[Any] = []  # counts of earlier backwards that accumulated gradients
+        self._before: list[Any] = []  # the accumulated gradients before the running backward
 
     def begin_backward(self) -> None:
-        self._present, self.given = self.given, None
+        self._present, self.given, self._before = self.given, None, self._accumulated()
         for extension in self._state.extensions if self._present else ():
             extension.needs_gradients(_NAME)
+
+    def _accumulated(self) -> list[tuple[int, int]]:
+        """Return values that differ after a backward that has accumulated gradients."""
+        slots = (slot for one in self._state.handles for slot in one.grads.slots.values())
+        return [(id(slot), slot._version) for slot in slots]
 
     def _counts(self) -> list[Any]:
         """Return the counts of this backward, and of earlier ones whose gradients still exist."""
@@ -108,9 +111,9 @@ class AverageOver(StepExtension):
 
     def _check(self, counts: dict[int, float]) -> None:
         """Raise if the gradients of this backward cannot be averaged over ``counts`` (by rank)."""
-        state, no_call = self._state, "ran a backward without a call of average_over()"
+        state = self._state
         problems = [
-            f"rank {rank} " + (no_call if one == _MISSING else f"passed the count {one}")
+            f"rank {rank} passed " + ("no count" if one == _MISSING else f"the count {one}")
             for rank, one in counts.items()
             if not 0 <= one < math.inf
         ]
@@ -122,15 +125,13 @@ class AverageOver(StepExtension):
             problems.append("a communication hook is registered, which may not average over ranks")
         if problems:
             raise RuntimeError(
-                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. Expected on each rank, "
-                "before each backward, the number of tokens (finite, at least 0) in this rank's "
-                "loss, which is a sum; and plain averages over ranks, of all units together."
+                f"{_NAME}, {unit_text(state.root.name)}: {problems[0]}. Pass the number of tokens "
+                "in the loss before each backward of each rank, and average all units over ranks."
             )
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Keep the counts of gradients that wait for a reduction."""
-        state = self._state
-        if has_gradients or any(handle.grads.waits_for(GradSync.FULL) for handle in state.handles):
-            self._earlier = [] if state.is_reducing else self._counts()
+        """Keep the count if this backward has accumulated gradients of parameters."""
+        if has_gradients or self._accumulated() != self._before:
+            self._earlier = [] if self._state.is_reducing else self._counts()
         else:  # this backward computed no gradient of a parameter, but of an input, for example
             self.given = self._present

@@ -45,6 +45,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
     # To convert one of several small modules that share a unit is an error. But allow a conversion
     # without effect: teardown code calls `.cpu()` on parts of models that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
+        context.check_between_steps("a conversion of the model")
         check_has_all_modules(root, "converted")
         for handle in handles:
             handle.check_places()  # the conversion would drop a parameter that was replaced
@@ -66,7 +67,8 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
-    for handle in handles:
+    # Inside of `no_sync(uneven=True)`, only conversions without effect come here.
+    for handle in () if context.root.stays_unsharded else handles:
         _convert_handle(handle, fn)
     context.refresh()
 

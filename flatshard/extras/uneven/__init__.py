@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flatshard.comm.consistency import agreed, raise_everywhere
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import ExecutionOrder
@@ -24,6 +24,7 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.options.extras import default_extra, extra
 
 _NAME, _LEAVING = "no_sync(uneven=True)", "leaving no_sync(uneven=True)"
+_warn_once = functools.cache(logging.getLogger("flatshard").warning)
 
 
 @contextlib.contextmanager
@@ -37,8 +38,12 @@ def uneven(state: RunState) -> Iterator[None]:
     if state.extension("average_over") is None and (counting := default_extra("average_over")):
         state.extend(counting.AverageOver(state))
     if state.world.rank == 0:
-        grad_bytes = sum(handle.reduce_plan.full_bytes for handle in state.handles)
-        _tell_cost(grad_bytes + sum(unit.buffer_bytes for unit in state.units))
+        nbytes = sum(handle.reduce_plan.full_bytes for handle in state.handles)
+        nbytes += sum(unit.buffer_bytes for unit in state.units)
+        _warn_once(
+            f"{_NAME}: inside of the context, each rank holds the unsharded parameters and "
+            f"gradients of the whole model (about {nbytes / 2**20:.0f} MiB). This is said once."
+        )
     try:
         with (
             temporarily(state.units, stays_unsharded=True),
@@ -46,7 +51,7 @@ def uneven(state: RunState) -> Iterator[None]:
             # afterwards.
             temporarily([state.prefetch], order=ExecutionOrder()),
         ):
-            outside = state.outside_use or extra("out_of_forward", "no_sync(uneven=True)")
+            outside = state.outside_use or extra("out_of_forward", _NAME)
             with torch.no_grad(), outside.unsharded(state.units):
                 # broadcast now: forwards inside of the context must not communicate
                 if state.buffers is not None:
@@ -69,28 +74,8 @@ def uneven(state: RunState) -> Iterator[None]:
         raise
 
 
-@functools.cache
-def _tell_cost(nbytes: int) -> None:
-    """Log what memory the context takes, once for each size of model."""
-    logging.getLogger("flatshard").warning(
-        f"{_NAME}: inside of the context, each rank holds the unsharded parameters and gradients "
-        f"of the whole model (about {nbytes / 2**20:.0f} MiB). This is said once."
-    )
-
-
 def _reduce(state: RunState) -> None:
-    """Reduce the gradients of all ranks, and publish the averages in ``.grad``. Collective.
-
-    Raises ValueError on all ranks if ranks have converted or frozen different parameters.
-    """
-    facts = {
-        param.where: f"{(own := param.sharded).dtype}, requires_grad={own.requires_grad}"
-        for handle in state.handles
-        # leave out units (experts) that only some ranks train
-        if handle.topology.world.size == state.world.size
-        for param in handle.params
-    }
-    agreed(lambda: (True, facts), [state.world], _NAME, "Convert and freeze on every rank.")
+    """Reduce the gradients of all ranks, and publish the averages in ``.grad``. Collective."""
     state.forward.recover()  # a backward may have failed, and the program caught the exception
     for unit in state.units:
         unit.sync = GradSync.FULL

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Checksum, checksum
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.extras.weights.reading import Flats, Item, Options, read
+from flatshard.extras.weights.reading import Flats, Item, Options, read, yielded_dtype
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.units.layout import as_bytes, view_of
+from flatshard.units.layout import view_of
 
 _CALLER = "WeightChanges.changes()"
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# dtype of sent positions; flat parameters of at least 2**31 elements are sent whole
-_PLACE = torch.int32
+# For each size of an element, the dtype in which elements are compared: bit by bit, as integers. No
+# integer has 16 bytes.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # If a larger share of one rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
@@ -39,7 +37,7 @@ class WeightChange(NamedTuple):
     name: str
     indices: Tensor | None
     values: Tensor
-    digest: int | None = None
+    digest: Checksum | None = None
 
 
 class WeightChanges:
@@ -79,23 +77,22 @@ class WeightChanges:
         # Rounded copies of shards and of tensors outside of units, from the last complete pass.
         self._kept: dict[Any, Tensor] = {}
 
-    def changes(
-        self, *, ranks: Literal["all"] | int = "all", digests: bool = False
-    ) -> Iterator[WeightChange]:
+    def changes(self, *, ranks: int | str = "all", digests: bool = False) -> Iterator[WeightChange]:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
         The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
         parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
         takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and the
-        next pass yields all weights. Extra memory: about two copies of the largest unit in the
-        dtype, and three if all of it is sent.
+        next pass yields all weights. Extra memory: about one copy of the largest unit in the dtype
+        if all of it is sent, and two copies of this rank's shard of the unit.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
 
         Args:
             ranks: which ranks get changes: ``"all"``, or the number of one rank of the model.
-            digests: whether changes have a ``digest``, which ``apply_changes`` compares.
+            digests: whether changes have a ``digest``, which ``apply_changes`` compares. To compute
+                digests, all ranks all-gather each flat parameter that has changed.
 
         Raises:
             ValueError: an argument is wrong, or differs between ranks.
@@ -103,113 +100,70 @@ class WeightChanges:
             RuntimeError: a forward or backward of the model is running. At the end: another rank
                 stopped early, or a rank wrote to the model.
         """
-        kept, options = self._kept, Options(self._dtype, ranks=ranks, digests=digests)
+        options = Options(self._dtype, ranks=ranks, digests=digests)
         finish = lambda _, __, *change: WeightChange(*change)  # noqa: E731
-        items = read(self._model, _CALLER, options, partial(_units, kept), finish)
-        self._kept = {}
-        return self._keeping(kept, items)
+        items = read(self._model, _CALLER, options, self._units, finish)
+        # Empty until the pass is complete: the next pass then yields all weights.
+        self._last, self._kept = self._kept, {}
+        return self._keeping(items)
 
-    def _keeping(self, kept: dict[Any, Tensor], items: Iterator[Any]) -> Iterator[Any]:
+    def _keeping(self, items: Iterator[Any]) -> Iterator[Any]:
         yield from items
-        self._kept = kept  # the pass is complete; otherwise, the next pass yields all weights
+        self._kept = self._last
 
+    def _units(self, options: Options, flats: Flats, rest: list[Item]) -> Iterator[Any]:
+        """Yield the changes of each flat parameter, then those of ``rest``. Collective."""
+        for param in (param for params in flats.values() for _, param in params):
+            param.spec.refuse_part(_CALLER)
+        for handle, params in flats.items():
+            yield from self._of_flat(handle, params, options)
+        for name, tensor in rest:
+            new = _words(tensor, options)
+            if name not in self._last or not torch.equal(self._last[name], new):
+                self._last[name] = new
+                yield [(name, None, new.clone().view(yielded_dtype(tensor, options.dtype)))]
 
-def _units(
-    kept: dict[Any, Tensor], options: Options, world: Communicator, flats: Flats, rest: list[Item]
-) -> Iterator[list[Item]]:
-    """Yield the changes of each flat parameter, then those of ``rest``. Collective: all ranks."""
-    # For each flat parameter: positions of this rank's changed values (None: send all), checksums.
-    looked = [_look(handle, params, kept.get(handle), options) for handle, params in flats.items()]
-    mine = [(None if where is None else len(where), sums) for where, sums in looked]
-    said = dict(zip(world.ranks, world.host.gather(mine, _CALLER), strict=True))
-    getting = world.ranks if options.ranks in ("all", "local") else [world.ranks[options.ranks]]
-    for number, (handle, params) in enumerate(flats.items()):
-        ranks, shard = handle.topology.shard.ranks, handle.flat_param.detach()
-        counts, checksums = zip(*(said[rank][number] for rank in ranks), strict=True)
-        is_whole = None in counts
-        if not (is_whole or any(counts)):
-            continue
-        where: Any = slice(None) if is_whole else looked[number][0]
-        changed = _bits(shard[where], options)
-        kept.setdefault(handle, torch.empty_like(changed))[where] = changed
+    def _of_flat(
+        self, handle: FlatParamHandle, params: list[Any], options: Options
+    ) -> Iterator[Any]:
+        """Yield the changes of one flat parameter. Collective: the shard group."""
+        new, old = _words(handle.flat_param, options), self._last.get(handle)
         handle.page_out()
-        sizes = [len(shard)] * len(ranks) if is_whole else counts
-        is_changed = changed
-        if is_whole and changed.itemsize > 1:  # backends cannot all-gather dtypes of one byte
-            full = handle.gather_flat(changed.view(_dtype(shard, options))).view(changed.dtype)
-        else:
-            full = _joined(handle, changed, sizes, getting)
-        if not is_whole:
-            first = handle.layout.shard_range(handle.topology.index)[0]
-            places = _joined(handle, (where + first).to(_PLACE), counts, getting).to(torch.int64)
-            found, full = full, full.new_empty(handle.layout.padded_numel)
-            full[places] = found
-            is_changed = torch.zeros_like(full, dtype=torch.bool)
-            is_changed[places] = True
-        for index, (name, param) in enumerate(params if world.global_rank in getting else ()):
-            digest = sum(sums[index] for sums in checksums) % 2**64 if options.digests else None
-            values, indices = view_of(full, param.span), None
-            if not is_whole:
-                indices = view_of(is_changed, param.span).reshape(-1).nonzero().view(-1)
-                values = values.reshape(-1)[indices]
-            if indices is None or len(indices):
-                yield [(name, indices, values.view(_dtype(shard, options)), digest)]
-    for name, tensor in rest:
-        new = _bits(tensor, options).clone()
-        if name not in kept or not torch.equal(kept[name], new):
-            kept[name] = new
-            yield [(name, None, new.clone().view(_dtype(tensor, options)))]
+        # Positions of this rank's changed values, to be sent as int32. None: send all values.
+        where = None
+        if old is not None and handle.layout.padded_numel < 2**31:
+            where = (new != old).nonzero().view(-1)
+            where = where if len(where) <= _SHARE * len(new) else None
+        counts = handle.topology.shard.host.gather(None if where is None else len(where), _CALLER)
+        if set(counts) == {0}:
+            return
+        self._last[handle] = new
+        dtype, full = yielded_dtype(handle.flat_param, options.dtype), new
+        if options.digests or None in counts:
+            full = handle.gather_flat(new).view(dtype)
+        if where is not None and None not in counts:
+            # All ranks send equally many values: a rank with fewer changes adds values at -1.
+            padding = 0, max(counts) - len(where)
+            places = (where + handle.topology.index * len(new)).to(torch.int32)
+            places = handle.gather_flat(nn.functional.pad(places, padding, value=-1))
+            values = handle.gather_flat(nn.functional.pad(new[where], padding)).view(dtype)
+            values, places = values[places >= 0], places[places >= 0].to(torch.int64)
+        for name, param in params:
+            span = param.span
+            digest = checksum(view_of(full, span).clone()) if options.digests else None
+            if None in counts:
+                yield [(name, None, view_of(full, span), digest)]
+                continue
+            bounds = places.new_tensor([span.start, span.end])
+            start, end = torch.searchsorted(places, bounds).tolist()
+            if start < end:
+                indices = _row_major(places[start:end] - span.start, param.spec)
+                yield [(name, indices, values[start:end], digest)]
 
 
-def _look(
-    handle: FlatParamHandle, params: list[Any], old: Tensor | None, options: Options
-) -> tuple[Tensor | None, list[int]]:
-    """Return the positions of changed values in this rank's shard, and checksums of the shard.
-
-    If too many values have changed, None takes the place of the positions. With ``digests``, there
-    is a checksum for each parameter in ``params``; otherwise there is none.
-    """
-    for _, param in params:
-        param.spec.refuse_part(_CALLER)
-    shard, where, sums = _bits(handle.flat_param, options), None, []
-    if old is not None and handle.layout.padded_numel <= torch.iinfo(_PLACE).max:
-        where = (shard != old).nonzero().view(-1)
-        where = where if len(where) <= _SHARE * len(shard) else None
-    for _, param in params if options.digests else ():
-        own = shard[param.local.start : param.local.end]
-        places = torch.arange(own.numel(), device=own.device) + param.spec.offset
-        sums.append(int(_checksum(own, _row_major(places, param.spec))))
-    handle.page_out()
-    return where, sums
-
-
-def _joined(
-    handle: FlatParamHandle, mine: Tensor, counts: Sequence[int], getting: Collection[int]
-) -> Tensor:
-    """Return the elements of all ranks' ``mine``, in the order of shards; empty if not ``getting``.
-
-    Collective: the shard group. ``counts``: number of elements per rank. ``getting``: the ranks
-    that get the elements.
-    """
-    comm, mine = handle.topology.shard, mine.to(handle.device)
-    if comm.size == 1:
-        return mine.clone()
-    gets = [rank in getting for rank in comm.ranks]
-    lengths = [mine.nbytes * one for one in gets]
-    expected = [count * mine.itemsize * gets[comm.rank] for count in counts]
-    work, came = comm.exchange(as_bytes(mine).repeat(sum(gets)), lengths, expected, op_name=_CALLER)
-    work.wait()
-    pieces = came.to(handle.device).split(expected)
-    return torch.cat([pieces[rank] for rank in handle.topology.holders]).view(mine.dtype)
-
-
-def _dtype(tensor: Tensor, options: Options) -> Any:
-    return options.dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _bits(tensor: Tensor, options: Options) -> Tensor:
-    """Return the rounded values as integers: -0.0 differs from 0.0, and a NaN equals itself."""
-    rounded = tensor.detach().to(_dtype(tensor, options)).contiguous()
+def _words(tensor: Tensor, options: Options) -> Tensor:
+    """Return a copy of the rounded values, as integers: 0.0 is not -0.0, and NaN equals itself."""
+    rounded = tensor.detach().to(yielded_dtype(tensor, options.dtype), copy=True).contiguous()
     return rounded.view(_WORDS[rounded.itemsize])
 
 
@@ -217,13 +171,8 @@ def _row_major(indices: Tensor, spec: ShardSpec) -> Tensor:
     """Return the row-major indices of elements, from their indices in memory order."""
     if spec.order == tuple(range(len(spec.order))):
         return indices
-    rows = torch.arange(math.prod(spec.shape), device=indices.device).view(spec.shape)
+    rows = torch.arange(spec.span.numel, device=indices.device).view(spec.shape)
     return rows.permute(spec.order).reshape(-1)[indices]
-
-
-def _checksum(values: Tensor, indices: Tensor) -> Tensor:
-    """Return a checksum of values at some indices, which adds up over the parts of a tensor."""
-    return (values.to(torch.int64).view(-1) * (indices + 1)).sum()  # the sum is modulo 2**64
 
 
 def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]) -> None:
@@ -243,23 +192,19 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
         for name, indices, values, digest in changes:
             target = tensors.get(name)
             if target is None or (indices is None and target.shape != values.shape):
-                what = "there is no such tensor" if target is None else f"got {tuple(target.shape)}"
                 raise ValueError(
-                    f"apply_changes: {name!r}: expected a tensor of the trained model's shape, "
-                    f"{what}. Pass tensors under the names of the unwrapped model."
+                    f"apply_changes: {name!r}: expected a tensor of the trained model's shape, got "
+                    f"{getattr(target, 'shape', 'none')}. Pass all tensors of the unwrapped model."
                 )
             if indices is None:
                 target.copy_(values)
             else:
-                word = _WORDS[target.itemsize]  # `put_` does not support float8
-                new = values.to(target.device, target.dtype).view(word)
-                target.view(word).put_(indices.to(target.device), new)
-            held = target.detach().to(values.dtype).contiguous().view(_WORDS[values.itemsize])
-            places = torch.arange(held.numel(), device=held.device)
-            if digest is not None and int(_checksum(held, places)) % 2**64 != digest:
+                # As integers, because `put_` does not support float8.
+                new = _words(values.to(target.device, target.dtype), Options())
+                target.view(new.dtype).put_(indices.to(target.device), new)
+            if digest is not None and digest != checksum(target.to(values.dtype, copy=True)):
                 raise ValueError(
                     f"apply_changes: {name!r} differs from the trained model after the change. "
-                    "Expected that the tensor held the weights of the previous pass before the "
-                    "change. Pass the changes of every pass, in order, or make a new "
-                    "WeightChanges, whose first pass has all weights."
+                    "Expected the weights of the previous pass before the change. Pass the changes "
+                    "of every pass, in order, or those of a new WeightChanges, from its first pass."
                 )

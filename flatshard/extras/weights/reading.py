@@ -1,22 +1,28 @@
-"""``full_tensors``, and ``read``: all ranks together iterate over a model, one unit at a time."""
+"""``full_tensors``, and ``read``: all ranks together iterate over a model, one unit at a time.
+
+``MergedLora`` adds LoRA adapters of PEFT to the weights on their way out.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain, cycle
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import ALONE, Communicator
+from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.model_shards import model_shards
-from flatshard.extras.weights.lora import MergedLora
 from flatshard.memory.buffers import BufferCache
 from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
@@ -60,16 +66,11 @@ class Options:
             raise ValueError(f"bucket_bytes must be at least 1, got {limit!r}.")
         torch.empty(0, device=self.device)  # raises if this host lacks the device
         if self.ranks not in ("all", "local", *range(size)):
-            raise ValueError(
-                f"ranks must be 'all', 'local' or a rank < {size}, got {self.ranks!r}."
-            )
+            raise ValueError(f"ranks must be 'all', 'local' or below {size}, got {self.ranks!r}.")
 
 
 Item = tuple[Any, ...]  # the name of a tensor, and the tensor or its changes
 Flats = dict[FlatParamHandle, list[tuple[TensorName, OriginalParam]]]
-# Yields a list of items for each flat parameter, and a list for the tensors outside of units. The
-# arguments: options, all ranks, the chosen parameters by flat parameter, and all other tensors.
-Units = Callable[[Options, Communicator, Flats, list[Item]], Iterator[list[Item]]]
 
 
 def full_tensors(
@@ -141,14 +142,21 @@ def full_tensors(
 
 
 def read(
-    model: nn.Module, caller: str, options: Options, units: Units, finish: Callable[..., Any]
+    model: nn.Module, caller: str, options: Options, units: Callable[..., Any], finish: Any
 ) -> Iterator[Any]:
     """Return an iterator over the items of ``units``. Collective, until all ranks have read it.
 
     If a rank stops early, the rank still takes part in the rest, and at the end the other ranks
     raise RuntimeError. Until then, forwards of the model raise RuntimeError.
 
-    ``finish``: makes an item for the consumer from an item of ``units``. May fail on some ranks.
+    Args:
+        model: the model.
+        caller: the function that the user called, for errors.
+        options: the user's arguments.
+        units: yields a list of items for each flat parameter, and a list for the tensors outside of
+            units. Its arguments: the options, the chosen parameters by flat parameter, and all
+            other tensors.
+        finish: makes an item for the consumer from an item of ``units``. May fail on some ranks.
     """
     shards = model_shards(model, caller)
     world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
@@ -171,7 +179,8 @@ def read(
     versions = {handle: handle.version for handle in flats}
     if lora is not None:
         some = Options(device=options.device, names=lora.sources, ranks=options.ranks)
-        lora.keep(read(model, caller, some, units, finish))
+        adapters = read(model, caller, some, units, finish)
+        lora.adapters = {key: one.clone() for name, one in adapters for key in name.names}
 
     def reading(is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
         # A generator that is closed early still takes part in all remaining all-gathers, unless the
@@ -180,7 +189,7 @@ def read(
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
         # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
-        items = _items(units(options, world, flats, rest), options)
+        items = _items(units(options, flats, rest), options)
         try:
             # The first item is empty: see the end of `read`.
             for item in chain([[]], filter(None, items)):
@@ -272,7 +281,7 @@ def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]
         if limit is None:
             yield [item]
             continue
-        nbytes = item[1].numel() * _yielded_dtype(item[1], options.dtype).itemsize
+        nbytes = item[1].numel() * yielded_dtype(item[1], options.dtype).itemsize
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
@@ -281,7 +290,7 @@ def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]
     yield bucket
 
 
-def _units(options: Options, _: Any, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
+def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
     Collective. The all-gather of the next flat parameter starts before the tensors of the current
@@ -318,10 +327,8 @@ def _start(
     """
     with torch.inference_mode(False), torch.no_grad():
         shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
-        # Cast before the all-gather if fewer bytes are sent then. Backends cannot send dtypes of
-        # one byte, so cast to float8 afterwards.
-        fits = asked and shard.is_floating_point() and 2 <= asked.itemsize <= shard.itemsize
-        sent: torch.dtype = asked if asked and fits else shard.dtype
+        # Cast before the all-gather, unless more bytes would be sent then.
+        sent = min(yielded_dtype(shard, asked), shard.dtype, key=lambda one: one.itemsize)
         full = cache.take(handle.layout.padded_numel, sent, handle.device)
         if handle.is_whole or (handle.is_current and buffer.dtype == shard.dtype):
             return full.copy_(shard if handle.is_whole else buffer), None
@@ -330,14 +337,10 @@ def _start(
 
 def _finish(options: Options, lora: MergedLora | None, name: TensorName, tensor: Tensor) -> Item:
     merged = tensor if lora is None else lora.merge(name.names, tensor)
-    return name, _cast(merged, _yielded_dtype(tensor, options.dtype), options.device)
+    return name, merged.to(options.device or tensor.device, yielded_dtype(tensor, options.dtype))
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
-    return tensor.to(device or tensor.device, dtype)
-
-
-def _yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and tensor.is_floating_point() else tensor.dtype
 
 
@@ -345,4 +348,105 @@ def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
     raise RuntimeError(
         f"{unit_text(unit_of(wrapper).name)}: a forward began before full_tensors() was "
         "read to its end. Read all items first, or call the iterator's close() on every rank."
+    )
+
+
+# ------------------------------------------------------------ LoRA
+
+
+class MergedLora:
+    """Names and values of the model with merged LoRA adapters. The model is not changed.
+
+    Attributes:
+        sources: names of the adapters' tensors in the model.
+        adapters: full tensors of these names, which ``merge`` adds to the weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the adapters of ``model``.
+
+        Raises:
+            ModuleNotFoundError: PEFT is not installed.
+            NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
+        """
+        # Paths of PEFT's modules, which the merged model lacks (None), and of the modules that take
+        # their place, with the place's path in the merged model. Paths are "" or end with ".".
+        self._paths: dict[str, str | None] = {"": ""}
+        # For each weight's name in the merged model: the layers with adapters, and their paths.
+        self._layers: dict[str, dict[Any, str]] = defaultdict(dict)
+        self.adapters: dict[str, Tensor] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            path = f"{name}." if name else ""
+            part, shown = _taking_the_place_of(module, name), self.name_of(path)
+            if part is None or shown is None:
+                continue
+            self._paths |= {path: None, f"{path}{part}.": shown}
+            if part == "base_layer" and not module.disable_adapters:
+                self._layers[shown + getattr(module, "parameter_name", "weight")][module] = path
+        layers = {layer: path for some in self._layers.values() for layer, path in some.items()}
+        self.sources = {path + name for layer, path in layers.items() for name in _active(layer)}
+
+    def name_of(self, text: str) -> str | None:
+        """Translate a name in the model to the merged model; None if the merged model lacks it."""
+        end = text.rfind(".") + 1
+        while text[:end] not in self._paths:
+            end = text.rfind(".", 0, end - 1) + 1
+        shown = self._paths[text[:end]]
+        return None if shown is None else shown + text[end:]
+
+    def merge(self, names: Sequence[str], tensor: Tensor) -> Tensor:
+        """Return the weight with these names plus its adapters, in fp32 or wider."""
+        layers = {layer: path for name in names for layer, path in self._layers[name].items()}
+        for layer, path in layers.items():
+            weight = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            full: dict[str, dict[str, Any]] = defaultdict(dict)
+            for name in _active(layer):
+                kind, adapter, *rest = name.split(".")
+                one = self.adapters[path + name].to(weight)
+                full[kind][adapter] = SimpleNamespace(weight=one) if rest else one
+            # A stand-in for the layer, with full adapters. PEFT rounds the change of the weight to
+            # the dtype of `get_param()`.
+            stand_in = copy.copy(layer)
+            vars(stand_in).update(_modules=layer._modules | full, get_param=lambda at=weight: at)
+            adapters = dict.fromkeys(adapter for some in full.values() for adapter in some)
+            tensor = sum((stand_in.get_delta_weight(one) for one in adapters), weight)
+        return tensor
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the tensors of the layer's active adapters."""
+    names = [name for name, _ in layer.named_parameters() if name.startswith("lora_")]
+    return [name for name in names if name.split(".")[1] in layer.active_adapters]
+
+
+def _taking_the_place_of(module: Any, path: str) -> str | None:
+    """Return the submodule that takes the place of ``module`` in the merged model.
+
+    None: ``module`` is no module of PEFT. Raises NotImplementedError if ``module`` has adapters
+    that cannot be merged.
+    """
+    peft = import_module("peft")
+    tuners, others = peft.tuners.tuners_utils, peft.utils.other
+    models = peft.PeftModel | peft.PeftMixedModel
+    if isinstance(module, models) and isinstance(module.base_model, tuners.BaseTuner):
+        return "base_model"
+    if isinstance(module, tuners.BaseTuner):
+        return "model"
+    if isinstance(module, others.ModulesToSaveWrapper):
+        is_used = module.active_adapters and not module.disable_adapters
+        return f"modules_to_save.{module.active_adapters[0]}" if is_used else "original_module"
+    if not isinstance(module, models | tuners.BaseTunerLayer | others.AuxiliaryTrainingWrapper):
+        return None
+    kind, weight = type(module), getattr(module, "parameter_name", "weight")
+    if kind.__module__ != "peft.tuners.lora.layer" or not hasattr(module.get_base_layer(), weight):
+        why = f"is a {kind.__name__}, and only LoRA on plain layers and parameters can be merged"
+    elif module.lora_variant.keys() & {*module.active_adapters} or any(module.lora_bias.values()):
+        why = "has adapters with a LoRA variant (use_dora=True, for example) or a bias"
+    elif module.merged_adapters:
+        why = f"has merged adapters ({', '.join(module.merged_adapters)}): call unmerge_adapter()"
+    else:
+        return "base_layer"
+    raise NotImplementedError(
+        f"merge_lora=True: {path!r} {why}. Read the tensors with merge_lora=False, and merge the "
+        "adapters in the program that reads them."
     )

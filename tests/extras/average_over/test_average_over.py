@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import flatshard
 from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
 from tests.comm_hooks import Averaging
@@ -17,7 +18,7 @@ from tests.models import CASES, Case
 from tests.oracle import assert_same
 from tests.ways import WAYS, ranks_of
 
-_STEPS, _MICRO_BATCHES = 3, 2
+_STEPS, _MICRO_BATCHES = 3, 3
 
 
 def _count(rank: int, step: int, number: int) -> int:
@@ -46,9 +47,16 @@ def _train_plain(case: Case, world_size: int, clip: float) -> nn.Module:
 
 
 def _train(
-    model: Any, case: Case, rank: int, how: str = "no_sync", clip: float = 0.5, scale: float = 1.0
+    model: Any,
+    case: Case,
+    rank: int,
+    how: str = "no_sync",
+    clip: float = 0.5,
+    scales: bool = False,
+    between: Callable[[], object] = lambda: None,
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
     for step in range(_STEPS):
         last = _MICRO_BATCHES - 1
         outer = model.no_sync(uneven=True) if how == "uneven" else contextlib.nullcontext()
@@ -60,12 +68,16 @@ def _train(
                 accumulating = model.no_sync(replicas_only=how == "replicas_only")
                 inner = accumulating if number < last else contextlib.nullcontext()
                 with inner:
+                    if number < last:
+                        between()
                     model.average_over(torch.tensor(rows) if number else rows)
-                    (_loss(model, case, rank, step, number) * scale).backward()
-        for param in model.parameters():
-            param.grad = None if param.grad is None else param.grad / scale
+                    if number < last:
+                        between()
+                    scaler.scale(_loss(model, case, rank, step, number)).backward()
+        scaler.unscale_(optimizer)
         model.clip_grad_norm_(clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=step != 1)
 
 
@@ -100,7 +112,7 @@ def _alone(rank: int, world_size: int) -> None:
 def _rounded(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
-    _train(model, case, rank, scale=8.0)
+    _train(model, case, rank, scales=True)
     assert_same(model, _train_plain(case, world_size, 0.5), rtol=0.1, atol=0.02)
 
 
@@ -114,7 +126,13 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         model.average_over(_count(rank, 0, number))
         _loss(model, case, rank, 0, number).backward()
 
-    backward(1)
+    for _ in range(3):  # the first steps also agree on an order
+        with flatshard.collectives.record() as plain:
+            _loss(model, case, rank, 0, 1).backward()
+        model.zero_grad()
+    with flatshard.collectives.record() as counted:
+        backward(1)
+    assert len(counted) == len(plain), "counts are sent without a message of their own"
     expected = [param.grad.full_tensor() for param in model.parameters()]
     for set_to_none in (True, False):
         model.zero_grad()
@@ -145,6 +163,23 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
         model.zero_grad()
     _as_before_any_count(model, case, rank)
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_between_micro_batches(rank: int, world_size: int) -> None:
+    """`torch.autograd.grad` of inputs takes no count, also after a backward that took one."""
+    case = CASES["mlp"]
+    expected = _train_plain(case, world_size, 0.5)
+
+    def differentiate() -> None:
+        inputs = case.batch(1, 4)[0].requires_grad_()
+        torch.autograd.grad(model(inputs).sum(), inputs)
+
+    for how in ("no_sync", "uneven"):
+        with naming(how):
+            model: Any = case.wrap(case.model())
+            _train(model, case, rank, how, between=differentiate)
+            assert_same(model, expected)
 
 
 def _as_before_any_count(model: Any, case: Case, rank: int) -> None:
@@ -190,11 +225,13 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         assert all(param.grad is None for param in model.parameters())
 
     raises("counts of average_over, backward", lambda: backward(None, 2), CollectiveError)
-    raises("rank 1 ran a backward without", lambda: backward(2, None))
+    raises("rank 1 passed no count", lambda: backward(2, None))
     raises("rank 1 passed the count -2", lambda: backward(2, -2))
     raises("rank 0 passed the count nan", lambda: backward(float("nan"), 2))
     raises("add up to 0", lambda: backward(0, 0.0))
-    raises("expected an int", lambda: model.average_over(torch.ones(2)), TypeError)
+    for wrong in (torch.ones(2), torch.tensor(1j), "2"):
+        with pytest.raises(TypeError):
+            model.average_over(wrong)
     with model.no_sync(max_bytes=100):
         raises("only some units", lambda: backward(1, 1))
     model.register_comm_hook("state", Averaging())

@@ -242,14 +242,14 @@ def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     expected, numbers = _expected(model), itertools.count()
 
-    def cast(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+    def finish(options: Any, lora: Any, *item: Any) -> Any:
         if next(numbers) == 2:
             raise torch.OutOfMemoryError("no memory")
-        return tensor
+        return item
 
     if rank == 0:
         with (
-            mock.patch.object(reading, "_cast", cast),
+            mock.patch.object(reading, "_finish", finish),
             pytest.raises(torch.OutOfMemoryError, match="no memory"),
         ):
             _tensors(model)
@@ -476,8 +476,8 @@ def test_refusals_reach_all_ranks_before_the_first_all_gather(rank: int, world_s
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
         ({"dtype": "bfloat16"}, "dtype must be a floating-point dtype, got 'bfloat16'"),
         ({"bucket_bytes": "1GB"}, "bucket_bytes must be at least 1, got '1GB'"),
-        ({"ranks": 2}, "ranks must be 'all', 'local' or a rank < 2"),
-        ({"ranks": "some"}, "ranks must be 'all', 'local' or a rank < 2"),
+        ({"ranks": 2}, "ranks must be 'all', 'local' or below 2"),
+        ({"ranks": "some"}, "ranks must be 'all', 'local' or below 2"),
     ]
     with collectives.record() as events:
         for keywords, message in wrong:
