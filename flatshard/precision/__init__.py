@@ -308,8 +308,7 @@ class PrecisionPlan:
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in self._left_alone:
                 self._plan_param(module, attribute, param)
-        # Not `children()`, which leaves out the module that a `ModuleProxy` wraps.
-        for child in filter(None, module._modules.values()):
+        for child in module.children():
             self._plan_module(child, precision, override)
 
     def _plan_param(self, module: nn.Module, attribute: str, param: nn.Parameter) -> None:

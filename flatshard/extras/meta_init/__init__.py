@@ -253,8 +253,7 @@ class MetaInit:
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
             if inner is not None and root_first and is_called:
                 inner.append(module)
-            # Not `children()`, which leaves out the module that a `ModuleProxy` wraps.
-            for child in filter(None, module._modules.values()):
+            for child in module.children():
                 visit(child, inner)
             if inner is not None and not root_first and is_called:
                 inner.append(module)
