@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from flatshard.checkpoint.converting import convert
-from flatshard.checkpoint.sources import open_source
+from flatshard.checkpoint.sources import convert, open_source
 from flatshard.options.extras import default_extra
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
 from flatshard.checkpoint.folder import FileRecord, zip_stream
-from flatshard.checkpoint.safe_pickles import load_safely
+from flatshard.checkpoint.sources import load_safely
 
 # ---------------------------------------------------------------- writing
 

@@ -19,9 +19,8 @@ from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.host_ranks import Optimizers, Training
 from flatshard.checkpoint.nesting import unpack_optimizer
-from flatshard.checkpoint.safe_pickles import load_safely
 from flatshard.checkpoint.saving import wait_for_pending
-from flatshard.checkpoint.sources import open_source
+from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:

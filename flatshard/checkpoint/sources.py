@@ -1,15 +1,23 @@
 """``Source``: a checkpoint of any known library, whose tensors are read one at a time.
 
-Reading runs no code from the files. Pickles are loaded with ``weights_only``.
+``convert`` writes the tensors of a source in another format.
+
+Reading runs no code from the files. Pickles are loaded with ``weights_only``, which refuses numpy's
+numbers, such as a learning rate from a numpy schedule. ``NumpyDtype`` and ``number_from_numpy``
+load them as Python's, without code of numpy.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
+import struct
+import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +25,14 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint import safetensors
-from flatshard.checkpoint.folder import check_lengths, own_file, read_marker
-from flatshard.checkpoint.safe_pickles import STAND_INS, load_safely
+from flatshard.checkpoint.folder import (
+    check_lengths,
+    log_speed,
+    own_file,
+    read_marker,
+    sync,
+    zip_stream,
+)
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
 
@@ -131,6 +145,41 @@ def _safetensors(path: Path) -> Source:
 
 # ---------------------------------------------------------------- torch.save
 
+# numpy's names of its number types, with the codes of Python's module struct.
+_CODES = dict(zip("f2 f4 f8 b1 i1 i2 i4 i8 u1 u2 u4 u8".split(), "efd?bhiqBHIQ", strict=True))
+
+
+class NumpyDtype:
+    """Replaces ``numpy.dtype``: the type of a number, and the order of the number's bytes."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.order = name, "="
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        self.order = state[1].replace("|", "=")
+
+
+def number_from_numpy(dtype: NumpyDtype, data: bytes) -> bool | int | float:
+    """Return the Python number of a numpy scalar with this dtype and these bytes."""
+    if dtype.name not in _CODES:
+        raise TypeError(f"the file has a number of numpy's type {dtype.name!r}, which is not real")
+    number: bool | int | float = struct.unpack(dtype.order + _CODES[dtype.name], data)[0]
+    return number
+
+
+STAND_INS: list[tuple[Any, str]] = [
+    (NumpyDtype, "numpy.dtype"),
+    (number_from_numpy, "numpy._core.multiarray.scalar"),
+    (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
+]
+"""Classes and functions that replace those that a file names, with the names in the file."""
+
+
+def load_safely(file: Any, **options: Any) -> Any:
+    """Call ``torch.load`` with ``weights_only``, on the CPU."""
+    with torch.serialization.safe_globals([*STAND_INS]):
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
+
 
 def _torch(path: Path) -> Source:
     source = Source("torch.save", {}, lambda names: source.tensors[names])
@@ -207,3 +256,121 @@ def _dcp(folder: Path) -> Source:
             shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
             source.facts["optimizers"] = ", ".join(shown)
     return source
+
+
+# ---------------------------------------------------------------- convert
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Convert a model's weights between the files of several libraries, on one process.
+
+    The source may be a file of ``torch.save`` (also of a DistributedDataParallel model, and with
+    the model nested in a dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard,
+    FSDP1, FSDP2), or safetensors. Tensors are read and written one at a time.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        checkpoint.save("runs/step-1", model, optimizer)
+        if dist.get_rank() == 0:
+            checkpoint.convert("runs/step-1", "model.safetensors", dtype=torch.bfloat16)
+        ```
+
+    Args:
+        source: a file or a folder.
+        destination: a file, or a folder for safetensors files. It must not exist. If its name ends
+            with ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, ``torch.save`` writes the file.
+        key: the entry of a nested checkpoint that contains the model ("app.model", for example).
+            None: an entry called model, module, state_dict or model_state_dict, if there is one.
+        dtype: dtype in which floating point tensors are written. None: as in the source.
+        max_shard_size: largest size of a safetensors file in a folder, in bytes or as a text such
+            as "5GB".
+
+    Raises:
+        ValueError: the source has an unknown format, is incomplete or corrupt, or ``destination``
+            exists.
+        OSError: a file cannot be read or written.
+    """
+    final = Path(destination)
+    is_torchs = final.suffix in _TORCH_SUFFIXES
+    if max_shard_size is not None and is_torchs:
+        raise ValueError(
+            f"max_shard_size is only for safetensors files, but the destination is {final.name}. "
+            "Leave max_shard_size out."
+        )
+    if final.exists():
+        raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
+    found = open_source(source)
+    try:
+        model = found.model(key)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(source)}: {error}") from error
+    like: dict[str, Tensor] = {}
+    ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
+    first: dict[Any, str] = {}
+    for name, names in model.items():
+        one = found.tensors[names]
+        # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
+        place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
+        if first.setdefault(place, name) != name:
+            ties[name] = first[place]
+            continue
+        like[name] = safetensors.as_saved(one, dtype)
+    begun = time.monotonic()
+    write = _write_torch if is_torchs else partial(_write_safetensors, max_shard_size)
+
+    def read(name: str) -> Tensor:
+        kept = ties.get(name, name)
+        return found.read(model[kept]).to(like[kept].dtype)
+
+    write(final, like, ties, read)
+    log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
+
+
+Read = Callable[[str], Tensor]
+
+
+def _write_safetensors(
+    size: int | str | None, final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read
+) -> None:
+    plan = safetensors.plan_files(like, final, size, ties)
+    try:
+        plan.create()
+        safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
+        plan.commit()
+    finally:
+        plan.discard()
+
+
+def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
+    # Never hold all values in memory. Under `skip_data`, torch.save leaves room for the values of
+    # these empty tensors, and the loop below writes them one by one, through a mapping of the file.
+    state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
+    state |= {alias: state[kept] for alias, kept in ties.items()}
+    beside = final.with_name(f"{final.name}.incomplete")
+    try:
+        with torch.serialization.skip_data(), zip_stream(beside) as stream:
+            torch.save(state, stream)
+            # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
+            # write to a mapped hole ends the process by SIGBUS.
+            os.posix_fallocate(stream.fileno(), 0, stream.tell())
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            state = torch.load(beside, mmap=True, weights_only=True)
+        for name in like:
+            state[name].copy_(read(name))
+        del state
+        sync(beside)
+        beside.replace(final)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

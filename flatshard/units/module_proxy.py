@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -83,10 +83,6 @@ class ModuleProxy(nn.Module):
         # `unit.weight += 1` assigns the parameter that the module holds already.
         if module is not None and value is module._parameters.get(name) is not None:
             return
-        # Functions that list the children may replace them (`apply_activation_checkpointing`).
-        if isinstance(value, nn.Module) and module is not None and name in module._modules:
-            setattr(module, name, value)
-            return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
@@ -149,16 +145,6 @@ class ModuleProxy(nn.Module):
         parameters twice.
         """
         return self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children of the wrapped module, for the same reason as ``named_modules``."""
-        return self.module.named_children()
-
-    def train(self, mode: bool = True) -> Self:
-        """Call ``train`` of the wrapped module, which may keep some modules in eval mode."""
-        self.module.train(mode)
-        self.training = mode
-        return self
 
     # Register on the wrapped module: its forward reads the value, and `named_modules` lists it.
 

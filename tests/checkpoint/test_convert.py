@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.checkpoint import convert
-from flatshard.checkpoint import converting as convert_module
+from flatshard.checkpoint import sources as convert_module
 from flatshard.checkpoint.command_line import main
 from flatshard.checkpoint.sources import Source, open_source
 from tests.harness import allow_warnings, full_disk, run_ranks

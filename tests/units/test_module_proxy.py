@@ -103,52 +103,6 @@ def test_each_module_is_listed_once() -> None:
     assert [*outer.modules()] == [inner.module]
 
 
-def _scale(module: nn.Module, calls: list[str]) -> None:
-    """Edits by class, as functions that walk through ``children()`` do."""
-    for name, child in module.named_children():
-        _scale(child, calls)
-        calls.append(name)
-    if isinstance(module, nn.Linear):
-        with torch.no_grad():
-            module.bias.add_(1.0)
-
-
-def test_a_walk_through_children_edits_each_module_once() -> None:
-    calls: list[str] = []
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    for layer in (model[0], model[1][0]):
-        nn.init.zeros_(layer.bias)
-    for parent, index in ((model[1], 0), (model, 0), (model, 1)):
-        proxy, module = ModuleProxy(), parent[index]
-        put_in_place(proxy, module)
-        parent[index] = proxy
-    _scale(model, calls)
-    assert calls == ["0", "0", "1", "1"]
-    assert torch.equal(model[0].bias, torch.ones(2))
-    assert torch.equal(model[1][0].bias, torch.ones(2))
-    assert [*map(type, model[1].children())] == [ModuleProxy, nn.Dropout]
-    # Functions that replace the children that they list reach the wrapped module.
-    model[1].add_module("1", nn.ReLU())
-    setattr(model[1], "0", nn.Identity())
-    assert [*map(type, model[1].module)] == [nn.Identity, nn.ReLU]
-
-
-class _FrozenNorm(nn.Sequential):
-    def train(self, mode: bool = True) -> "_FrozenNorm":
-        super().train(mode)
-        self[0].eval()
-        return self
-
-
-def test_train_is_that_of_the_module() -> None:
-    proxy: Any = ModuleProxy()
-    put_in_place(proxy, _FrozenNorm(nn.BatchNorm1d(2), nn.Dropout()))
-    for mode in (False, True):
-        assert nn.Sequential(proxy).train(mode)[0] is proxy
-        assert (proxy.training, proxy.module.training) == (mode, mode)
-        assert [one.training for one in proxy] == [False, mode]
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -23,8 +23,13 @@ from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.extras.recording.step_report import Range, StepReport, sum_up
+from flatshard.extras.recording.step_report import (
+    MemorySample,
+    MemoryTimeline,
+    Range,
+    StepReport,
+    sum_up,
+)
 from flatshard.module.wrappers import unit_of
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_proxy import ModuleProxy

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from flatshard.engine.events import Kind
-from flatshard.extras.recording.memory_timeline import MemorySample, MemoryTimeline
-from flatshard.extras.recording.step_report import Range, StepReport, sum_up
+from flatshard.extras.recording.step_report import (
+    MemorySample,
+    MemoryTimeline,
+    Range,
+    StepReport,
+    sum_up,
+)
 
 MIB = 2**20
 
