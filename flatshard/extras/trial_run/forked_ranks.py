@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # optimizers import it: load it once, before ranks are forked
+import torch._dynamo  # optimizers import this module: load it once, before ranks are forked
 import torch.multiprocessing
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -25,7 +25,8 @@ from flatshard.extras.trial_run.stand_ins import install
 
 multiprocessing: Any = torch.multiprocessing
 
-# Seconds in which other ranks may end after one has failed, and record an earlier failure.
+# After a rank has failed, the other ranks have this number of seconds to end. One of them may
+# record an earlier failure.
 _GRACE = 5.0
 
 
@@ -35,8 +36,8 @@ def run(options: argparse.Namespace, name: str) -> list[Record]:
     ``name``: `ddp`; `sharded`; `noise` or `again`, which repeat `ddp` with and without noise.
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
-    torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then SIGTERM ends the ranks, too
+    torch.set_num_threads(1)  # start no threads, which the forked ranks would lack
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
@@ -45,19 +46,19 @@ def run(options: argparse.Namespace, name: str) -> list[Record]:
     if first == 0:
         write(port, get_free_port())
     options.run, options.port, options.files = name, read(port), files
-    # Processes that are forked need not import torch.
+    # Fork the ranks, because forked processes need not import torch again.
     arguments = (_run_rank, (first, options), num_ranks)
     context = multiprocessing.start_processes(*arguments, join=False, start_method="fork")
     try:
-        # The records say why ranks have failed.
+        # Ignore how processes ended: the records say why ranks have failed.
         with contextlib.suppress(multiprocessing.ProcessExitedException):
             while not context.join(grace_period=_GRACE):
                 pass
     finally:
         for one in context.processes:
             with contextlib.suppress(OSError):
-                os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
-            one.kill()  # if it has no group of processes yet
+                os.killpg(one.pid, signal.SIGKILL)  # kill the rank and its DataLoaders' workers
+            one.kill()  # the rank has no group of processes yet
             one.join()
     for file, one in zip(files[first:], context.processes, strict=False):
         if not file.exists():
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace, name: str) -> list[Record]:
             text = f"{file.stem}: the process ended with status {one.exitcode}. Last output:\n{log}"
             was_ended = one.exitcode in (-signal.SIGTERM, -signal.SIGKILL)
             write(file, Record(text, failed_at=time.time() if was_ended else 0.0))
-    return [read(file) for file in files]  # other hosts write theirs
+    return [read(file) for file in files]  # other hosts write the files of their ranks
 
 
 def _run_rank(local_rank: int, first: int, options: argparse.Namespace) -> NoReturn:
@@ -85,7 +86,7 @@ def _run_rank(local_rank: int, first: int, options: argparse.Namespace) -> NoRet
     with file.with_suffix(".log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    # Scripts that set no seed can be compared, too.
+    # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
     torch.set_default_dtype(torch.float64 if options.exact else torch.float32)
