@@ -12,7 +12,7 @@ _MIB = 2**20
 class MemorySample(NamedTuple):
     """Memory of a unit besides its shards, from ``seconds`` until the unit's next sample."""
 
-    seconds: float  # since the step began
+    seconds: float  # time since the step began
     unit: int
     gathered_bytes: int  # unsharded parameters and secondary shards
     gradient_bytes: int  # gradients that accumulate or are being reduced
