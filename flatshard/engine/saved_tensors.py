@@ -51,9 +51,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _FORWARD_HOOKS, _PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
 CLEAN_ROUNDS = 3
-"""In how many rounds the hooks must have made no difference, one after the other, to be left out.
+"""Number of consecutive rounds in which hooks must make no difference before they are left out.
 
-More than one, because programs do something else in every second step, for example.
+More than one, because a program may do something different in every second step, for example.
 """
 
 # Maximum number of forwards without hooks that are unlike all earlier forwards. After this number,
@@ -114,12 +114,14 @@ class SavedTensors:
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that were unlike all earlier forwards
         self._num_unlike = 0
-        self._inner: list[nn.Module] = []  # modules inside of units, whose hooks get inner tensors
-        # Number of views saved in this round that no backward has read in its unit's own backward,
-        # and of reads at other times. A round begins with the first outermost forward after a
-        # backward.
+        # modules inside of units: their hooks see tensors inside of a unit
+        self._inner: list[nn.Module] = []
+        # Number of views saved in this round that were not read in the unit's own backward, plus
+        # the number of reads at other times. A round begins with the first outermost forward after
+        # a backward.
         self._num_unread = self._round = 0
-        self._num_clean = 0  # number of rounds, up to the last, in which hooks made no difference
+        # number of the latest consecutive rounds in which hooks made no difference
+        self._num_clean = 0
         self._has_ended = False  # whether a backward has ended in this round
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
@@ -144,7 +146,7 @@ class SavedTensors:
         return output
 
     def begin_forward(self) -> None:
-        """Begin the outermost forward, and a round if a backward has ended since the last forward.
+        """Begin the outermost forward, and a new round if a backward has ended since the last one.
 
         Leave out the hooks from now on, if they made no difference in the last rounds.
         """

@@ -22,7 +22,7 @@ class ModelShards:
         self.parts = parts
         self._model, self._units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self._units for handle in unit.handles]
-        # The largest group, because some units use fewer ranks.
+        # The ranks of the largest unit: some units train on fewer ranks.
         self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
 
     def refuse_dtensors(self, caller: str) -> None:

@@ -33,14 +33,15 @@ class Difference(NamedTuple):
     name: str
     rank: int
     gap: float  # norm of the difference
-    norm: float = 0.0  # of the reference
-    size: float = math.inf  # of the gap, relative to the reference
-    eps: float = 0.0  # of the dtype
+    norm: float = 0.0  # norm of the tensor in the reference
+    size: float = math.inf  # the gap, relative to the norm of the reference
+    eps: float = 0.0  # precision of the dtype
     units: float = 0.0  # the gap, in units of noise
 
     def in_units(self, units: dict[Place, float]) -> "Difference":
         """Return the difference with its size in units of noise."""
-        unit = units.get(self[:4], 0.0)  # 0: the noise has no influence, or no such tensor
+        # 0: noise does not change the tensor, or the noise run lacks it
+        unit = units.get(self[:4], 0.0)
         gap = min(self.gap, 1e300)  # so that infinite noise explains an infinite gap
         return self._replace(units=gap / unit if unit else math.inf)
 
@@ -50,7 +51,8 @@ def differences(
 ) -> list[Difference]:
     """Return the difference of each tensor, on each rank if ranks hold full tensors.
 
-    ``lone_calls``: lines that only some ranks run in the same way, whose tensors are left out.
+    ``lone_calls``: lines that ranks run different numbers of times. Tensors from these lines are
+    left out.
     """
     found = []
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)

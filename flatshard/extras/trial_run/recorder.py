@@ -7,7 +7,7 @@ recorded whole. The sketch of a difference is the difference of the sketches, an
 difference is close to the norm of the tensors' difference. Signs notice swapped elements. The
 sketches of ranges add up: a sharded tensor, of which each rank records its own range, can be
 compared with a full one. So recording needs no communication: if only one rank steps an optimizer,
-it does not wait for the others.
+the rank does not wait for the others.
 """
 
 import argparse
@@ -46,20 +46,21 @@ class Sketch(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    eps: float  # of the dtype; 0 for integers
-    range: tuple[int, int]  # first index and number of elements, in memory order
+    eps: float  # precision of the dtype; 0 for integers
+    range: tuple[int, int]  # index of the first element, and number of elements, in memory order
     sums: Tensor
 
 
 @dataclass
 class Record:
-    """What a rank has recorded, and how its run ended."""
+    """The sketches, costs and remarks of a rank, and how its run ended."""
 
     failure: str = ""
     failed_at: float = math.inf  # if several ranks fail, the first one is the cause
-    events: dict[Key, Sketch | None] = field(default_factory=dict)  # None: no gradient
-    lines: dict[Key, str] = field(default_factory=dict)  # of the program
-    remarks: Counter[tuple[str, str]] = field(default_factory=Counter)  # line, what it does
+    events: dict[Key, Sketch | None] = field(default_factory=dict)  # None: there is no gradient
+    lines: dict[Key, str] = field(default_factory=dict)  # the program's line of each event
+    # pairs: a line, and what the line does
+    remarks: Counter[tuple[str, str]] = field(default_factory=Counter)
     costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
 
 
@@ -83,7 +84,7 @@ def sketch(tensor: Tensor, owner: Tensor) -> Sketch:
         shape, offset = owner.spec.shape, owner.spec.offset
         flat = owner.local.detach() if tensor is owner else local_grad(tensor, owner.spec)
     else:
-        if owner.is_sparse:  # an input, which may be too large as a dense tensor
+        if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
             owner = tensor = owner.coalesce().values()
         shape, offset = tuple(tensor.shape), 0
         flat = tensor.detach().to_dense().permute(memory_order(owner)).reshape(-1)
@@ -104,11 +105,12 @@ class Recorder:
     def __init__(self, options: argparse.Namespace, file: Path) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
         self.options, self._file, self.record = options, file, Record()
-        self.names: dict[Tensor, str] = {}  # of parameters of wrapped models
-        self._models: dict[Any, str] = {}  # and beginnings of their tensors' names
-        self._fresh: list[nn.Module] = []  # models whose weights will be changed
-        self._step = 1  # the next step of any optimizer ends it
-        self._depth = 0  # of optimizer steps that call another optimizer's step
+        self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
+        self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
+        self._fresh: list[nn.Module] = []  # models whose weights the noise run will change
+        # number of the step under way, which ends with the next step of any optimizer
+        self._step = 1
+        self._depth = 0  # number of nested optimizer steps (one optimizer may step another)
         self._aside = 0.0  # seconds of recording
         self._add_costs()
         if options.run == "noise":
@@ -123,7 +125,7 @@ class Recorder:
             self.record.failure, self.record.failed_at = failure, time.time()
         write(self._file, self.record)
         sys.stdout.flush()
-        os._exit(bool(failure))  # exit handlers may wait for other ranks
+        os._exit(bool(failure))  # without exit handlers, which may wait for other ranks
 
     def remark(self, what: str) -> None:
         """Count what the program does in its current line."""
@@ -151,18 +153,20 @@ class Recorder:
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         backward(tensors, *args, **kwargs)
-        if torch._C._current_graph_task_id() >= 0:  # checkpointing, inside another backward
+        # the backward of a checkpoint, inside another backward
+        if torch._C._current_graph_task_id() >= 0:
             return
         losses = tree_leaves(tensors)
         if len(losses) == 1 == losses[0].numel():
             self._add("loss", [("loss", losses[0])])
-        # Record averaged gradients before the program clips or scales them, the last first.
+        # Record averaged gradients before the program clips or scales them, last parameter first.
         if all(one.require_backward_grad_sync for one in self._models):
             self._add("gradient", [(name, one) for one, name in reversed(self.names.items())])
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth == len(args) == 1 and not kwargs:  # a closure will compute the gradients
+        # the step's closure will compute the gradients
+        if self._depth == len(args) == 1 and not kwargs:
             self._add("gradient at the step", self._params(optimizer))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -207,8 +211,8 @@ class Recorder:
     def _add_costs(self) -> None:
         """Record the time without recording, the peak memory, and the bytes written until now.
 
-        Memory is the allocator's on a GPU, otherwise that of the process. Bytes are written to
-        files and sockets; only Linux counts them.
+        Memory is the allocator's memory on a GPU, otherwise the memory of the process. Bytes are
+        written to files and sockets; only Linux counts them.
         """
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = torch.cuda.max_memory_allocated() or resident

@@ -25,7 +25,7 @@ from flatshard.extras.trial_run.recorder import Recorder
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
-# torch's own class: `install` replaces it in all modules outside of flatshard.
+# torch's own class, kept because `install` replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
 
 
@@ -105,7 +105,8 @@ def _watch(recorder: Recorder, method: str, what: str) -> None:
         if "_plain" not in vars(module) or is_training or torch.compiler.is_compiling():
             return real(module, *args, **kwargs)
         caller = sys._getframe(1)
-        # Wrappers call their modules, and `full_state_dict` calls `state_dict` only on rank 0.
+        # Count only calls of the program: wrappers call their modules, and `full_state_dict` calls
+        # `state_dict` only on rank 0.
         if not caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard.")):
             recorder.remark(what)
         plain = vars(module)["_plain"]
@@ -113,7 +114,7 @@ def _watch(recorder: Recorder, method: str, what: str) -> None:
             return real(module, *args, **kwargs)
         before = {**vars(plain.train(module.training))}
         result = real(plain, *args, **kwargs)
-        # The program may read attributes that the forward has set.
+        # Copy attributes that the forward has set, because the program may read them.
         owner = module.module if isinstance(module, ShardedWrapper) else module
         vars(owner).update({k: v for k, v in vars(plain).items() if v is not before.get(k, real)})
         return result

@@ -15,10 +15,10 @@ from flatshard.extras.trial_run.compare import MULTIPLE, Difference, differences
 from flatshard.extras.trial_run.recorder import Record
 
 VERDICTS = SAME, DIFFERS, RAISES, NOT_COMPARED = "same", "differs", "raises", "not compared"
-"""Verdicts. Each one's index is the exit code."""
+"""Verdicts. The index of a verdict is the exit code."""
 
 _WRITE = {
-    # first word of what a line does: what to write instead
+    # for the first word of what a line does, what to write instead
     "wraps": 'from flatshard import ShardedWrapper; ShardedWrapper(model, auto_wrap_policy="auto")',
     "state_dict()": "state = flatshard.checkpoint.full_state_dict(model) on every rank",
     "forward()": "evaluate on every rank, with the same number of batches",
@@ -92,7 +92,7 @@ def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
 
     ``options.folder``: an empty folder for the records of all ranks.
     """
-    # Imports torch's compiler and FSDP, for which other commands should not wait.
+    # Import here: other commands should not wait for the import of torch's compiler and FSDP.
     from flatshard.extras.trial_run import forked_ranks
 
     options.lone_calls = {}
