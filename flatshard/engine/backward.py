@@ -301,7 +301,7 @@ class Backward:
         # `_fail`.
         self._end_callback = NoneType
         if is_outermost:
-            state.forward.saved.end_backward()
+            state.forward.saved.backward_has_ended = True
         # Wait until the other ranks have received this rank's data: the optimizer may write the
         # shards next. If this backward is inside a forward, the end of that forward waits.
         if is_outermost:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +47,6 @@ from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_FORWARD_HOOKS, _PRE_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
 CLEAN_ROUNDS = 3
 """Number of consecutive rounds in which hooks must make no difference before they are left out.
@@ -122,7 +120,7 @@ class SavedTensors:
         self._num_unread = self._round = 0
         # number of the latest consecutive rounds in which hooks made no difference
         self._num_clean = 0
-        self._has_ended = False  # whether a backward has ended in this round
+        self.backward_has_ended = False  # whether a backward has ended in this round
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
@@ -150,7 +148,7 @@ class SavedTensors:
 
         Leave out the hooks from now on, if they made no difference in the last rounds.
         """
-        is_new, self._has_ended = self._has_ended, False
+        is_new, self.backward_has_ended = self.backward_has_ended, False
         if is_new:
             is_clean = self.had_hooks and self._new and not self._num_unread
             self._num_clean = self._num_clean + 1 if is_clean else 0
@@ -162,7 +160,7 @@ class SavedTensors:
             for unit in self._state.units:
                 unit.keeps_views = False
         # The program may keep a tensor inside of a unit by a hook, and start a backward there.
-        if any(map(_FORWARD_HOOKS, self._inner)) or any(map(_PRE_HOOKS, self._inner)):
+        if any(one._forward_hooks or one._forward_pre_hooks for one in self._inner):
             self.has_hooks = bool(self._owners)
         self.had_hooks = self.has_hooks and (self.had_hooks or is_new)
 
@@ -175,9 +173,6 @@ class SavedTensors:
         self._inner = list(inside - units)
         for handle in self._state.handles:
             handle.may_be_held = handle.was_held
-
-    def end_backward(self) -> None:
-        self._has_ended = True
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
