@@ -84,7 +84,7 @@ class WeightChanges:
         parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
         takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and the
         next pass yields all weights. Extra memory: about one copy of the largest unit in the dtype
-        if all of it is sent, and two copies of this rank's shard of the unit.
+        if all of it is sent, two copies of this rank's shard of the unit, and one parameter.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -148,17 +148,18 @@ class WeightChanges:
             places = handle.gather_flat(nn.functional.pad(places, padding, value=-1))
             values = handle.gather_flat(nn.functional.pad(new[where], padding)).view(dtype)
             values, places = values[places >= 0], places[places >= 0].to(torch.int64)
+        # Yield copies: the pickle of a view would contain the values of the whole flat parameter.
         for name, param in params:
             span = param.span
             digest = checksum(view_of(full, span).clone()) if options.digests else None
             if None in counts:
-                yield [(name, None, view_of(full, span), digest)]
+                yield [(name, None, view_of(full, span).clone(), digest)]
                 continue
             bounds = places.new_tensor([span.start, span.end])
             start, end = torch.searchsorted(places, bounds).tolist()
             if start < end:
                 indices = _row_major(places[start:end] - span.start, param.spec)
-                yield [(name, indices, values[start:end], digest)]
+                yield [(name, indices, values[start:end].clone(), digest)]
 
 
 def _words(tensor: Tensor, options: Options) -> Tensor:

@@ -114,7 +114,7 @@ def full_tensors(
     Args:
         model: a wrapper, a module that contains wrappers, or an unwrapped model.
         dtype: floating-point dtype of the floating-point tensors. Each rank casts before it sends,
-            unless ``dtype`` is wider than the parameters or float8. None: the model's dtypes.
+            unless ``dtype`` is wider than the parameters. None: the model's dtypes.
         device: device of the tensors. None: the device that computes.
         bucket_bytes: if set, each item is a list of ``(name, tensor)`` pairs with at most this
             many bytes, or one larger tensor.

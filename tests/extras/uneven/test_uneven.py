@@ -49,17 +49,28 @@ def _train_plain(case: Case, rank: int, world_size: int) -> nn.Module:
     return model
 
 
-def _train(model: Any, case: Case, rank: int, world_size: int, act: Callable[[], object]) -> None:
+def _train(
+    model: Any,
+    case: Case,
+    rank: int,
+    world_size: int,
+    act: Callable[[], object],
+    *,
+    scales: bool = False,
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+    scaler.scale(torch.zeros(()))  # also on ranks without micro-batches
     for step, counts in enumerate(_COUNTS[world_size]):
         optimizer.zero_grad()
         with model.no_sync(uneven=True):
             for number in range(counts[rank]):
                 inputs, target = _batch(case, rank, step, number)
-                loss_of(model(inputs), target).backward()
+                scaler.scale(loss_of(model(inputs), target)).backward()
                 if number:
                     act()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def _units(model: Any) -> Any:
@@ -147,6 +158,9 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
             with model.no_sync(uneven=True):
                 evaluate()
     assert said.call_count == (rank == 0)
+    model = case.wrap(case.model())
+    _train(model, case, rank, world_size, lambda: None, scales=True)
+    assert_same(model, expected)
     model = case.wrap(case.model())
     hook = Averaging()
     model.register_comm_hook("state", hook)

@@ -45,7 +45,12 @@ def test_after_steps(rank: int, world_size: int, way: str) -> None:
             loss_of(model(inputs), target).backward()
             optimizer.step()
             optimizer.zero_grad()
-            some = [pickle.loads(pickle.dumps(one)) for one in changes.changes(digests=True)]
+            some = list(changes.changes(digests=True))
+            pickles = [pickle.dumps(one) for one in some]
+            for one, text in zip(some, pickles, strict=True):
+                numbers = 0 if one.indices is None else one.indices.nbytes
+                assert len(text) < one.values.nbytes + numbers + 2000
+            some = [*map(pickle.loads, pickles)]
             flatshard.apply_changes(received, some)
         with naming(name):
             assert _same(received, _full(model, torch.bfloat16))
