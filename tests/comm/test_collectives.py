@@ -24,9 +24,9 @@ pytestmark = pytest.mark.by_turns
 LAYERS = ("0", "1", "2")
 
 
-def _stack(width: int = 8) -> nn.Sequential:
+def _stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in LAYERS))
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in LAYERS))
 
 
 def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:

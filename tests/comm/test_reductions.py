@@ -25,16 +25,6 @@ pytestmark = pytest.mark.by_turns
 SOCKETS = TransportOptions(Collectives.SOCKETS)
 
 
-def _stack(width: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-
-
-def _wrapped(strategy: str, **keywords: object) -> ShardedWrapper:
-    policy = ModuleWrapPolicy({nn.Linear})
-    return ShardedWrapper(_stack(), sharding_strategy=strategy, auto_wrap_policy=policy, **keywords)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks(fresh=True)
 def test_averages_in_pieces(rank: int, world_size: int) -> None:
@@ -136,7 +126,10 @@ def test_training_with_a_wire_dtype() -> None:
 def _train_narrow(rank: int, world_size: int) -> list[Tensor]:
     ends = []
     for wire_dtype in (torch.bfloat16, torch.bfloat16, None):
-        model = _wrapped("FULL_SHARD", wire_dtype=wire_dtype)
+        torch.manual_seed(0)
+        stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = ShardedWrapper(stack, auto_wrap_policy=policy, wire_dtype=wire_dtype)
         seen: list[Tensor] = []
         model.module[0].module.register_forward_pre_hook(
             lambda module, *_, seen=seen: seen.append(module.weight.detach().clone())

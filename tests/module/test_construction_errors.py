@@ -253,7 +253,6 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
         ({"sharding_strategy": "FULL_SHRAD"}, ValueError, "FULL_SHARD"),
         ({"auto_wrap_policy": {nn.Linear}}, TypeError, "auto_wrap_policy"),
         ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
-        ({"process_group": 2}, TypeError, "process_group"),
         ({"cpu_offload": "yes"}, TypeError, "cpu_offload"),
     ]
     for keywords, error, match in expected:
@@ -264,20 +263,6 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(Mlp())
     with pytest.raises(ValueError, match=r"'0' is a DistributedDataParallel.*its \.module"):
         ShardedWrapper(nn.Sequential(wrapped))
-
-
-@on_ranks(2)
-def test_keywords_of_ddp(rank: int, world_size: int) -> None:
-    keywords = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ShardedWrapper(Mlp(), **keywords)
-    messages = [str(one.message) for one in caught]
-    if rank == 0:
-        for name in keywords:
-            assert sum(name in message for message in messages) == 1, messages
-    else:
-        assert not messages
 
 
 # ---------------------------------------------------------------- warnings that are errors
