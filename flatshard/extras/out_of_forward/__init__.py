@@ -42,7 +42,7 @@ class OutOfForwardUse(ParamOwner):
     """Runs operations on sharded parameters of one model, outside of their units' forwards."""
 
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
-        """Become the ``ParamOwner`` of all parameters, which operations outside of forward call."""
+        """Become the ``ParamOwner`` of all parameters, for operations outside of forward."""
         self._state, self._forward, self._backward = state, forward, backward
         # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
         # original parameter.
