@@ -29,8 +29,7 @@ SHARDING = {"auto_wrap_policy": LINEARS, "coalesce_bytes": 0}
 @contextmanager
 def accelerators(rank: int, world_size: int) -> Iterator[tuple[Any, Any]]:
     """Makers of accelerate's Accelerator and of flatshard's; each call begins a new program."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `?tqdm|.*pin_memory")
         import accelerate

@@ -32,8 +32,7 @@ PAGE = [
 def _run(rank: int, world_size: int, pieces: list[Fence], folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
     rows = [{"input_ids": torch.arange(n, n + 8), "labels": torch.arange(8)} for n in range(32)]

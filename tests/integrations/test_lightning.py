@@ -24,8 +24,7 @@ def _program(fn: Callable[..., None]) -> Callable[..., None]:
     """A rank as `torchrun` starts it; Lightning warns of much that a test does not have."""
 
     def run(rank: int, world_size: int, *args: Any) -> None:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import flatshard.integrations.lightning  # noqa: F401

@@ -98,8 +98,7 @@ def _seen(trainer: Any, folder: str) -> list[Any]:
 
 
 def _everything(rank: int, world_size: int, folder: str) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of much that a test does not have
         for step in (_as_with_ddp, _resumes, _on_meta, _generates, _refuses, _page):
@@ -151,8 +150,7 @@ def _resumes(rank: int, folder: str) -> None:
 def _resumes_elsewhere(rank: int, world_size: int, folder: str) -> None:
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = _trainer(FlatshardTrainer, f"{folder}/other", _llama(), max_steps=3)

@@ -71,8 +71,7 @@ def test_trainers(rank: int, world_size: int, tmp_path: Path) -> None:
 
     class Sharded(ShardedTrainerMixin, SFTTrainer): ...
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 29500}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     os.environ["HF_HOME"] = str(tmp_path / f"cache-{rank}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # both packages warn of much that a test does not have
