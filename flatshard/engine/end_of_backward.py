@@ -62,8 +62,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
             reduced next if any rank used them, so their gradients do not count as left over.
 
     Raises:
-        RuntimeError: the ranks do not run the same program, or all-gathered units in different
-            orders. All ranks raise.
+        RuntimeError: the ranks do not run the same program, all-gathered units in different
+            orders, or have frozen different parameters of a unit. All ranks raise.
     """
     handles = state.handles
     # Voters are parts that add votes of their own to the message: the broadcast of buffers, and the
@@ -76,7 +76,14 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     # This rank only votes, and all ranks raise after the exchange: if this rank raised here, the
     # other ranks would wait for its reductions.
     edited_here = {h.unit for h in handles if h.grads.was_edited or h in state.edits.found}
+    # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks have
+    # a different unit at this index, so the maxima over all ranks mix two units. The ranks of the
+    # group exchange their flags first.
+    smaller = [h for h in handles if h.topology.world.size < state.world.size]
+    used_within = {handle: _used_within(handle) for handle in smaller}
+    differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
     engine_votes: list[Sequence[int]] = [
+        [bool(differing)],
         _program(state),
         _order(state),
         # Two votes per flat parameter: "started on this rank" and "not started on this rank". The
@@ -97,19 +104,22 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         op_name = f"used parameters of all units{also}, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
-    program, orders, started, waiting, edited, left_over, used = maxima[: len(engine_votes)]
+    differ_within, program, orders, started, waiting, edited, left_over, used = maxima[
+        : len(engine_votes)
+    ]
+    if any(differ_within):
+        units = ", ".join(map(unit_text, differing)) or "a unit of other ranks"
+        raise RuntimeError(
+            f"backward of {unit_text(state.root.name)}: the ranks that train {units} have frozen "
+            "different parameters. Set requires_grad in the same way on each of these ranks."
+        )
     _check_program(state, program)
     _check_order(state, orders)
     for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
         voter.tally(voter_maxima)
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for handle in handles}
-    for handle in handles:
-        # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks
-        # have a different unit at this index, so the maxima above mix two units. The ranks of the
-        # group exchange their flags again.
-        if handle.topology.world.size < state.world.size:
-            used_by[handle] = _used_within(handle)
+    used_by.update({handle: used for handle, (used, _) in used_within.items()})
     return Agreement(
         used=used_by,
         left_over=list(compress(handles, left_over)),
@@ -118,17 +128,17 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     )
 
 
-def _used_within(handle: FlatParamHandle) -> list[bool]:
-    """Return, for each original parameter, whether any rank that trains the unit has used it.
+def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
+    """Return which original parameters a rank that trains the unit has used.
 
-    Collective: the ranks that train the unit. They raise CollectiveError if they have frozen
-    different parameters, which the name of the operation contains.
+    Also returns whether all these ranks have frozen the same parameters. Collective: the ranks that
+    train the unit.
     """
-    world, used = handle.topology.world, handle.grads.used_by_rank
-    flags = bytes(index in used for index in range(len(handle.params)))
-    frozen = [param.name for param, t in zip(handle.params, handle.trained, strict=False) if not t]
-    op_name = f"used parameters of {unit_text(handle.unit_name)}, frozen {frozen}"
-    return [bool(flag) for flag in world.maxima(flags, op_name=op_name)]
+    number, used = len(handle.params), handle.grads.used_by_rank
+    flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)
+    op_name = f"used parameters of {unit_text(handle.unit_name)}"
+    maxima = handle.topology.world.maxima(flags, op_name=op_name)
+    return [*map(bool, maxima[:number])], not any(differ(maxima[number:]))
 
 
 def _program(state: RunState) -> bytes:
