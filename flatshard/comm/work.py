@@ -103,12 +103,13 @@ class History:
             name: name of the history, the same on all ranks.
             ranks: the ranks of the process group, as ranks in the default group.
             rank: this rank in the default group.
-            meeting: kind (see `begin`) of collectives for which this rank waits at once.
+            meeting: kind (see `begin`) of the collectives in which all ranks wait for each other.
         """
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds to drop from `begun`, each with `begun[_meeting]` at the call of `forget`.
+        # Kinds that `forget` will drop from `begun`, once all ranks have met: each kind, after the
+        # number of meetings (`begun[_meeting]`) at the call of `forget`.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
         # Makes the error of every later collective, after ranks began different collectives.
@@ -159,9 +160,9 @@ class History:
 
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, once no rank needs them."""
-        # Another rank may still wait in a collective of the model, for which deadlock detection
-        # needs the counts. No rank waits there any more once all ranks have met after this call.
-        # The n-th meeting is over when the next meeting begins.
+        # Another rank may still wait in a collective of the flat parameter, and deadlock detection
+        # needs the counts until this wait is over. No rank waits there after the next meeting (a
+        # collective of kind `_meeting`), which is over when this rank begins the meeting after it.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)

@@ -37,9 +37,9 @@ class Steps:
     """Steps of optimizers on one model. The extra ``compared_steps`` records and compares them.
 
     Attributes:
-        digest: a digest of all steps. Ranks compare it at the end of each backward.
-        facts: texts about the steps since then, at most 4096 steps: a program may step often
-            without a backward.
+        digest: a digest of all steps. Ranks compare the digest at the end of each backward.
+        facts: texts about the steps since the last comparison. Only the last 4096 steps are kept,
+            because a program may step often without a backward.
     """
 
     def __init__(self) -> None:
@@ -86,10 +86,12 @@ class RunState:
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
-        self.watchers: tuple[StepExtension, ...] = ()  # the extensions that watch units
+        # The extensions with `watches`, which are also called for each forward of each unit.
+        self.watchers: tuple[StepExtension, ...] = ()
         self.steps = Steps()
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        # On accelerators, the extra `device_checks` sets one that does not wait for the device.
+        # On accelerators, the extra `device_checks` replaces `ForwardEdits` by checks that do not
+        # wait for the device.
         self.edits = ForwardEdits()
         # This rank's memory that other ranks may still read. One list for all handles: a single
         # wait at the end of a forward or backward covers the model.

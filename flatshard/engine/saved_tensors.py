@@ -65,10 +65,10 @@ class SavedView:
 
     handle: FlatParamHandle
     version: int  # version of the shard
-    # The full parameter, which stays valid as long as the buffer. None: size, stride and offset of
-    # the view.
+    # The saved tensor, if it is a full parameter, which stays valid as long as the buffer. None:
+    # `unpack` makes a new view at `place`.
     param: nn.Parameter | None
-    place: tuple[Any, ...] = ()
+    place: tuple[Any, ...] = ()  # size, stride and offset of the view
     round: int = -1  # `SavedTensors._round`; -1 once the view was read
 
 
@@ -112,7 +112,7 @@ class SavedTensors:
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that were unlike all earlier forwards
         self._num_unlike = 0
-        # modules inside of units: their hooks see tensors inside of a unit
+        # Modules inside of units. A user's hook on such a module sees tensors inside of the unit.
         self._inner: list[nn.Module] = []
         # Number of views saved in this round that were not read in the unit's own backward, plus
         # the number of reads at other times. A round begins with the first outermost forward after
@@ -248,9 +248,9 @@ class SavedTensors:
             if found is None:
                 if outer is not None:
                     return outer[0](tensor)
-                # If a node of the graph saved its own output, node and output would refer to each
-                # other, and only a backward would free both. Autograd reconnects the unpacked
-                # tensor to its node.
+                # Save a detached tensor. If a node of the graph saved its own output, node and
+                # output would refer to each other, and only a backward would free both. After
+                # `unpack`, autograd reconnects the tensor to its node.
                 return tensor.detach(), tensor._version
             self._num_unread += 1
             if type(tensor) not in _PLAIN:  # a DTensor, without the version counter of its buffer

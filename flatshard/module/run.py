@@ -142,7 +142,7 @@ class RootChecks:
 
         Ignored buffers, and buffers of modules that only some of the ranks train, are left out.
         """
-        # In every step, ``named_buffers()`` would take longer, because it builds names.
+        # Do not call ``named_buffers()``: it builds names, which takes too long for every step.
         ignored = self._ignored
         left_alone = ignored.modules.union(self._apart)
         seen = {id(buffer) for module in left_alone for buffer in module._buffers.values()}
@@ -158,8 +158,8 @@ class RootChecks:
     def check(self) -> None:
         """Check the model before a forward of its outermost wrapper.
 
-        Raises RuntimeError if the model was changed after wrapping, has tensors without values, or
-        is being captured in a CUDA graph.
+        Raises RuntimeError if the model was changed after wrapping, has tensors that were left
+        empty and never loaded, or is being captured in a CUDA graph.
         """
         if self.writes.lost:
             self.writes.raise_lost()
@@ -173,9 +173,9 @@ class RootChecks:
             check_frozen(self._shared)
 
     def _check_modules(self, root: ModuleProxy) -> None:
-        """Raise if a parameter was added after wrapping: nothing would average its gradients.
+        """Raise if a parameter was added after wrapping: no unit would average its gradients.
 
-        In the first forward, also raise if a tensor has no values.
+        In the first forward, also raise if a tensor was left empty and never loaded.
         """
         handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:

@@ -80,7 +80,7 @@ class OptimizerExtension:
 
 extensions: list[OptimizerExtension] = []
 at_step: list[Callable[[Optimizer], object]] = []
-"""Functions to call when a step begins that is not a part of another optimizer's step."""
+"""Functions to call with an optimizer when its step begins, but not inside another's step."""
 
 
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
@@ -213,11 +213,11 @@ class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``."""
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
-        """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run``.
+        """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
-        Then the optimizer's first call of the closure only returns the loss: flatshard must know
-        before the step which parameters have gradients. This changes no result if the optimizer
-        calls the closure first, and does not, for example, move parameters before (SAM).
+        An early call shows, before the step, which parameters have gradients. The optimizer's first
+        call of the closure then only returns the loss. Results are the same, unless the optimizer
+        changes parameters before it calls the closure (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -250,16 +250,17 @@ def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> Non
 
 
 class OptimizerAdapter:
-    """Prepares the steps of one optimizer. The base class serves optimizers of plain parameters.
+    """Prepares the steps of one optimizer. This base class is for parameters that are not sharded.
 
-    An adapter must not refer to its optimizer: both would live forever.
+    An adapter must not refer to its optimizer: ``_adapters`` would then keep both alive forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually ``optimizer`` itself. An adapter that steps all parameters here returns a dummy
-        optimizer, whose ``step()`` changes nothing. An adapter may also set ``closure.loss``.
+        Usually returns ``optimizer`` itself. An adapter that already steps all parameters in
+        ``begin`` returns a dummy optimizer, whose ``step()`` changes nothing. ``begin`` may also
+        replace ``closure.loss``, for example by the ranks' average.
         """
         return optimizer
 
@@ -610,7 +611,10 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return names of state with one number per parameter, if shapes cannot tell (a numel is 1)."""
+    """Return names of state with one number per parameter, if one of ``numels`` is 1.
+
+    Otherwise returns no names: shapes then show which state has one value per element.
+    """
     return numbers_in(states.items()) if 1 in numels else ()
 
 

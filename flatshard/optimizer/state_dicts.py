@@ -152,8 +152,8 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # Gather a unit's tensors of one kind (such as "exp_avg") together: of these, all ranks hold
-    # about equal parts.
+    # Gather a unit's tensors of one kind (such as "exp_avg") together: every rank holds about an
+    # equal part of these tensors, so all ranks send about equally much.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
     for name, value in chain(*(adapter.named_values(state).items() for state in own.values())):
@@ -223,7 +223,10 @@ def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]
 def with_shared(
     optimizer: Optimizer, state_dict: StateDict, shared: dict[FlatShardTensor, StateDict]
 ) -> StateDict:
-    """Return a copy of a state dict, with state from ``shared`` for the parameters found there."""
+    """Return a copy of ``state_dict``, in which ``shared`` replaces the state of its parameters.
+
+    ``shared``: result of ``adapter.shared_state``, for parameters with state only on their owner.
+    """
     params = params_by_key(optimizer, state_dict)
     theirs = {key: shared[param] for key, param in params.items() if param in shared}
     # Keep empty state of a parameter: torch's `set_state_dict` raises if a parameter is missing.

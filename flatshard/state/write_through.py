@@ -40,7 +40,10 @@ class WatchedCopy:
 
 
 class WriteThrough:
-    """Watches the tensors of a model's state dicts that users still hold."""
+    """Watches tensors that ``state_dict()`` returned, and copies users' writes to the shards.
+
+    A tensor is watched until the user drops the tensor.
+    """
 
     def __init__(self) -> None:
         # Keyed by the id of the weak reference to the tensor.

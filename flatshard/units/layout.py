@@ -102,7 +102,7 @@ class LocalSpan:
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """Return the view of the unsharded ``flat``, ``(padded_numel,)``, at ``span``."""
+    """Return the view of ``flat``, an unsharded buffer ``(padded_numel,)``, at ``span``."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 

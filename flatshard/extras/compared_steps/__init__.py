@@ -26,9 +26,9 @@ from flatshard.units.module_tree import unit_text
 
 __all__ = ["ComparedSteps"]
 
-# For torch's optimizers, ranks compare all options but those that choose a kernel. Of optimizers of
-# other libraries, ranks compare only these options: a step may also keep numbers in the groups that
-# it computes from this rank's shards.
+# For torch's optimizers, ranks compare all options except `_KERNELS`, which choose a kernel. For
+# optimizers of other libraries, ranks compare only `_OPTIONS`: the step of such an optimizer may
+# also store numbers in the groups that it has computed from this rank's shards.
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -45,8 +45,9 @@ class ComparedSteps(Steps):
     def __init__(self, state: RunState) -> None:
         super().__init__()
         self._state = weakref.proxy(state)
-        # For each group of an optimizer, keyed by the ids of its parameters: the name of the first
-        # parameter, None if the model has none of them, and a text about all names.
+        # Cache of names, keyed by the ids of the parameters in an optimizer's group. Values: the
+        # first of the parameters' names (None: the model has none of these parameters), and a text
+        # with the number and a checksum of the names, which ranks compare.
         self._groups: dict[tuple[int, ...], tuple[str | None, str]] = {}
         _models.add(self)
         ComparedSteps.num_made += 1
@@ -114,8 +115,8 @@ class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
     names: list[str]  # names of the options that ranks compare
-    # `ComparedSteps.num_made` at the last step; for each group, the options and the number of
-    # parameters.
+    # `ComparedSteps.num_made` at the last step, because a new model may contain the optimizer's
+    # parameters; then for each group, the options and the number of parameters.
     options: list[Any] = field(default_factory=list)
     # For each model that the optimizer steps: the facts to compare, and their digest.
     facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)

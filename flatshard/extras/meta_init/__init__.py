@@ -77,8 +77,9 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
-        # Whether initialisation would overwrite present values. `reset_parameters` overwrites all
-        # parameters, a `param_init_fn` that calls `to_empty` ignored ones.
+        # Whether initialisation would overwrite existing values. `reset_parameters` overwrites all
+        # of the module's parameters. A `param_init_fn` that calls `to_empty` overwrites ignored
+        # parameters.
         overwrites = any(
             not (param is None or param.is_meta)
             and (init_fn is None or (module, attribute) in ignored.places)
@@ -118,7 +119,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute with a parameter or buffer (without ``handle``) that needs values."""
+    """A module's attribute whose tensor needs values. If ``handle`` is None, it is a buffer."""
 
     module: nn.Module
     attribute: str

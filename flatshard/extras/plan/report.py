@@ -26,7 +26,7 @@ from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
 
 STRATEGIES = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
-# Bytes of the optimizer's state for each trained element in float32.
+# Bytes of optimizer state per trained element. The state is in float32: AdamW keeps two values.
 OPTIMIZERS = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "momentum": 4.0, "muon": 4.0, "lion": 4.0}
 # Dtypes in which models compute. Gradients are reduced, and optimizers step, in float32.
 DTYPES = {

@@ -82,13 +82,14 @@ def units_of(noise: list[Difference]) -> tuple[dict[Place, float], int, Differen
     """Return the unit of each tensor, see [Note: units].
 
     ``noise``: the differences between two runs of the reference. Also returns the last step that
-    can be compared. If this is because two runs of the reference differ by more than rounding
-    explains, also returns their first such difference, otherwise None.
+    can be compared, and the first of these differences that is too large for rounding (None: no
+    difference is too large).
     """
     units: dict[Place, float] = {}
-    own: dict[tuple[str, str, int], float] = defaultdict(float)  # of a tensor
-    level: dict[str, float] = defaultdict(float)  # of all tensors of a kind
-    scale: dict[str, float] = defaultdict(float)  # the largest norm of a kind
+    own: dict[tuple[str, str, int], float] = defaultdict(float)  # largest gap of a tensor so far
+    # For each kind of tensor, so far: the largest median of relative gaps, and the largest norm.
+    level: dict[str, float] = defaultdict(float)
+    scale: dict[str, float] = defaultdict(float)
     last = 0
     for step in sorted({one.step for one in noise}):
         here = [one for one in noise if one.step == step]

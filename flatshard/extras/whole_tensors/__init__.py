@@ -111,14 +111,16 @@ class WholeTensorAdapter(OptimizerAdapter):
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
-        # Ids of the parameters with whose nonzero gradients the mode was found.
+        # Ids of the parameters that had a nonzero gradient in a trial.
         self._tried: set[int] = set()
         self._has_tried = False
         self._compile_again: Callable[[], object] | None = None
-        # The owner of each parameter in its shard group, also of a removed parameter, which may be
-        # added again. Empty if every rank steps all.
+        # The owner of each parameter, as a rank of the shard group. A removed parameter keeps its
+        # owner, because the program may add the parameter again. Empty if every rank steps all
+        # parameters.
         self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        self._params: dict[FlatShardTensor, ShardSpec] = {}  # of the last step on full parameters
+        # The sharded parameters at the last step on full parameters.
+        self._params: dict[FlatShardTensor, ShardSpec] = {}
         # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
         self._swap = ExitStack()
@@ -131,7 +133,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             # Run the step eagerly, but not a closure, which may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` restores the stance, or the finalizer if a step raises.
+                # `undo` restores the stance. If a step raises, the finalizer restores the stance.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         self._choose_owners(optimizer)
@@ -145,8 +147,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
 
     def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
-        # All optimizers of torch call the closure first (LBFGS). So do optimizers without reduced
-        # gradients.
+        # All optimizers of torch call the closure first (LBFGS). Without reduced gradients, any
+        # optimizer must call the closure first.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -175,7 +177,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             self._compile_again()
 
     def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set ``mode`` to the ``StepMode`` that the optimizer needs for parameters with gradients.
+        """Set ``mode`` by a trial, if parameters have gradients that were not in a trial before.
 
         Collective: all ranks of the optimizer's sharded parameters.
         """
@@ -466,7 +468,7 @@ def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
 
 
 def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the owner's state, with meta tensors for what ``whole.scatter`` sends."""
+    """Return the owner's state, with meta tensors in place of tensors that are sent separately."""
 
     def described(_: str, value: Any) -> Any:
         if isinstance(value, FlatShardTensor):

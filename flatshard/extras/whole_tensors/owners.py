@@ -15,7 +15,8 @@ def step_cost(shape: Sequence[int]) -> int:
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
-    # A Newton-Schulz iteration multiplies the matrix by (rows, rows) twice, and (rows, rows) once.
+    # A Newton-Schulz iteration on a matrix X computes three products: A = X @ X.T, A @ A, and a
+    # (rows, rows) matrix @ X.
     return rows * rows * (2 * columns + rows)
 
 
@@ -33,8 +34,8 @@ def choose_owners(
     A parameter with an owner in ``known`` keeps this owner, and a parameter whose elements are all
     on one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
     ranks with elements of the parameter (``held``: how many), and the rank with the smallest share
-    so far, which also is the choice if none stays within an equal share. Otherwise the candidate
-    with most elements becomes the owner.
+    so far. Among the candidates that stay within an equal share, the rank with most elements
+    becomes the owner. If no candidate does, the rank with the smallest share becomes the owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
