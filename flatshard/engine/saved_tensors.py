@@ -19,13 +19,12 @@ filled again at the same address and with the same version.
 Without hooks, a unit's forward is compared with the forwards that had hooks, by the number of nodes
 that autograd has made. In a forward with another number, autograd may have saved a view that
 backward reads at another time. Then the memory of the unit's buffer is kept until the unit is used
-in the next step, and forwards have hooks again. Forwards also have hooks while the program has
-registered a forward hook on a module inside of a unit, because the program may start a backward at
-a tensor that the hook keeps.
+in the next step, and forwards have hooks again.
 
-If autograd reads a view of a freed buffer anyway, autograd raises ([Note: versions of the buffer]
-in ``handle``). An example: a module keeps a tensor inside of a unit, and the program starts a
-backward at this tensor, but did not do so in earlier steps.
+A program may also start a backward at a tensor inside of a unit, and did not do so in earlier
+steps. So forwards also have hooks if an attribute of a module holds such a tensor, and while a
+module inside of a unit has forward hooks of the program. If the program kept the tensor in another
+way, autograd raises when it reads the freed buffer ([Note: versions of the buffer] in ``handle``).
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ CLEAN_ROUNDS = 3
 
 More than one, because a program may do something different in every second step, for example.
 """
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of an `nn.Module`
 
 # Maximum number of forwards without hooks that are unlike all earlier forwards. After this number,
 # every forward has hooks.
@@ -188,6 +189,8 @@ class SavedTensors:
             return
         if call.has_hooks:
             self._new.add((unit, num_nodes))
+            if self._num_clean == CLEAN_ROUNDS - 1:
+                self._num_unread += _keeps_tensor(unit)  # so hooks stay
             return
         call.versions = unit.saved_versions
         if self._known and (unit, num_nodes) not in self._known:
@@ -300,6 +303,13 @@ class SavedTensors:
 
         # Keep Dynamo from tracing these functions: a graph cannot contain units and handles.
         return untraced(pack), untraced(unpack)
+
+
+def _keeps_tensor(unit: Unit) -> bool:
+    """Whether a module in ``unit`` has kept a tensor of its forward, where a backward may start."""
+    inside = [one for module in unit.modules for one in module.modules()]
+    kept = [value for one in inside for name, value in vars(one).items() if name not in _REGISTERED]
+    return any(tensor.grad_fn is not None for tensor in tensors_in(kept, depth=0))
 
 
 def _edited(tensor: Tensor, version: int) -> RuntimeError:

@@ -4,6 +4,7 @@ Then they do something else, which backward may notice only without the hooks.
 """
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -20,20 +21,26 @@ _USUAL = 3
 _Program = Callable[["_Model", nn.Module, Tensor], None]
 
 
+# For each block, a tensor of its last forward.
+_inner: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.times = 1
-        self.inner: list[Tensor] = []
-        self.has_hooks = True
+        self.keeps = self.has_hooks = False
 
     def forward(self, x: Tensor) -> Tensor:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.has_hooks = top is not None
         hidden = torch.tanh(self.up(x))
-        self.inner = [self.down(hidden) for _ in range(self.times)]
-        return x + self.inner[0].relu()
+        inner = [self.down(hidden) for _ in range(self.times)]
+        _inner[self] = inner[-1]
+        if self.keeps:
+            self.kept = {"inner": inner}
+        return x + inner[0].relu()
 
 
 class _Model(nn.Sequential):
@@ -60,7 +67,7 @@ class _Model(nn.Sequential):
 
 
 def _sum(model: _Model) -> Tensor:
-    return sum((block.inner[-1].square().mean() for block in model.blocks), torch.zeros(()))
+    return sum((_inner[block].square().mean() for block in model.blocks), torch.zeros(()))
 
 
 def _plainly(model: _Model, run: nn.Module, loss: Tensor) -> None:
@@ -129,10 +136,12 @@ _RIGHT = (
 
 
 def _trained(
-    sharded: bool, strategy: str, last: _Program, first: _Program = _plainly
+    sharded: bool, strategy: str, last: _Program, first: _Program = _plainly, *, keeps: bool = False
 ) -> dict[str, Tensor]:
     """Train for three steps whose backward is ``first``, and for two whose backward is ``last``."""
     module = _Model()
+    for block in module.blocks:
+        block.keeps = keeps
     model: nn.Module = module
     if sharded:
         model = ShardedWrapper(
@@ -147,7 +156,7 @@ def _trained(
         module.x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
         loss = model(module.x).square().mean()
         if sharded and first is _plainly and 0 < step <= _USUAL:
-            assert not any(block.has_hooks for block in module.blocks), step
+            assert [block.has_hooks for block in module.blocks] == [keeps] * 2, step
         (first if step < _USUAL else last)(module, model, loss)
         step_and_zero(optimizer)
     return snapshot(model)
@@ -198,6 +207,8 @@ def test_ranks_that_differ(rank: int, world_size: int, transport: str) -> None:
 
 @on_ranks(2)
 def test_backward_begins_inside_of_a_unit(rank: int, world_size: int) -> None:
-    """Autograd raises where backward would read a freed buffer, as for any changed tensor."""
+    """Right if a module keeps the tensor; else autograd raises, as for any changed tensor."""
+    expected = _trained(False, "FULL_SHARD", _inner_backward_first)
+    assert_same(_trained(True, "FULL_SHARD", _inner_backward_first, keeps=True), expected)
     with pytest.raises(RuntimeError, match="expected version"):
         _trained(True, "FULL_SHARD", _inner_backward_first)
