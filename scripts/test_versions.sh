@@ -17,9 +17,6 @@ OLDEST="$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
 export OMP_NUM_THREADS=1
 folder=.venv/versions
 mkdir -p "$folder"
-# No test here runs on a GPU. Each Python, and each torch, has its own Triton of nearly 1 GB.
-echo 'triton; sys_platform == "none"' > "$folder/without"
-export UV_OVERRIDE="$folder/without"
 
 # python_of VERSION: prints the Python of this version, such as 3.13.
 python_of() {

@@ -337,9 +337,9 @@ def test_traffic(figures: dict[str, Any], name: str) -> None:
             times = _times(name, key, step["mode"]) if step["micro_batches"] > 1 else 1
             expected[key] = (times * count, times * (of_psi * psi + of_root * root))
         assert step["flow"] == expected, (step["micro_batches"], step["mode"])
-        # One a backward that reduces: ten bytes, four per unit, and one per parameter.
+        # One a backward that reduces: eleven bytes, four per unit, and one per parameter.
         messages = 1 if step["mode"] == "last" else step["micro_batches"]
-        assert step["control"] == messages * [10 + 4 * 5 + (5 + 4 * 11)]
+        assert step["control"] == messages * [11 + 4 * 5 + (5 + 4 * 11)]
 
 
 # ---------------------------------------------------------------- what is held
