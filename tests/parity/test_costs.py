@@ -388,7 +388,7 @@ def test_peaks(figures: dict[str, Any], name: str) -> None:
     rest = 1 / 2 if name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") else 1 / 4
     bound = root + (4 + 2 * first) * block + 2 * rest * block
     # A reduction that a loaded machine holds up for a second lets the next one begin.
-    assert root + block < peaks["gradients"] <= bound + 2 * block
+    assert root + block < peaks["gradients"] <= bound + 3 * block
 
 
 # Reduced each time, no_sync(), no_sync(max_bytes), no_sync(replicas_only).
