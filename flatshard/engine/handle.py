@@ -106,9 +106,9 @@ class FlatParamHandle:
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
-        # Whether views of the buffer were in use when the unit's backward was over, and whether
-        # views may be in use then. While views are in use, the buffer keeps its memory.
-        self.was_held, self.may_be_held = False, True
+        # Whether views of the buffer were in use when the unit's backward was over. While views are
+        # in use, the buffer keeps its memory.
+        self.was_held = False
         self.was_read = False  # whether a backward has read a saved view of the buffer
         self._targets = plan.targets
         self.gather = ParamGather(plan)

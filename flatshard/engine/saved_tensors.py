@@ -172,8 +172,6 @@ class SavedTensors:
         units = {module for unit in self._state.units for module in unit.modules}
         inside = {one for module in self._state.root.modules for one in module.modules()}
         self._inner = list(inside - units)
-        for handle in self._state.handles:
-            handle.may_be_held = handle.was_held
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
@@ -204,8 +202,6 @@ class SavedTensors:
         unit.keeps_views = True
         self._num_unlike += not self.has_hooks
         self.has_hooks = bool(self._owners)
-        for handle in self._state.handles:
-            handle.may_be_held = True
 
     def push(self, *, needed: bool = True) -> bool:
         """Put this model's saved-tensor hooks on top of autograd's stack, if not there already.

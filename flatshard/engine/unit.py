@@ -369,8 +369,11 @@ class Unit:
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
                 # In backward, nodes of a recomputed forward may still need views of the buffer.
-                is_over = point is ReshardPoint.AFTER_BACKWARD
-                handle.reshard(though_held=not (is_over and handle.may_be_held))
+                # Without hooks, the nodes of a retained graph hold views, too, but need none.
+                may_be_held = point is ReshardPoint.AFTER_BACKWARD and (
+                    handle.was_held or self.forward.saved.has_hooks
+                )
+                handle.reshard(though_held=not may_be_held)
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:

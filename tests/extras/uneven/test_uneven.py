@@ -2,6 +2,7 @@
 
 import functools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,7 +21,12 @@ from tests.oracle import ROWS, assert_same
 from tests.ways import WAYS, ranks_of
 
 # Micro-batches of each rank in each step.
-_COUNTS = {2: ((3, 1), (0, 2), (1, 1)), 3: ((0, 2, 3), (1, 0, 1)), 4: ((2, 0, 1, 3), (1, 1, 0, 2))}
+_COUNTS = {
+    1: ((2,), (1,)),
+    2: ((3, 1), (0, 2), (1, 1)),
+    3: ((0, 2, 3), (1, 0, 1)),
+    4: ((2, 0, 1, 3), (1, 1, 0, 2)),
+}
 
 
 def _batch(case: Case, rank: int, step: int, number: int) -> Any:
@@ -206,6 +212,32 @@ def test_bad_use_is_named_on_all_ranks(rank: int, world_size: int) -> None:
         stepped.no_sync(uneven=True).__enter__()
     with allow_warnings(message="a backward failed"):
         _failed_backward(model, rank)
+
+
+@on_ranks(2, group_timeout=60)
+def test_one_rank_does_not_leave(rank: int, world_size: int) -> None:
+    """Both ranks end long before the group's timeout, and rank 0 names the call of rank 1."""
+    case = CASES["mlp"]
+    inputs, target = case.batch(rank, ROWS)
+    model: Any = case.wrap(case.model())
+    context = model.no_sync(uneven=True)
+    context.__enter__()
+    loss_of(model(inputs), target).backward()
+    begun = time.monotonic()
+    # The error of the program's own barrier is the backend's; flatshard logs the reason.
+    expected = "pair closure" if rank else r"rank 1 in \[torch.distributed.barrier.*FS-DEADLOCK"
+    with pytest.raises(RuntimeError, match=expected):
+        dist.barrier() if rank else context.__exit__(None, None, None)
+    assert time.monotonic() - begun < 20
+
+
+@on_ranks(1)
+def test_one_rank_alone(rank: int, world_size: int) -> None:
+    case = CASES["mlp"]
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = case.wrap(case.model(), sharding_strategy=strategy)
+        _train(model, case, rank, world_size, lambda: None)
+        assert_same(model, _train_plain(case, rank, world_size))
 
 
 def _changed_on_one_rank(case: Case, rank: int) -> None:
