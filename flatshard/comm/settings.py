@@ -61,8 +61,8 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# The keywords that can be read without the module and the ranks, each with the function that reads
-# it.
+# For each keyword that can be read without the module and the ranks, the function that reads the
+# keyword's value.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": as_cpu_offload,

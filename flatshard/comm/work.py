@@ -217,7 +217,7 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Return the text of an error: which collective each rank is in, and how to correct this.
+    """Return the text of an error: each rank's collective, and how to correct the difference.
 
     ``names``: name of the collective of each rank.
     """
@@ -308,8 +308,9 @@ class named(watched):
     """
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Leave an OutOfMemoryError as it is, because callers may catch it, and other ranks did not
-        # cause it. A CollectiveError from a nested block already names the collective.
+        # Do not replace an OutOfMemoryError: callers may catch this class of error, and other ranks
+        # did not cause the error. A CollectiveError from a nested block already names the
+        # collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None

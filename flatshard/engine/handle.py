@@ -95,8 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because only lookups use them.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # For each parameter that was a DTensor, how tensor parallelism splits it; None for all
-        # other parameters.
+        # For each parameter that was a DTensor, how tensor parallelism splits the parameter; None
+        # for all other parameters.
         self._splits = [param.spec.tensor_parallel for param in self.params]
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
@@ -192,7 +192,8 @@ class FlatParamHandle:
         if self.summoned is not None:
             self.summoned.refuse()
         if self.is_aliased:
-            self.state = ShardState.UNSHARDED  # the shard is the unsharded buffer already
+            # The shard and the unsharded buffer are the same memory, so no all-gather is needed.
+            self.state = ShardState.UNSHARDED
             return False
         version = self.flat_param._version
         if self.is_whole:

@@ -156,9 +156,10 @@ class Prefetch:
                 first = index
             elif index != first and not (unit in self._in_background and self._fits(unit)):
                 return
-            # In backward, skip units whose backward has begun. On some ranks, such a unit may still
-            # be unsharded, and these ranks would not take part in an all-gather. An optimizer that
-            # steps in backward may also have updated the unit already.
+            # In backward, skip a unit if backward has begun for all calls of the unit in the latest
+            # forward. On some ranks, such a unit may still be unsharded, and these ranks would not
+            # take part in an all-gather. An optimizer that steps in backward may also have updated
+            # the unit already.
             if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 if unit in self._in_background:

@@ -356,7 +356,8 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 State = dict[str, Any]
 
 # Names of optimizer state that is one number per parameter. For a parameter of one element, the
-# shape of state does not tell.
+# shape of a state tensor does not show whether the tensor has one number per parameter or one value
+# per element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -520,8 +521,8 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # Raise the version here: an optimizer that writes to `p.data` does not raise it, and
-        # flatshard would reuse old unsharded buffers.
+        # Increase the version counter here: an optimizer that writes to `p.data` does not increase
+        # the counter, and flatshard would reuse unsharded buffers with the old values.
         torch.autograd.graph.increment_version(self.param)
         return [self]
 
@@ -613,7 +614,8 @@ def _all_equal(values: Sequence[Any]) -> bool:
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
     """Return names of state with one number per parameter, if one of ``numels`` is 1.
 
-    Otherwise returns no names: shapes then show which state has one value per element.
+    If no number in ``numels`` is 1, returns no names: the shape of a state tensor then shows
+    whether the tensor has one value per element.
     """
     return numbers_in(states.items()) if 1 in numels else ()
 

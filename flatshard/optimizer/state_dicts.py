@@ -252,8 +252,9 @@ def check_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if STAMP in group:
             _check_stamp(optimizer, group[STAMP])
-            del group[STAMP]  # after the check, so that the next step raises again
-        # Check only torch's optimizers: those of other libraries may work without some options.
+            # Delete the stamp only after the check: if the check raises, the next step also raises.
+            del group[STAMP]
+        # Check only torch's optimizers: other libraries' optimizers may work without some options.
         if not optimizer.defaults.keys() <= group.keys() and adapter.is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(

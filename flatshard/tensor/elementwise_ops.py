@@ -327,8 +327,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # Refuse a part of a DTensor: `orthogonal_()` calls `view_as()` to write its result, which
-        # it has computed from one part only.
+        # Refuse a part of a DTensor: `orthogonal_()` calls `view_as()` to write a result that
+        # `orthogonal_()` has computed from one part only.
         tensor.spec.refuse_part("view_as()")
     # Make a new tensor that shares the memory: a view in torch's sense would have another version
     # counter. Leave inference mode, in which a new tensor gets no version counter, so that autograd

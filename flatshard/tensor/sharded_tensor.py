@@ -5,8 +5,9 @@ one range as a 1-D tensor. A parameter, gradient or state tensor in this form is
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
 operations run on this rank's range. A reduction over all elements, such as a norm, combines the
-ranks' results by one collective. A full tensor is written range by range. Every other operation
-raises, and names the parameter. Modules hold plain parameters during forward and backward.
+ranks' results by one collective. If a program writes a full tensor to a sharded tensor, each rank
+copies only its own range. Every other operation raises, and names the parameter. Modules hold plain
+parameters during forward and backward.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep Dynamo from tracing ``function`` and the functions that it calls.
+    """Keep Dynamo from tracing ``function`` and the functions that ``function`` calls.
 
     Unlike ``torch.compiler.disable``, ``untraced`` adds no time to calls, because the result is
     ``function`` itself.

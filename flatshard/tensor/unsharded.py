@@ -240,8 +240,8 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
             ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, the leaf gets
             the gradient of one rank; a sharded leaf could hold only a range of that gradient.
     """
-    # Inside of a `torch.autograd.Function`, do not raise: the gradient goes to `_averaged`. (A
-    # fused loss computes in its forward the gradient that its backward returns.)
+    # Inside of a `torch.autograd.Function`, do not raise: the gradient goes to `_averaged`. For
+    # example, the forward of a fused loss computes the gradient that the loss's backward returns.
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -307,8 +307,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             )
         gradient = gradient.full_tensor()  # the same on all ranks
     spec.owner.start_backward()
-    # Copy the gradient: the reduction overwrites it, and autograd may pass it to other functions,
-    # too.
+    # Copy the gradient: the reduction overwrites its input, and autograd may pass the same gradient
+    # to other functions, too.
     part = gradient.contiguous().clone()
     for comm in (spec.comm, spec.replicas):
         comm.reduce_scalars(part, "SUM", op_name=f"gradient of {spec.name!r} used outside forward")

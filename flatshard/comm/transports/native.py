@@ -28,7 +28,8 @@ _REDUCE_OPTIONS.reduceOp = dist.ReduceOp.AVG
 _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
 
 
-# Unlike torch.distributed's functions, the next two check no arguments.
+# Unlike torch.distributed's functions for the same collectives, the next two functions check no
+# arguments.
 def _all_gather_single(out: Tensor, shard: Tensor, *, group: Any) -> Any:
     """Begin the backend's all-gather."""
     return group._allgather_base(out, shard, _GATHER_OPTIONS)

@@ -299,7 +299,8 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
     stepped, if the disk is full.
     """
-    # Step other libraries' optimizers as a whole: their `step` may count its calls.
+    # Do not step another library's optimizer in parts: its `step` would run once per part, and may
+    # count the calls.
     if not is_torchs_own(optimizer):
         return False
 

@@ -340,7 +340,8 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call `take` only after the copy: from then on, other ranks may write their shards.
+            # Call `take` only after this rank has copied the shards: after `take`, other ranks may
+            # write their shards.
             self._publication.take()
             self._publication = None
             self._is_copy = True

@@ -189,8 +189,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more."""
-        # Step no unit early if a backward runs inside this backward: it may add gradients to any
-        # unit.
+        # Step no unit early if a backward runs inside this backward: the inner backward may add
+        # gradients to any unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:

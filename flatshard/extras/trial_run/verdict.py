@@ -24,7 +24,7 @@ _WRITE = {
     "forward()": "evaluate on every rank, with the same number of batches",
 }
 _COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
-_WARM_UP, _TIMED = 2, 5  # steps that are not measured, and minimum number of those that are
+_WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
 _TITLE = "{}, {} ranks, {} steps each: DistributedDataParallel, then ShardedWrapper in its place"
 _NO_WRAPPER = "The script used no DistributedDataParallel, FSDP or ShardedWrapper: add --wrap."
 _UNSEEDED = (

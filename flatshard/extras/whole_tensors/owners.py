@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. Above 1, more
-# parameters can go to the rank that already holds most of the elements.
+# Maximum share of work and memory of a rank, as a multiple of an equal share. If this multiple is
+# above 1, more parameters can go to the rank that already holds most of the parameter's elements.
 ABOUT_EQUAL = 1.05
 
 
