@@ -240,6 +240,26 @@ def test_one_rank_alone(rank: int, world_size: int) -> None:
         assert_same(model, _train_plain(case, rank, world_size))
 
 
+@on_ranks(2)
+def test_narrow_parameters(rank: int, world_size: int) -> None:
+    """With equal numbers of micro-batches, the gradients are those of a usual `no_sync`."""
+    case, narrow = CASES["mlp"], MixedPrecision(param_dtype=torch.bfloat16)
+    models: list[Any] = [case.wrap(case.model(), mixed_precision=narrow) for _ in range(2)]
+
+    def backward(model: Any, number: int) -> None:
+        inputs, target = _batch(case, rank, 0, number)
+        loss_of(model(inputs), target).backward()
+
+    with models[0].no_sync(uneven=True):
+        backward(models[0], 0)
+        backward(models[0], 1)
+    with models[1].no_sync():
+        backward(models[1], 0)
+    backward(models[1], 1)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad.to_local(), other.grad.to_local(), rtol=0, atol=0)
+
+
 def _changed_on_one_rank(case: Case, rank: int) -> None:
     inputs, target = case.batch(0, ROWS)
     changes: dict[str, Callable[[Any], object]] = {
