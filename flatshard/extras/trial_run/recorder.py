@@ -10,7 +10,6 @@ compared with a full one. So recording needs no communication: if only one rank 
 the rank does not wait for the others.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -18,9 +17,8 @@ import random
 import resource
 import sys
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -28,26 +26,22 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as steps
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatshard.extras import program_line
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
 Key = tuple[int, str, str]  # step, kind of tensor, name
-_Named = Iterable[tuple[str, Tensor]]
 _SIZE, _CHUNK = 256, 1 << 16
 
 
 class Sketch(NamedTuple):
-    """A sketch of this rank's range of a tensor, see [Note: sketch].
+    """A sketch of this rank's elements of a tensor, see [Note: sketch]."""
 
-    The range of an unsharded tensor is the whole tensor. ``shape`` is the full tensor's.
-    """
-
-    shape: tuple[int, ...]
+    line: str  # the program's line
     eps: float  # precision of the dtype; 0 for integers
-    range: tuple[int, int]  # index of the first element, and number of elements, in memory order
+    share: float  # the fraction of the elements that this rank holds; 1 for an unsharded tensor
     sums: Tensor
 
 
@@ -55,11 +49,10 @@ class Sketch(NamedTuple):
 class Record:
     """The sketches, costs and remarks of a rank, and how its run ended."""
 
-    failure: str = ""
-    failed_at: float = math.inf  # if several ranks fail, the first one is the cause
-    events: dict[Key, Sketch | None] = field(default_factory=dict)  # None: there is no gradient
-    lines: dict[Key, str] = field(default_factory=dict)  # the program's line of each event
-    # pairs: a line, and what the line does
+    failure: tuple[float, str] = math.inf, ""  # time, because the first failure is the cause
+    events: dict[Key, Sketch] = field(default_factory=dict)  # gradients that are None are left out
+    # pairs of a line and what it does: calls that need every rank, and everything else to report
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     remarks: Counter[tuple[str, str]] = field(default_factory=Counter)
     costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
 
@@ -78,31 +71,32 @@ def read(file: Path) -> Any:
 
 
 @torch.no_grad()
-def sketch(tensor: Tensor, owner: Tensor) -> Sketch:
+def sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
     """Return the sketch of a tensor. ``owner``: the parameter if it is a gradient, or itself."""
     if isinstance(owner, FlatShardTensor):
-        shape, offset = owner.spec.shape, owner.spec.offset
-        flat = owner.local.detach() if tensor is owner else local_grad(tensor, owner.spec)
+        numel, index = owner.numel(), owner.spec.offset
+        flat = local_grad(tensor, owner.spec)
     else:
         if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
             owner = tensor = owner.coalesce().values()
-        shape, offset = tuple(tensor.shape), 0
+        numel, index = tensor.numel(), 0
         flat = tensor.detach().to_dense().permute(memory_order(owner)).reshape(-1)
+    share = flat.numel() / numel if numel else 1.0
     if flat.is_complex():
-        shape, offset, flat = (*shape, 2), 2 * offset, torch.view_as_real(flat).reshape(-1)
-    sums, at = torch.zeros(_SIZE, dtype=torch.float64, device=flat.device), offset
+        index, flat = 2 * index, torch.view_as_real(flat).reshape(-1)
+    sums = torch.zeros(_SIZE, dtype=torch.float64, device=flat.device)
     for part in flat.split(_CHUNK):
-        index = torch.arange(at, at := at + part.numel(), device=part.device)
-        signs = 1 - 2 * ((index * 0x9E3779B97F4A7C1 >> 40) & 1)
-        sums.index_add_(0, index % _SIZE, part.double().nan_to_num(1e4, 3e4, -3e4) * signs)
+        at = torch.arange(index, index := index + part.numel(), device=part.device)
+        signs = 1 - 2 * ((at * 0x9E3779B97F4A7C1 >> 40) & 1)
+        sums.index_add_(0, at % _SIZE, part.double().nan_to_num(1e4, 3e4, -3e4) * signs)
     eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
-    return Sketch(shape, eps, (offset, flat.numel()), sums.cpu())
+    return Sketch(line, eps, share, sums.cpu())
 
 
 class Recorder:
     """Records the steps of one rank."""
 
-    def __init__(self, options: argparse.Namespace, file: Path) -> None:
+    def __init__(self, options: Any, file: Path) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
         self.options, self._file, self.record = options, file, Record()
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
@@ -120,22 +114,29 @@ class Recorder:
         torch.autograd.backward = functools.partial(self._backward, torch.autograd.backward)
 
     def end(self, failure: str = "") -> NoReturn:
-        """Write the record, and end the process."""
+        """Write the record, and end the process.
+
+        Without a failure, the script must have wrapped a model and taken all steps.
+        """
+        if not failure and not self.names:
+            failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
+        elif not failure and self._step <= self.options.steps:
+            failure = f"it took {self._step - 1} optimizer steps, not {self.options.steps}"
         if failure:
-            self.record.failure, self.record.failed_at = failure, time.time()
+            self.record.failure = time.time(), failure
         write(self._file, self.record)
         sys.stdout.flush()
         os._exit(bool(failure))  # without exit handlers, which may wait for other ranks
 
     def remark(self, what: str) -> None:
-        """Count what the program does in its current line."""
+        """Note what the program does in its current line."""
         self.record.remarks[program_line(sys._getframe()), what] += 1
 
     def add_model(self, model: Any) -> None:
         """Record the initial values of a wrapped model."""
         prefix = self._models[model] = f"model {len(self._models) + 1}: " * bool(self._models)
-        params = [(prefix + name, param) for name, param in model.module.named_parameters()]
-        self.names |= {param: name for name, param in params}
+        params = {prefix + name: param for name, param in model.module.named_parameters()}
+        self.names |= {param: name for name, param in params.items()}
         self._add("initial value", params)
         if self.options.run == "noise":
             self._fresh.append(model)
@@ -145,7 +146,7 @@ class Recorder:
         while self._fresh:
             _perturb(self._fresh.pop())
         if self.options.exact:
-            args, kwargs = tree_map(_as_double, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, _as_double, (args, kwargs))
         self._add_all("input", model, (args, kwargs))
         out = forward(*args, **kwargs)
         self._add_all("output", model, out)
@@ -158,10 +159,10 @@ class Recorder:
             return
         losses = tree_leaves(tensors)
         if len(losses) == 1 == losses[0].numel():
-            self._add("loss", [("loss", losses[0])])
+            self._add("loss", {"loss": losses[0]})
         # Record averaged gradients before the program clips or scales them, last parameter first.
         if all(one.require_backward_grad_sync for one in self._models):
-            self._add("gradient", [(name, one) for one, name in reversed(self.names.items())])
+            self._add("gradient", {name: one for one, name in reversed(self.names.items())})
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -175,37 +176,35 @@ class Recorder:
             return
         self._add("value", self._params(optimizer))
         for model, prefix in self._models.items():
-            self._add(
-                "buffer", [(prefix + name, one) for name, one in model.module.named_buffers()]
-            )
+            self._add("buffer", {prefix + n: one for n, one in model.module.named_buffers()})
         self._add("random generator", _generators())
         self._add_costs()
-        if self._step == self.options.steps:
-            self.end()
         self._step += 1
+        if self._step > self.options.steps:
+            self.end()
 
-    def _params(self, optimizer: Any) -> list[tuple[str, Tensor]]:
+    def _params(self, optimizer: Any) -> dict[str, Tensor]:
         kind = type(optimizer).__name__
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        return [(self.names.get(p, f"{kind}, parameter {n}"), p) for n, p in enumerate(params)]
+        return {self.names.get(p, f"{kind}, parameter {n}"): p for n, p in enumerate(params)}
 
     def _add_all(self, kind: str, model: Any, values: Any) -> None:
         # The line tells calls that only some ranks make from others, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
         tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
-        self._add(kind, [(f"{name} {n}{where}", one) for n, one in enumerate(tensors)])
+        self._add(kind, {f"{name} {n}{where}": one for n, one in enumerate(tensors)})
 
-    def _add(self, kind: str, tensors: _Named) -> None:
+    def _add(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Record tensors of one kind, or if these are gradients, the gradients of parameters."""
         began, line = time.perf_counter(), program_line(sys._getframe())
-        for name, owner in tensors:
+        for name, owner in tensors.items():
             key, count = (self._step, kind, name), 1
             while key in self.record.events:
                 key = (self._step, kind, f"{name} ({(count := count + 1)})")
             tensor = owner.grad if kind.startswith("gradient") else owner
-            self.record.events[key] = None if tensor is None else sketch(tensor, owner)
-            self.record.lines[key] = line
+            if tensor is not None:
+                self.record.events[key] = sketch(tensor, owner, line)
         self._aside += time.perf_counter() - began
 
     def _add_costs(self) -> None:
@@ -238,23 +237,21 @@ def _compute_norms_in_float64() -> None:
     norm: Any = torch.linalg.vector_norm
 
     def exact(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-        result: Tensor = norm(_as_double(x), *args, **kwargs)
-        return result.to(dtype or x.dtype) if x.is_floating_point() else result
+        return norm(_as_double(x), *args, **kwargs).to(dtype or x.real.dtype)  # type: ignore
 
     torch.linalg.vector_norm = exact
     torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
 
 
-def _as_double(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if is_float else value
+def _as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _generators() -> _Named:
-    states = {"torch": torch.get_rng_state().tolist(), "random": random.getstate()}
+def _generators() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state(), "random": torch.tensor(random.getstate()[1])}
     if torch.cuda.is_initialized():
-        states["torch.cuda"] = torch.cuda.get_rng_state().tolist()
+        states["torch.cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    for name, state in states.items():
-        yield name, torch.tensor(zlib.crc32(repr(state).encode()), device="cpu")
+        _, keys, *numbers = sys.modules["numpy"].random.get_state()
+        states["numpy"] = torch.tensor([*keys.tolist(), *numbers], dtype=torch.float64)
+    return states

@@ -1,47 +1,71 @@
-"""The command ``flatshard try``: its options, the verdict and the report."""
+"""The command ``flatshard try``: compares the records of runs, and reports the verdict.
+
+[Note: units]
+The unit of a tensor at a step is the largest of three numbers. First: the norm of the difference,
+up to this step, between the tensor in the reference and in the third run, whose weights were
+changed by one unit in the last place. Second: the median of these differences, relative to the
+tensors' norms, over all tensors of the same kind. Third: twice the precision of the dtype.
+"""
 
 import argparse
 import json
+import math
 import os
-import sys
 import tempfile
+from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from flatshard.extras import tabulate
-from flatshard.extras.trial_run.compare import MULTIPLE, Difference, differences, units_of
 from flatshard.extras.trial_run.recorder import Record
 
 VERDICTS = SAME, DIFFERS, RAISES, NOT_COMPARED = "same", "differs", "raises", "not compared"
 """Verdicts. The index of a verdict is the exit code."""
 
-_WRITE = {
-    # for the first word of what a line does, what to write instead
-    "wraps": 'from flatshard import ShardedWrapper; ShardedWrapper(model, auto_wrap_policy="auto")',
-    "state_dict()": "state = flatshard.checkpoint.full_state_dict(model) on every rank",
-    "forward()": "evaluate on every rank, with the same number of batches",
-}
+_LIMIT = 100.0  # a difference counts if it is more than this many units
+_CHAOS = 0.05  # steps are compared until noise changes half of the gradients by more than this
 _COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
 _WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
 _TITLE = "{}, {} ranks, {} steps each: DistributedDataParallel, then ShardedWrapper in its place"
-_NO_WRAPPER = "The script used no DistributedDataParallel, FSDP or ShardedWrapper: add --wrap."
-_UNSEEDED = (
+_OTHER = (
     "Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs between two "
-    "runs of the same program, at {1}.\nSeed its random numbers (torch, random, numpy, "
-    "generator=... of a DataLoader). Let data not depend on time, earlier runs, or threads."
-)
-_SENSITIVE = (
-    "Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} depends on the last "
-    "digit of the weights, at {1}.\nTwo runs with equal weights agree. But with noise in the "
-    "weights, the program takes other steps (an adaptive solver, for example). Fix its step sizes."
+    "runs with DDP, whose weights differ in the last digit, at {0.line}.\nSeed random numbers "
+    "(torch, random, numpy, generator=... of a DataLoader). Let data not depend on time, earlier "
+    "runs or threads, and step sizes (of an adaptive solver) not on the last digit of weights."
 )
 _NOISY = " From step {} on, rounding alone changes too much to compare (--exact compares more)."
 _DIFFERS = (
     "Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm, "
-    "{0.units:.3g} times the rounding noise (limit: {2:.0f}), at {1}."
+    "{0.units:.3g} times the rounding noise (limit: {1:.0f}), at {0.line}."
 )
+_CHANGES = "\n\nTo keep it, change (lines that run after the last step are not listed):\n  "
+
+
+Place = tuple[int, str, str, int]  # step, kind of tensor, name, rank
+
+
+class Difference(NamedTuple):
+    """The difference of a tensor from the reference."""
+
+    step: int
+    kind: str
+    name: str
+    rank: int
+    line: str  # the program's line
+    gap: float  # norm of the difference
+    norm: float  # norm of the tensor in the reference
+    size: float  # the gap, relative to the norm of the reference
+    eps: float  # precision of the dtype
+    units: float = 0.0  # the gap, in units of noise
+
+    def in_units(self, units: dict[Place, float]) -> "Difference":
+        """Return the difference with its size in units of noise."""
+        # An infinite gap is finite here, so that infinite noise explains it.
+        return self._replace(units=min(self.gap, 1e300) / units[self[:4]])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,111 +89,150 @@ def start(given: dict[str, Any]) -> int:
     """Run the command. Returns the exit code: 0 same, 1 differs, 2 raises, 3 not compared."""
     options = argparse.Namespace(**given)
     options.nproc_per_node = int(os.environ.get("WORLD_SIZE", options.nproc_per_node))
-    for is_wrong, text in (
-        (not (options.is_module or Path(options.script).is_file()), "SCRIPT is not a file."),
-        (min(options.nproc_per_node, options.steps) < 1, "--nproc-per-node, --steps: at least 1."),
-        ("RANK" in os.environ and not options.keep, "--keep: a new folder that all hosts share."),
-    ):
-        if is_wrong:
-            print(f"flatshard try: {text}", file=sys.stderr)
-            return VERDICTS.index(NOT_COMPARED)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the process of this host's first rank starts all ranks of this host
     with tempfile.TemporaryDirectory(prefix="flatshard-try-") as folder:
         options.folder = Path(options.keep or folder).resolve()
-        options.folder.mkdir(parents=True, exist_ok=True)
-        verdict, text, figures = judge(options)
+        report: dict[str, Any] = {"verdict": NOT_COMPARED, "text": "", "lines": []}
+        report["text"] = judge(options, report)
+    if report["lines"]:
+        report["text"] += _CHANGES + "\n  ".join(report["lines"])
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        print(report["text"])
         if options.json:
-            report = {"verdict": verdict, "text": text, **figures}
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-    return VERDICTS.index(verdict)
+    return VERDICTS.index(report["verdict"])
 
 
-def judge(options: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
-    """Run the script up to four times. Returns the verdict, a text and figures.
+def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Run the script up to three times. Puts the verdict and figures into the report.
 
-    ``options.folder``: an empty folder for the records of all ranks.
+    ``options.folder``: an empty folder for the records of all ranks. Returns the report's text.
     """
     # Import here: other commands should not wait for the import of torch's compiler and FSDP.
     from flatshard.extras.trial_run import forked_ranks
 
-    options.lone_calls = {}
-    reference = forked_ranks.run(options, "ddp")
-    steps = {kind: step for step, kind, _ in sorted(reference[0].events)}
-    last = num_steps = steps.get("value", 0)
-    if failure := _failure(reference):
-        return NOT_COMPARED, f"Your script fails under DistributedDataParallel, too: {failure}", {}
-    if "initial value" not in steps:
-        return NOT_COMPARED, _NO_WRAPPER, {}
-    if not num_steps:
-        return NOT_COMPARED, "The script ended without an optimizer step.", {}
-    calls = {key: [one.remarks[key] for one in reference] for key in _remarks(reference)}
-    lone = options.lone_calls = {key: n for key, n in calls.items() if len({*n}) > 1}
-    sharded = forked_ranks.run(options, "sharded")
-    lines = []
-    for line, what in _remarks(reference + sharded):
-        if (line, what) in lone or not what.endswith("calls by rank:"):
-            write = _WRITE.get(what.partition(" ")[0], "")
-            shown = f"{line}\n      {what} {lone.get((line, what), '')}".rstrip()
-            lines.append(shown + f"\n      write: {write}" * bool(write))
-    report: dict[str, Any] = {"steps": num_steps, "lines": lines}
-    changes = "\n\nTo keep it, change (lines that run after the last step are not listed):\n  "
-    changes = (changes + "\n  ".join(lines)) * bool(lines)
-    if failure := _failure(sharded):
-        return RAISES, f"Raises under flatshard, not under DDP: {failure}{changes}", report
-    where = {key: line for one in reference + sharded for key, line in one.lines.items()}
+    report |= {"verdict": NOT_COMPARED, "lines": [], "costs": {}}
+    if not (options.is_module or Path(options.script).is_file()):
+        return "SCRIPT is not a file."
+    if min(options.nproc_per_node, options.steps) < 1:
+        return "--nproc-per-node, --steps: at least 1."
+    if "RANK" in os.environ and not options.keep:
+        return "--keep: a new folder that all hosts share."
+    options.folder.mkdir(parents=True, exist_ok=True)
+    reference, failure = forked_ranks.run(options, "ddp")
+    if failure:
+        return f"Cannot be compared: the script ends early without flatshard, too: {failure}"
+    calls = {key: [one.calls[key] for one in reference] for one in reference for key in one.calls}
+    lone = {key: counts for key, counts in calls.items() if len({*counts}) > 1}
+    sharded, failure = forked_ranks.run(options, "sharded", lone)
+    lines = [f"{line}\n      {what}" for one in reference + sharded for line, what in one.remarks]
+    lines += [f"{line}\n      {what} (calls by rank: {n})" for (line, what), n in lone.items()]
+    report |= {"verdict": RAISES, "lines": [*dict.fromkeys(lines)]}
+    if failure:
+        return f"Raises under flatshard, not under DDP: {failure}"
+    last = options.steps
     if found := [one for one in differences(reference, sharded, lone) if one.gap]:
-        noise = forked_ranks.run(options, "noise")
-        if failure := _failure(noise):
-            return NOT_COMPARED, f"The second run with DDP failed: {failure}", report
-        units, last, other = units_of(differences(reference, noise, lone))
-        if other and last < 1:
-            again = differences(reference, forked_ranks.run(options, "again"), lone)
-            text = _UNSEEDED if any(one.gap for one in again) else _SENSITIVE
-            return NOT_COMPARED, text.format(other, where.get(other[:3], "")), report
-        last = min(last, num_steps)
+        noise, failure = forked_ranks.run(options, "noise")
+        if failure:
+            report["verdict"] = NOT_COMPARED
+            return f"The second run with DDP failed: {failure}"
+        units, other = units_of(differences(reference, noise, lone))
+        last = min(last, max((step for step, *_ in units), default=0))
+        if other and not last:
+            report["verdict"] = NOT_COMPARED
+            return _OTHER.format(other)
         found = [one.in_units(units) for one in found if one.step <= last]
-    worst = next((one for one in found if one.units > MULTIPLE), None)
+    worst = next((one for one in found if one.units > _LIMIT), None)
     report |= {"compared": last, "largest": max([0.0, *(one.units for one in found)])}
-    report |= {"first": worst and worst._asdict(), "costs": {}}
-    verdict, text = SAME, "The same numbers, within rounding."
-    if worst is not None:
-        verdict, text = DIFFERS, _DIFFERS.format(worst, where[worst[:3]], MULTIPLE)
-    elif last < 1:
-        verdict, text = NOT_COMPARED, "Cannot be compared."
-    elif num_steps < options.steps:
-        verdict = NOT_COMPARED
-        text += f" But the script ended after {num_steps} steps: give --steps {num_steps}."
+    report["first"] = worst and worst._asdict()
+    text = "The same numbers, within rounding."
+    if worst:
+        report["verdict"], text = DIFFERS, _DIFFERS.format(worst, _LIMIT)
+    elif not last:
+        report["verdict"], text = NOT_COMPARED, "Cannot be compared."
     elif lone:
-        verdict = RAISES
         text += " But as it is, the script raises where not all ranks call the model (see below)."
-    text += _NOISY.format(last + 1) * (last < num_steps)
-    title = _TITLE.format(options.script, options.nproc_per_node, num_steps)
+    else:
+        report["verdict"] = SAME
+    text += _NOISY.format(last + 1) * (last < options.steps)
+    title = _TITLE.format(options.script, options.nproc_per_node, options.steps)
     parts = [title, _table(reference[0], sharded[0], found, last), text]
-    if min(len(one.costs) for one in reference + sharded) > _WARM_UP + _TIMED:
+    if options.steps >= _WARM_UP + _TIMED:
         both = zip(_COSTS, _costs(reference), _costs(sharded), strict=True)
         report["costs"] = {name: costs for name, *costs in both}
         parts.append(_cost_table(report["costs"]))
-    return verdict, "\n\n".join(parts) + changes, report
+    return "\n\n".join(parts)
 
 
-def _remarks(records: list[Record]) -> dict[tuple[str, str], None]:
-    return dict.fromkeys(key for record in records for key in record.remarks)
+def differences(
+    reference: list[Record], other: list[Record], lone_calls: dict[tuple[str, str], Any]
+) -> list[Difference]:
+    """Return the difference of each tensor, on each rank if ranks hold full tensors.
+
+    ``lone_calls``: lines that ranks run different numbers of times. Tensors from these lines are
+    left out.
+    """
+    found = []
+    keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
+    for key in sorted(keys, key=lambda one: one[0]):
+        if any(line in key[2] for line, _ in lone_calls):
+            continue
+        ours, theirs = ([one.events.get(key) for one in side] for side in (reference, other))
+        parts = [one for one in theirs if one]
+        if any(one.share < 1 for one in parts):  # replicas of a shard are averaged
+            sums = torch.stack([one.sums for one in parts]).sum(0) / sum(one.share for one in parts)
+            theirs = [parts[0]._replace(sums=sums)] * len(theirs)
+        for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+            if any_one := one or two:
+                norm, eps = float(any_one.sums.norm()), any_one.eps
+                gap = float((one.sums - two.sums).norm()) if one and two else math.inf
+                gap *= gap > 1e-6 * eps * norm  # adding up other ranges in float64 rounds, too
+                size = gap / norm if norm else gap
+                found.append(Difference(*key, rank, any_one.line, gap, norm, size, eps))
+    return found
 
 
-def _failure(records: list[Record]) -> str:
-    """Return the cause of a failed run, or an empty string."""
-    return min(records, key=lambda one: one.failed_at).failure
+def units_of(noise: list[Difference]) -> tuple[dict[Place, float], Difference | None]:
+    """Return the units of tensors, see [Note: units], in all steps that can be compared.
+
+    ``noise``: the differences between two runs of the reference. Also returns the first of these
+    differences that is too large for rounding (None: no difference is too large).
+    """
+    # Without noise, or if the noise run lacks a tensor, the unit is the smallest number.
+    units: dict[Place, float] = defaultdict(lambda: math.ulp(0.0))
+    own: dict[tuple[str, str, int], float] = defaultdict(float)  # largest gap of a tensor so far
+    # For each kind of tensor, so far: the largest median of relative gaps, and the largest norm.
+    level: dict[str, float] = defaultdict(float)
+    scale: dict[str, float] = defaultdict(float)
+    for step, group in groupby(noise, key=lambda one: one.step):
+        here = [*group]
+        # In step 1, inputs depend on no weight, or only slightly (the output of a generator model),
+        # so any larger difference of inputs has another cause than rounding.
+        limit = _CHAOS if step > 1 else 1e-3
+        for one in here:
+            own[one[1:4]] = max(own[one[1:4]], one.gap)
+            scale[one.kind] = max(scale[one.kind], one.norm)
+            is_other = one.kind == "input" and one.size > limit * (one.eps > 0)
+            if one.gap and (is_other or one.kind == "initial value"):
+                return units, one
+        for kind in scale:
+            sizes = [one.size for one in here if one.kind == kind and one.norm]
+            level[kind] = max(level[kind], median(sizes or [0.0]))
+        if level["gradient"] > _CHAOS:
+            break
+        for one in here:
+            floor = one.eps * max(2 * one.norm, 1e-3 * scale[one.kind])
+            units[one[:4]] = max(own[one[1:4]], level[one.kind] * one.norm, floor, math.ulp(0.0))
+    return units, None
 
 
 def _costs(records: list[Record]) -> list[float]:
     """Return the figures that _COSTS names, each of the rank where it is largest."""
-    costs = [torch.tensor(one.costs, dtype=torch.float64) for one in records]
-    memory = max(one[-1, 1].item() - one[0, 1].item() for one in costs)
-    per_step = torch.stack([one.diff(dim=0)[_WARM_UP:].median(0).values for one in costs]).amax(0)
-    return [memory / 2**20, 1e3 * per_step[0].item(), per_step[2].item() / 2**10]
+    costs = torch.tensor([one.costs for one in records], dtype=torch.float64)  # rank, step, figure
+    memory = (costs[:, -1, 1] - costs[:, 0, 1]).max().item()
+    seconds, _, sent = costs.diff(dim=1)[:, _WARM_UP:].median(1).values.amax(0).tolist()
+    return [memory / 2**20, 1e3 * seconds, sent / 2**10]
 
 
 def _table(one: Record, other: Record, found: list[Difference], last: int) -> str:

@@ -31,41 +31,40 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
     return given
 
 
-def say(name: str, judged: tuple[str, str, dict[str, Any]]) -> None:
-    code, text, figures = judged
-    print(json.dumps({"name": name, "verdict": code, "text": text, **figures}), flush=True)
+def say(name: str, given: argparse.Namespace) -> None:
+    report: dict[str, Any] = {"name": name}
+    report["text"] = verdict.judge(given, report)
+    print(json.dumps(report), flush=True)
 
 
 def main(folder: Path, what: str, scripts: str = "{}") -> None:
     if what == "scripts":
         for name, words in json.loads(scripts).items():
-            given = options(folder, "--steps", "4", *words, f"{name}.py")
-            say(name, verdict.judge(given))
+            script = [name] if "-m" in words else [f"{name}.py"]
+            say(name, options(folder, "--steps", "4", *words, *script))
         return
     if what != "faults":
         first, _, last = what.rpartition("-")
         for seed in range(int(first or 0), int(last)):
             words = ["--steps", "3", "--strategy", STRATEGIES[seed % len(STRATEGIES)]]
             words += ["--nproc-per-node", "3" if seed % 5 == 4 else "2"]
-            given = options(folder, *words, str(HERE / "random_model.py"), f"{seed}")
-            say(f"{seed}", verdict.judge(given))
+            say(f"{seed}", options(folder, *words, str(HERE / "random_model.py"), f"{seed}"))
         return
     runs: dict[str, Any] = {}
     run = forked_ranks.run
 
-    def remembered(given: argparse.Namespace, name: str) -> Any:
+    def remembered(given: argparse.Namespace, name: str, *lone_calls: Any) -> Any:
         if name == "sharded":
-            return run(given, name)
+            return run(given, name, *lone_calls)
         if name not in runs:
             runs[name] = run(given, name)
         return runs[name]
 
     # The runs under DistributedDataParallel are the same for all faults.
-    forked_ranks.run = remembered
+    forked_ranks.run = remembered  # type: ignore[assignment]
     for fault in ("", *trained.FAULTS):
         os.environ["FAULT"] = fault
-        given = options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py"))
-        say(fault, verdict.judge(given))
+        say(fault, options(folder, "--steps", f"{trained.STEPS}", str(HERE / "trained.py")))
 
 
 if __name__ == "__main__":
