@@ -87,10 +87,10 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
         if not file.exists():
             log = file.with_suffix(".log").read_text(errors="replace")[-4000:]
             text = f"{file.stem}: the process ended with status {one.exitcode}. Last output:\n{log}"
-            # A process that was ended is the cause only if no other process has failed.
+            # A rank that this process has ended is the cause only if no other rank has failed.
             was_ended = one.exitcode in (-signal.SIGTERM, -signal.SIGKILL)
             write(file, Record((float(sys.maxsize) if was_ended else 0.0, text)))
-    records = [read(file) for file in files]  # other hosts write theirs
+    records = [read(file) for file in files]  # other hosts write their ranks' files
     return records, min(one.failure for one in records)[1]
 
 
@@ -133,7 +133,7 @@ def _run_rank(local_rank: int, first: int, files: list[Path], options: Any) -> N
 
 
 def _install(recorder: Recorder) -> None:
-    """Replace wrappers in all loaded modules, see [Note: stand-ins], and functions that watch."""
+    """Replace the wrappers in all loaded modules, see [Note: stand-ins], and watched functions."""
     wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
     new: dict[int, Any] = {id(one): _stand_in(recorder, one, one.__name__) for one in wrappers}
     new[id(fully_shard)] = functools.partial(_wrap_in_place, recorder, "fully_shard")
@@ -226,7 +226,7 @@ def _watch(recorder: Recorder, method: str) -> None:
         plain = vars(module)["_plain"].train(module.training)
         before = {**vars(plain)}
         result = real(plain, *args, **kwargs)
-        # Copy attributes that the forward has set, because the program may read them.
+        # The program may read attributes that the copy's forward has set (a loss, for example).
         owner = module.module if isinstance(module, ShardedWrapper) else module
         vars(owner).update({k: v for k, v in vars(plain).items() if v is not before.get(k, real)})
         return result

@@ -50,9 +50,10 @@ class Record:
     """The sketches, costs and remarks of a rank, and how its run ended."""
 
     failure: tuple[float, str] = math.inf, ""  # time, because the first failure is the cause
-    events: dict[Key, Sketch] = field(default_factory=dict)  # gradients that are None are left out
-    # pairs of a line and what it does: calls that need every rank, and everything else to report
+    events: dict[Key, Sketch] = field(default_factory=dict)  # without gradients that are None
+    # How often the program's lines made calls that need every rank. Keys: line, advice.
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Other lines to report. Keys: line, what the line does or what to write.
     remarks: Counter[tuple[str, str]] = field(default_factory=Counter)
     costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
 
@@ -122,6 +123,7 @@ class Recorder:
             failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
         elif not failure and self._step <= self.options.steps:
             failure = f"it took {self._step - 1} optimizer steps, not {self.options.steps}"
+            failure += " (did it resume from files of an earlier run?)"
         if failure:
             self.record.failure = time.time(), failure
         write(self._file, self.record)
@@ -129,7 +131,7 @@ class Recorder:
         os._exit(bool(failure))  # without exit handlers, which may wait for other ranks
 
     def remark(self, what: str) -> None:
-        """Note what the program does in its current line."""
+        """Report the program's current line, with a text."""
         self.record.remarks[program_line(sys._getframe()), what] += 1
 
     def add_model(self, model: Any) -> None:

@@ -64,7 +64,7 @@ class Difference(NamedTuple):
 
     def in_units(self, units: dict[Place, float]) -> "Difference":
         """Return the difference with its size in units of noise."""
-        # An infinite gap is finite here, so that infinite noise explains it.
+        # Without the limit, an infinite gap would exceed an infinite unit.
         return self._replace(units=min(self.gap, 1e300) / units[self[:4]])
 
 
@@ -128,39 +128,37 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     sharded, failure = forked_ranks.run(options, "sharded", lone)
     lines = [f"{line}\n      {what}" for one in reference + sharded for line, what in one.remarks]
     lines += [f"{line}\n      {what} (calls by rank: {n})" for (line, what), n in lone.items()]
-    report |= {"verdict": RAISES, "lines": [*dict.fromkeys(lines)]}
+    report["lines"] = [*dict.fromkeys(lines)]
     if failure:
+        report["verdict"] = RAISES
         return f"Raises under flatshard, not under DDP: {failure}"
     last = options.steps
     if found := [one for one in differences(reference, sharded, lone) if one.gap]:
         noise, failure = forked_ranks.run(options, "noise")
         if failure:
-            report["verdict"] = NOT_COMPARED
             return f"The second run with DDP failed: {failure}"
         units, other = units_of(differences(reference, noise, lone))
         last = min(last, max((step for step, *_ in units), default=0))
         if other and not last:
-            report["verdict"] = NOT_COMPARED
             return _OTHER.format(other)
         found = [one.in_units(units) for one in found if one.step <= last]
     worst = next((one for one in found if one.units > _LIMIT), None)
     report |= {"compared": last, "largest": max([0.0, *(one.units for one in found)])}
     report["first"] = worst and worst._asdict()
-    text = "The same numbers, within rounding."
+    report["verdict"], text = SAME, "The same numbers, within rounding."
     if worst:
         report["verdict"], text = DIFFERS, _DIFFERS.format(worst, _LIMIT)
     elif not last:
         report["verdict"], text = NOT_COMPARED, "Cannot be compared."
     elif lone:
+        report["verdict"] = RAISES
         text += " But as it is, the script raises where not all ranks call the model (see below)."
-    else:
-        report["verdict"] = SAME
     text += _NOISY.format(last + 1) * (last < options.steps)
     title = _TITLE.format(options.script, options.nproc_per_node, options.steps)
     parts = [title, _table(reference[0], sharded[0], found, last), text]
     if options.steps >= _WARM_UP + _TIMED:
-        both = zip(_COSTS, _costs(reference), _costs(sharded), strict=True)
-        report["costs"] = {name: costs for name, *costs in both}
+        both = zip(_costs(reference), _costs(sharded), strict=True)
+        report["costs"] = dict(zip(_COSTS, both, strict=True))
         parts.append(_cost_table(report["costs"]))
     return "\n\n".join(parts)
 
@@ -247,7 +245,7 @@ def _table(one: Record, other: Record, found: list[Difference], last: int) -> st
     return tabulate(rows, numbers=(0, 1, 2))
 
 
-def _cost_table(costs: dict[str, list[float]]) -> str:
+def _cost_table(costs: dict[str, tuple[float, float]]) -> str:
     rows = [["largest of all ranks", "DDP", "flatshard", ""]]
     for name, (one, other) in costs.items():
         rows.append([name, f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}" if one else ""])
