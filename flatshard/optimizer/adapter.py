@@ -353,6 +353,8 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
 
 
+_SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgetter("shard_spec")
+
 State = dict[str, Any]
 
 # Names of optimizer state that is one number per parameter. For a parameter of one element, the
@@ -420,14 +422,15 @@ def find_buckets(
             yield first
             position += 1
             continue
-        members = _neighbours(params, position)
         bucket = known.get(id(first))
         # Reuse the bucket of the last step if possible: then the members' views of the state need
         # not be created again.
-        if bucket is None or not bucket.is_of(members):
-            bucket = known[id(first)] = ParamBucket(members)
+        if bucket is None or not bucket.begins_at(params, position):
+            members = _neighbours(params, position)
+            if bucket is None or not bucket.is_of(members):
+                bucket = known[id(first)] = ParamBucket(members)
         yield bucket
-        position += len(members)
+        position += bucket.num_members
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
@@ -466,6 +469,7 @@ class ParamBucket:
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
         self._params, self._flat, self._start = list(params), first.shard_flat, first.spec.start
+        self._specs, self.num_members = [param.spec for param in params], len(params)
         # State of each member: views of the bucket's state.
         self._states = [BucketState({}) for _ in params]
         # Range of the bucket in the shard.
@@ -481,6 +485,24 @@ class ParamBucket:
         """Return the range of a member in the bucket's elements."""
         start = param.spec.start - self._start
         return slice(start, start + param.spec.numel)
+
+    def begins_at(self, params: Sequence[Any], position: int) -> bool:
+        """Whether the members follow at ``position``, and their gradients are neighbours, too.
+
+        False for a bucket of one parameter, which further parameters may join.
+        """
+        members = params[position : position + self.num_members]
+        if self.num_members == 1 or not self.is_of(members):
+            return False
+        # Call few Python functions, because this check runs for each parameter in each step.
+        grads = [*map(get_grad, members)]
+        return (
+            {*map(type, grads)} == {FlatShardTensor}
+            and all(map(operator.is_, map(_SHARD_SPEC, grads), self._specs))
+            and {*map(id, map(_SHARD_FLAT, members))} == {id(self._flat)}
+            and len({*map(id, map(_SHARD_FLAT, grads))}) == 1
+            and grads[0].shard_flat is not None
+        )
 
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
@@ -523,7 +545,7 @@ class ParamBucket:
         set_grad(self.param, grad)
         # Increase the version counter here: an optimizer that writes to `p.data` does not increase
         # the counter, and flatshard would reuse unsharded buffers with the old values.
-        torch.autograd.graph.increment_version(self.param)
+        torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
