@@ -370,10 +370,6 @@ class FlatParamHandle:
         self.count_trainable()
         if self.is_aliased:
             return
-        # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
-        if self.trained != [*map(_REQUIRES_GRAD, self.fulls)]:
-            for param, trains in enumerate(self.trained):
-                self.fulls[param].requires_grad_(trains)
         self.check_places()
         self.put(self.fulls)
 
@@ -387,6 +383,9 @@ class FlatParamHandle:
         self._num_flag_writes = num_flag_writes
         with torch._C.DisableTorchFunctionSubclass():
             self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
+            # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
+            for full, trains in zip(self.fulls, self.trained, strict=True):
+                full.requires_grad_(trains)
         self.num_trainable = sum(self.trained)
 
     def check_places(self) -> None:

@@ -368,17 +368,22 @@ class BucketState(dict[str, Any]):
 
     # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
-    def __init__(self, values: State) -> None:
-        super().__init__(values)
-        self._made_of = tuple(self.values())
 
-    @staticmethod
-    def are_unchanged(own: Sequence[BucketState], found: Iterable[object]) -> bool:
-        """Whether ``found`` are these states, which still have their values from the beginning."""
-        # Call few Python functions, because this check runs for each parameter in each step.
-        made_of = [state._made_of for state in own]
-        now, before = (*found, *chain(*map(dict.values, own))), (*own, *chain(*made_of))
-        return [*map(len, own)] == [*map(len, made_of)] and all(map(operator.is_, now, before))
+class _Made:
+    """Some ``BucketState``s, and their values when this object was made."""
+
+    def __init__(self, states: Sequence[BucketState]) -> None:
+        self._states = states
+        self._contents = self._find()
+
+    # These two call few Python functions, because they run for each parameter in each step.
+    def _find(self) -> list[object]:
+        return [*map(len, self._states), *chain(*map(dict.values, self._states))]
+
+    def is_unchanged(self, found: Iterable[object]) -> bool:
+        """Whether ``found`` are these states, which still have the same values."""
+        now, before = (*found, *self._find()), (*self._states, *self._contents)
+        return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def apart(state: State) -> State:
@@ -471,7 +476,9 @@ class ParamBucket:
         self._params, self._flat, self._start = list(params), first.shard_flat, first.spec.start
         self._specs, self.num_members = [param.spec for param in params], len(params)
         # State of each member: views of the bucket's state.
-        self._states = [BucketState({}) for _ in params]
+        self._states = [BucketState() for _ in params]
+        self._shared = BucketState()
+        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
@@ -479,7 +486,6 @@ class ParamBucket:
             assert self._flat is not None, "neighbours share a shard"
             local = self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
-        self._shared = BucketState({})
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
@@ -530,7 +536,7 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
         # step, and after somebody has assigned or loaded state.
-        if not BucketState.are_unchanged(self._states, map(present.get, map(id, self._params))):
+        if not self._made.is_unchanged(map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -558,7 +564,7 @@ class ParamBucket:
         if shared is None:
             return
         # Views from the last step are still right if the optimizer updates its state in place.
-        if not BucketState.are_unchanged([self._shared], [shared]):
+        if not self._made_shared.is_unchanged([shared]):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
             for number, param in enumerate(self._params):
@@ -608,6 +614,7 @@ class ParamBucket:
         for one in self._params:
             views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             self._states.append(BucketState(views))
+        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
