@@ -226,21 +226,21 @@ class Backward:
         # Empty `.grad`: otherwise autograd would add the next gradient in place, into a tensor that
         # `grads` may have kept without a copy.
         full.grad = None
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"parameter {handle.params[index].name!r}: backward(create_graph=True) computes "
-                "differentiable gradients, but a gradient of a sharded parameter cannot be "
-                "differentiable. Use torch.autograd.grad for the inner gradient and backward() for "
-                "the outer gradient."
-            )
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        # Begin the backward first: `begin` clears the record of arrived gradients.
+        # Begin the backward first: `begin` drops the gradients of a backward that failed.
         if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
-        grads.receive(index, grad, more_to_come=unit.sync is GradSync.ACCUMULATE)
+        more_to_come = unit.sync is GradSync.ACCUMULATE
+        if index in grads.held:  # this backward has computed two gradients of the parameter
+            grads.receive_held(more_to_come=more_to_come)
+        # This function runs for each parameter. To save time, hold small gradients until all
+        # gradients of the flat parameter have arrived.
+        held = grads.held
+        held[index] = grad
         for watcher in self._state.watchers:
             watcher.on_grad(unit, handle.params[index], grad)
+        if len(held) + len(grads.arrived) < handle.num_trainable and index not in grads.large:
+            return
+        grads.receive_held(more_to_come=more_to_come)
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:
@@ -282,6 +282,9 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
+            # If a gradient is missing, the other gradients of the flat parameter are still held.
+            for handle in state.handles:
+                handle.grads.receive_held(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):
                 used = self._reduce_rest()
             failed = False

@@ -35,7 +35,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.backward import Backward
@@ -135,7 +136,7 @@ class Forward:
             return None
         call = self.enter(unit)
         changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.saved.ends_with_gradients(unit, call):
             return changed
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed
@@ -145,6 +146,9 @@ class Forward:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
+                # Reshard this unit before the unit that made the tensor is unsharded: that unit's
+                # hook (`Backward.enter`) is on the same tensor.
+                call_first(hook, tensor)
                 # A leaf tensor outlives the graph, so hooks would pile up on an input of every
                 # step. Remove the hook when the call is freed.
                 if tensor.grad_fn is None:
@@ -375,6 +379,14 @@ class Forward:
                     # Do not hide the error of the forward.
                     if not failed:
                         raise
+
+
+def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
+    """Let autograd call ``hook``, the last hook of ``tensor``, before the tensor's other hooks."""
+    hooks: Any = tensor._backward_hooks
+    # Autograd ignores the order that `OrderedDict.move_to_end` makes.
+    for key in [key for key in hooks if key != hook.id]:
+        hooks[key] = hooks.pop(key)
 
 
 # Notes for errors of torch in a unit's forward, keyed by a part of torch's text.

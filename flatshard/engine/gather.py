@@ -115,9 +115,10 @@ class ParamGather:
         """Return the shard on the compute device, in the dtype to send."""
         if self._is_offloaded:
             return self._on_device(shard, version)
+        if shard.dtype is self._sent_dtype:
+            return shard
         source = shard.to(self._sent_dtype)
-        if source is not shard:
-            self._targets.shard.page_out(shard)
+        self._targets.shard.page_out(shard)
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:

@@ -1,8 +1,9 @@
 """``Gradients``: the gradients of one flat parameter, from autograd to ``.grad``.
 
 [Note: a gradient's way]
-1.  ``receive`` takes each gradient that autograd computes, and adds up the gradients until the next
-    reduction. The sums are the accumulated gradients.
+1.  ``held`` has the gradients that autograd has computed. Once a flat parameter's gradients have
+    all arrived, ``receive_held`` adds them to the gradients since the last reduction. The sums are
+    the accumulated gradients.
 2.  ``take`` returns the sums of all parameters in one tensor, for a reduction. If the reduction
     covers only the intra group (``GradSync.SHARD_ONLY``), ``add_intra_reduced`` keeps the result
     until a later backward reduces over all ranks.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ from flatshard.units.module_tree import unit_text
 # Gradients smaller than this are copied together, by one kernel after the last gradient has
 # arrived, because starting one copy per small gradient takes longer than the copies.
 _SMALL_BYTES = 1 << 20
+
+_LAYOUT = attrgetter("layout")
 
 
 class GradSync(enum.Enum):
@@ -79,7 +83,9 @@ class Gradients:
         self.slots: dict[int, Tensor] = {}
         self._separate: set[int] = set()
         self._buffer: Tensor | None = None
-        # Indices of the parameters whose gradients have arrived in this backward.
+        # Gradients that wait for `receive_held`, by index of the original parameter.
+        self.held: dict[int, Tensor] = {}
+        # Indices of the parameters whose gradients were received in this backward.
         self.arrived: set[int] = set()
         # Indices of the parameters whose gradients this rank has computed since `.grad` was last
         # published. After a `GradSync.SHARD_ONLY` reduction, also the parameters that other ranks
@@ -111,6 +117,10 @@ class Gradients:
     def _use(self, plan: ReducePlan) -> None:
         """Reduce according to ``plan`` from now on."""
         self._plan, self.dtypes = plan, plan.dtypes
+        # Parameters whose gradients are received at once, and copied, to save memory.
+        min_numel = _SMALL_BYTES / self.dtypes.reduce_dtype.itemsize
+        spans = enumerate(self._layout.spans)
+        self.large = {index for index, span in spans if span.numel >= min_numel}
         for param in self._params:
             param.kept_grad = None  # its dtype or device may change
 
@@ -118,7 +128,8 @@ class Gradients:
     def nbytes(self) -> int:
         # Count only device memory: reduced gradients in another target (host, disk) do not count.
         reduced = self._reduced if self._target.is_device else None
-        return storage_bytes([self._buffer, self.intra_reduced, reduced, *self.slots.values()])
+        gradients = *self.slots.values(), *self.held.values()
+        return storage_bytes([self._buffer, self.intra_reduced, reduced, *gradients])
 
     @property
     def accumulated(self) -> set[int]:
@@ -214,6 +225,24 @@ class Gradients:
 
     # ------------------------------------------------------------ accumulate
 
+    def receive_held(self, *, more_to_come: bool) -> None:
+        """Receive the gradients in ``held``. ``more_to_come``: see ``receive``."""
+        held, self.held = self.held, {}
+        indices = held.keys()
+        # The usual case: autograd has given each gradient the strides of its parameter.
+        if (
+            self.slots.keys().isdisjoint(indices)
+            and self.large.isdisjoint(indices)
+            and not (self._is_single or torch.is_grad_enabled())
+            and {*map(_LAYOUT, held.values())} == {torch.strided}
+        ):
+            self.slots.update(held)
+            for marks in (self._separate, self.arrived, self.used_by_rank):
+                marks.update(indices)
+            return
+        for index, grad in held.items():
+            self.receive(index, grad, more_to_come=more_to_come)
+
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
         """Store the gradient of parameter ``index``, or add it to the stored gradient.
 
@@ -223,6 +252,15 @@ class Gradients:
                 No other code may use the tensor: this object may keep the tensor and add to it.
             more_to_come: whether this backward reduces nothing, so that more gradients follow.
         """
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"parameter {self._params[index].name!r}: backward(create_graph=True) computes "
+                "differentiable gradients, but a gradient of a sharded parameter cannot be "
+                "differentiable. Use torch.autograd.grad for the inner gradient and backward() for "
+                "the outer gradient."
+            )
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
         self.arrived.add(index)
         self.used_by_rank.add(index)
         slot = self.slots.get(index)
@@ -237,8 +275,7 @@ class Gradients:
         span = self._layout.spans[index]
         # If more gradients follow, do not round this one to a narrower reduce dtype yet.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
-        is_small = grad.nbytes < _SMALL_BYTES
-        if not (is_small or may_widen or self._is_single):
+        if index in self.large and not (may_widen or self._is_single):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
@@ -416,7 +453,9 @@ class Gradients:
 
     def add_reduced(self, reduced: Tensor) -> None:
         """Add ``reduced``, ``(shard_numel,)``, to the gradients that this backward will publish."""
-        part, total = reduced.to(self.dtypes.grad_dtype), self._reduced
+        part, total, dtype = reduced, self._reduced, self.dtypes.grad_dtype
+        if part.dtype is not dtype:
+            part = part.to(dtype)
         if not self._target.is_device:
             part = self._copied_to_target(part)
         if total is None:
@@ -478,11 +517,15 @@ class Gradients:
                     # Reuse the gradient's Python object: creating an object of a Tensor subclass
                     # takes several times as long.
                     grad: Tensor = kept
-                    kept.__dict__ = {"shard_flat": reduced, "shard_spec": param.spec}
+                    kept.__dict__ = {
+                        "shard_flat": reduced,
+                        "shard_spec": param.spec,
+                        "is_kept": True,
+                    }
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):
-                        param.kept_grad = grad
+                        param.kept_grad, grad.is_kept = grad, True
                     else:
                         param.published = weakref.ref(grad)
                 if get_grad(sharded) is None:  # the usual case
@@ -517,8 +560,8 @@ class Gradients:
         """After a backward that failed, drop all gradients that are not published in ``.grad``."""
         self._empty()
         self.intra_reduced = self._reduced = None
-        self.arrived.clear()
-        self.used_by_rank.clear()
+        for marks in (self.held, self.arrived, self.used_by_rank):
+            marks.clear()
         self.was_edited = False
 
     def leave_failed_backward(self) -> None:

@@ -34,7 +34,7 @@ from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.gradients import Gradients, GradSync
 from flatshard.memory.buffers import BufferMemory, num_uses
-from flatshard.tensor import unsharded
+from flatshard.tensor import sharded_tensor, unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of
 
@@ -85,6 +85,7 @@ class FlatParamHandle:
         # each unshard.
         self.trained: list[bool] = []
         self.num_trainable = 0
+        self._num_flag_writes = -1  # `sharded_tensor.num_flag_writes` at that time
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
         # All places of all parameters: a tied parameter has several places.
@@ -96,8 +97,9 @@ class FlatParamHandle:
         # Whether backward does not read the parameters, because only lookups use them.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
         # For each parameter that was a DTensor, how tensor parallelism splits the parameter; None
-        # for all other parameters.
-        self._splits = [param.spec.tensor_parallel for param in self.params]
+        # for all other parameters. None in place of the list: there are no DTensors.
+        splits = [param.spec.tensor_parallel for param in self.params]
+        self._splits = splits if any(splits) else None
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
         # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
         # modules hold full parameters. Otherwise None.
@@ -170,6 +172,7 @@ class FlatParamHandle:
 
     def _set_shard(self, shard: Tensor) -> None:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
+        self._shard = self.flat_param.detach()  # what all-gathers send
 
     def part(self, param: OriginalParam) -> Tensor:
         """A view of this rank's part of an original parameter, ``(param.local.numel,)``."""
@@ -210,7 +213,7 @@ class FlatParamHandle:
             self.memory.renew()
         unsharded.allow(self._storage)
         self.memory.take()
-        self.gather.start(self.flat_param.detach(), version, self.memory, purpose)
+        self.gather.start(self._shard, version, self.memory, purpose)
         if version != self.gathered_version:
             # Set these only after `start`: if `start` raises (out of memory), the buffer is stale.
             self.gathered_version, self.clean_version = version, -1
@@ -367,17 +370,22 @@ class FlatParamHandle:
         self.count_trainable()
         if self.is_aliased:
             return
-        # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
-        if self.trained != [*map(_REQUIRES_GRAD, self.fulls)]:
-            for param, trains in enumerate(self.trained):
-                self.fulls[param].requires_grad_(trains)
         self.check_places()
         self.put(self.fulls)
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
+        num_flag_writes = sharded_tensor.num_flag_writes
+        # Only sharded tensors count writes, not the plain parameters of a rank that holds the whole
+        # flat parameter.
+        if num_flag_writes == self._num_flag_writes and not self.is_whole:
+            return
+        self._num_flag_writes = num_flag_writes
         with torch._C.DisableTorchFunctionSubclass():
             self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
+            # Users set `requires_grad` of the sharded parameters, so copy the flags from there.
+            for full, trains in zip(self.fulls, self.trained, strict=True):
+                full.requires_grad_(trains)
         self.num_trainable = sum(self.trained)
 
     def check_places(self) -> None:
@@ -393,7 +401,7 @@ class FlatParamHandle:
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:
         """Put ``shown`` into the modules: one full parameter for each original parameter."""
-        if any(self._splits):
+        if self._splits is not None:
             splits = enumerate(self._splits)
             shown = [
                 shown[i] if split is None else split.as_dtensor(shown[i]) for i, split in splits

@@ -23,13 +23,16 @@ in the next step, and forwards have hooks again.
 
 A program may also start a backward at a tensor inside of a unit, and did not do so in earlier
 steps. So forwards also have hooks if an attribute of a module holds such a tensor, and while a
-module inside of a unit has forward hooks of the program. If the program kept the tensor in another
-way, autograd raises when it reads the freed buffer ([Note: versions of the buffer] in ``handle``).
+module inside of a unit has hooks of the program. If the program kept the tensor in another way,
+autograd raises when it reads the freed buffer ([Note: versions of the buffer] in ``handle``).
+
+Without hooks, a unit's backward is usually over once all gradients of parameters have arrived: in
+the steps with hooks, autograd has read no view later (``Unit.is_read_late``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,8 +116,9 @@ class SavedTensors:
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that were unlike all earlier forwards
         self._num_unlike = 0
-        # Modules inside of units. A user's hook on such a module sees tensors inside of the unit.
-        self._inner: list[nn.Module] = []
+        # Hooks of modules inside of units, by which the program sees tensors inside of a unit, or
+        # reads parameters in backward.
+        self._hooks: list[Mapping[int, Any]] = []
         # Number of views saved in this round that were not read in the unit's own backward, plus
         # the number of reads at other times. A round begins with the first outermost forward after
         # a backward.
@@ -161,7 +165,7 @@ class SavedTensors:
             for unit in self._state.units:
                 unit.keeps_views = False
         # The program may keep a tensor inside of a unit by a hook, and start a backward there.
-        if any(one._forward_hooks or one._forward_pre_hooks for one in self._inner):
+        if any(self._hooks):
             self.has_hooks = bool(self._owners)
         self.had_hooks = self.has_hooks and (self.had_hooks or is_new)
 
@@ -171,7 +175,13 @@ class SavedTensors:
         self.has_hooks = self._num_unlike > _MAX_UNLIKE
         units = {module for unit in self._state.units for module in unit.modules}
         inside = {one for module in self._state.root.modules for one in module.modules()}
-        self._inner = list(inside - units)
+        self._hooks = [
+            hooks
+            for one in inside - units
+            for hooks in (one._forward_hooks, one._forward_pre_hooks)
+        ]
+        for one in inside:
+            self._hooks += (one._backward_hooks, one._backward_pre_hooks)
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
@@ -179,6 +189,13 @@ class SavedTensors:
         if not (is_foreign or recomputes):
             call.has_hooks = self.has_hooks
             call.first_node = torch._C._autograd._get_sequence_nr()
+
+    def ends_with_gradients(self, unit: Unit, call: Call) -> bool:
+        """Whether the backward of ``call`` is over once all gradients of parameters have arrived.
+
+        Otherwise it is over once the gradients of the call's inputs have arrived, too.
+        """
+        return not (call.has_hooks or unit.is_read_late) and unit.trains_all
 
     def end_call(self, unit: Unit, call: Call) -> None:
         """Compare the ended forward of ``unit`` with earlier forwards, or record the forward."""
@@ -290,6 +307,7 @@ class SavedTensors:
             elif packed.round == self._round:
                 packed.round, handle.was_read = -1, True
                 self._num_unread -= 1
+                handle.unit.is_read_late |= handle.unit.has_all_gradients
             # Autograd does not check the version of packed tensors.
             if version != packed.version:
                 raise written_since_forward(handle.unit)

@@ -155,6 +155,9 @@ class Unit:
         # saved views that backward reads at any time. Ranks may differ: the unit is all-gathered
         # again as usual.
         self.keeps_views = False
+        # Whether a backward has read a saved view after the gradients of all parameters arrived,
+        # because an operation used a detached parameter, for example.
+        self.is_read_late = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
@@ -458,20 +461,28 @@ class Unit:
         return outstanding == 1
 
     @property
+    def has_all_gradients(self) -> bool:
+        """Whether all gradients of trained parameters have arrived in this backward."""
+        return all(len(h.grads.arrived) >= h.num_trainable for h in self.handles)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the unit has parameters, and none of them is frozen."""
+        return bool(self.handles) and all(h.num_trainable == len(h.params) for h in self.handles)
+
+    @property
     def ends_backward(self) -> bool:
         """Whether the rest of this backward cannot need the parameters."""
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
-            and all(len(h.grads.arrived) >= h.num_trainable for h in self.handles)
+            and self.has_all_gradients
             # All gradients of trained parameters have arrived. But a frozen parameter gets no
             # gradient, so backward may still need it until the gradients of all inputs of all calls
             # have arrived. If a call has no input that requires a gradient (`_ends_unseen`), the
             # unit stays unsharded until the end of the model's backward.
-            and not (
-                self._ends_unseen and any(h.num_trainable < len(h.params) for h in self.handles)
-            )
+            and not (self._ends_unseen and not self.trains_all)
         )
 
     def leave_failed_backward(self) -> None:

@@ -353,6 +353,8 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
 
 
+_SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgetter("shard_spec")
+
 State = dict[str, Any]
 
 # Names of optimizer state that is one number per parameter. For a parameter of one element, the
@@ -366,17 +368,22 @@ class BucketState(dict[str, Any]):
 
     # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
-    def __init__(self, values: State) -> None:
-        super().__init__(values)
-        self._made_of = tuple(self.values())
 
-    @staticmethod
-    def are_unchanged(own: Sequence[BucketState], found: Iterable[object]) -> bool:
-        """Whether ``found`` are these states, which still have their values from the beginning."""
-        # Call few Python functions, because this check runs for each parameter in each step.
-        made_of = [state._made_of for state in own]
-        now, before = (*found, *chain(*map(dict.values, own))), (*own, *chain(*made_of))
-        return [*map(len, own)] == [*map(len, made_of)] and all(map(operator.is_, now, before))
+class _Made:
+    """Some ``BucketState``s, and their values when this object was made."""
+
+    def __init__(self, states: Sequence[BucketState]) -> None:
+        self._states = states
+        self._contents = self._find()
+
+    # These two call few Python functions, because they run for each parameter in each step.
+    def _find(self) -> list[object]:
+        return [*map(len, self._states), *chain(*map(dict.values, self._states))]
+
+    def is_unchanged(self, found: Iterable[object]) -> bool:
+        """Whether ``found`` are these states, which still have the same values."""
+        now, before = (*found, *self._find()), (*self._states, *self._contents)
+        return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def apart(state: State) -> State:
@@ -420,14 +427,15 @@ def find_buckets(
             yield first
             position += 1
             continue
-        members = _neighbours(params, position)
         bucket = known.get(id(first))
         # Reuse the bucket of the last step if possible: then the members' views of the state need
         # not be created again.
-        if bucket is None or not bucket.is_of(members):
-            bucket = known[id(first)] = ParamBucket(members)
+        if bucket is None or not bucket.begins_at(params, position):
+            members = _neighbours(params, position)
+            if bucket is None or not bucket.is_of(members):
+                bucket = known[id(first)] = ParamBucket(members)
         yield bucket
-        position += len(members)
+        position += bucket.num_members
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
@@ -466,8 +474,11 @@ class ParamBucket:
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
         first = params[0]
         self._params, self._flat, self._start = list(params), first.shard_flat, first.spec.start
+        self._specs, self.num_members = [param.spec for param in params], len(params)
         # State of each member: views of the bucket's state.
-        self._states = [BucketState({}) for _ in params]
+        self._states = [BucketState() for _ in params]
+        self._shared = BucketState()
+        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
@@ -475,12 +486,29 @@ class ParamBucket:
             assert self._flat is not None, "neighbours share a shard"
             local = self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
-        self._shared = BucketState({})
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
         start = param.spec.start - self._start
         return slice(start, start + param.spec.numel)
+
+    def begins_at(self, params: Sequence[Any], position: int) -> bool:
+        """Whether the members follow at ``position``, and their gradients are neighbours, too.
+
+        False for a bucket of one parameter, which further parameters may join.
+        """
+        members = params[position : position + self.num_members]
+        if self.num_members == 1 or not self.is_of(members):
+            return False
+        # Call few Python functions, because this check runs for each parameter in each step.
+        grads = [*map(get_grad, members)]
+        return (
+            {*map(type, grads)} == {FlatShardTensor}
+            and all(map(operator.is_, map(_SHARD_SPEC, grads), self._specs))
+            and {*map(id, map(_SHARD_FLAT, members))} == {id(self._flat)}
+            and len({*map(id, map(_SHARD_FLAT, grads))}) == 1
+            and grads[0].shard_flat is not None
+        )
 
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
@@ -508,7 +536,7 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
         # step, and after somebody has assigned or loaded state.
-        if not BucketState.are_unchanged(self._states, map(present.get, map(id, self._params))):
+        if not self._made.is_unchanged(map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -523,7 +551,7 @@ class ParamBucket:
         set_grad(self.param, grad)
         # Increase the version counter here: an optimizer that writes to `p.data` does not increase
         # the counter, and flatshard would reuse unsharded buffers with the old values.
-        torch.autograd.graph.increment_version(self.param)
+        torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
@@ -536,7 +564,7 @@ class ParamBucket:
         if shared is None:
             return
         # Views from the last step are still right if the optimizer updates its state in place.
-        if not BucketState.are_unchanged([self._shared], [shared]):
+        if not self._made_shared.is_unchanged([shared]):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
             for number, param in enumerate(self._params):
@@ -586,6 +614,7 @@ class ParamBucket:
         for one in self._params:
             views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             self._states.append(BucketState(views))
+        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:

@@ -224,6 +224,7 @@ def check_dtype(
 
 
 _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
+_CONTAINERS = (tuple, list, Mapping)
 
 
 def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
@@ -233,7 +234,7 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, tuple | list | Mapping):
+    if isinstance(value, _CONTAINERS):
         items = value.values() if isinstance(value, Mapping) else value
         return [tensor for item in items for tensor in tensors_in(item, depth)]
     if depth and not isinstance(value, _OPAQUE):

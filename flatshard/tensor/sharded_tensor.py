@@ -241,6 +241,11 @@ class LocalView(Tensor):
         return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
 
 
+# How often a program may have changed ``requires_grad`` of a sharded tensor, by one of these
+# functions: an assignment calls ``__set__``. Steps read this number, and not every flag.
+_FLAG_WRITERS = ("__set__", "requires_grad_", "detach_")
+num_flag_writes = 0
+
 # Makes torch raise when the memory of a storage is accessed. None: torch cannot do this.
 set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
@@ -282,6 +287,8 @@ class FlatShardTensor(torch.Tensor):
     shard_spec: Any = None
     shard_flat: Tensor | None = None
     is_unit_parameter: bool = False
+    # Set, in `__dict__`, while this object is the `kept_grad` of an `OriginalParam`.
+    is_kept: bool
     shard_role: str = GRADIENT
     # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
     shows_unsplit = False
@@ -437,20 +444,21 @@ class FlatShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
-            original = self.spec._original()
-            is_kept = original is not None and before is original.kept_grad
-            if is_kept and before is not None and before is not value:
-                # If nothing else refers to the gradient, free its memory, so that the object may be
-                # reused; otherwise drop it. References made here: the local variable and the
-                # argument of `getrefcount` (`_NUM_REFERENCES`), and `kept_grad`.
-                if (
-                    sys.getrefcount(before) == _NUM_REFERENCES + 1
-                    and before._use_count() == 1
-                    and not weakref.getweakrefcount(before)
-                    and not before.requires_grad
-                ):
-                    before.__dict__ = {}
-                else:
+            is_kept = before is not None and before is not value and "is_kept" in before.__dict__
+            # If nothing else refers to the gradient, free its memory, so that the object may be
+            # reused; otherwise drop it. References made here: the local variable and the argument
+            # of `getrefcount` (`_NUM_REFERENCES`), and `kept_grad`.
+            if (
+                is_kept
+                and sys.getrefcount(before) == _NUM_REFERENCES + 1
+                and before._use_count() == 1
+                and not weakref.getweakrefcount(before)
+                and not before.requires_grad
+            ):
+                before.__dict__ = {}
+            elif is_kept:
+                del before.is_kept
+                if (original := before.spec._original()) is not None:
                     original.kept_grad = None
         if type(value) is Tensor:
             ASSIGNED[self] = None
@@ -578,6 +586,9 @@ class FlatShardTensor(torch.Tensor):
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.__name__ in _FLAG_WRITERS:
+            global num_flag_writes
+            num_flag_writes += 1
         if is_collective(func):
             return collective(func, args, kwargs)
         try:

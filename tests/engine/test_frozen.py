@@ -172,7 +172,7 @@ def test_gathers_and_hooks(rank: int, world_size: int) -> None:
     x = torch.ones(2, 7, requires_grad=True)
     for does_backward in (True, False, True, False):
         out = model(x)
-        assert len(x._backward_hooks or ()) == 1
+        assert len(x._backward_hooks or ()) <= 1  # none without saved-tensor hooks
         if does_backward:
             out.sum().backward()
         del out

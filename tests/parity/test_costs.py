@@ -373,10 +373,10 @@ def test_between_steps(ranks: list[dict[str, Any]], name: str) -> None:
 def test_peaks(figures: dict[str, Any], name: str) -> None:
     psi, root, block = figures["sizes"].values()
     peaks = figures[name]["peaks"]
-    # Three blocks are unsharded at once: backward of a block ends, backward of the next block
-    # begins, and the block after it is being all-gathered.
+    # Two blocks are unsharded at once: backward of a block runs, and the next block is being
+    # all-gathered.
     frees = name.startswith("FULL") or name in ("HYBRID_SHARD", "HYBRID_SHARD_OP")
-    assert peaks["gathered"] == (0 if name == "NO_SHARD" else root + 3 * block if frees else psi)
+    assert peaks["gathered"] == (0 if name == "NO_SHARD" else root + 2 * block if frees else psi)
     secondary = {"FULL_SHARD, k=2": (psi - root) / 2, "HYBRID_SHARD_OP": psi / 2}
     assert peaks["secondary"] == secondary.get(name, 0)
     if name == "NO_SHARD":

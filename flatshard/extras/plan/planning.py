@@ -231,8 +231,8 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     for mark in reverse:
         begins = mark.what == "leave"
         # The gradient of a unit's output is the gradient of the next unit's input. So the backward
-        # of the next unit ends (`ended`) when the backward of this unit has begun.
-        found.events += [Mark("enter backward", mark.unit), *ended] if begins else ended
+        # of the next unit ends (`ended`) just before the backward of this unit begins.
+        found.events += [*ended, Mark("enter backward", mark.unit)] if begins else ended
         ended = [] if begins else [Mark("leave backward", mark.unit)]
         for index, nbytes in grads[mark.unit][-1:] if begins else grads[mark.unit][-2::-1]:
             found.events.append(Mark("gradient", index, found.allocate(nbytes, "backward")))

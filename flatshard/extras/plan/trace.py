@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from flatshard.engine.forward import call_first
 from flatshard.extras.plan.models import Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan
@@ -228,7 +229,9 @@ class _Recorder(TorchDispatchMode):
             if not self.in_backward:
                 for tensor in _with_gradients((args, kwargs)):
                     self._mark("input", unit)
-                    tensor.register_hook(lambda _: self._mark("leave backward", unit))
+                    hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
+                    # As in `Forward.before_module`, before the hook of the tensor's own unit.
+                    call_first(hook, tensor)
             return args, kwargs
 
         def leave(_: Any, __: Any, output: Any) -> Any:
