@@ -16,22 +16,21 @@ from torch import nn
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
 from flatshard.comm.ranks import Ranks, read_ranks
-from flatshard.options.extras import extra
-from flatshard.options.offload import CPUOffload, as_cpu_offload
-from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import (
+from flatshard.options import (
     BackwardPrefetch,
+    CPUOffload,
     Placement,
     ShardingStrategy,
     as_backward_prefetch,
-    as_strategy,
-    resharding,
-)
-from flatshard.options.transport_options import (
     as_coalesce_bytes,
+    as_cpu_offload,
+    as_strategy,
     as_transport,
     check_launch_without_group,
+    resharding,
 )
+from flatshard.options.extras import extra
+from flatshard.options.precision import MixedPrecision, as_mixed_precision
 from flatshard.units.module_tree import Ignored, unit_text
 from flatshard.units.policies import ChosenModule, Policy, as_policy
 

@@ -33,7 +33,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.gradients import Gradients, GradSync
-from flatshard.memory.buffers import BufferMemory, num_uses
+from flatshard.memory import BufferMemory, num_uses
 from flatshard.tensor import unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
 from flatshard.units.layout import PAGED_BYTES
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.

@@ -41,13 +41,13 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
-from flatshard.memory.offload_target import OffloadTargets
+from flatshard.memory import OffloadTargets
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
+from flatshard.options import OffloadError
 from flatshard.options.extras import default_extra, extra
-from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.layout import part_of

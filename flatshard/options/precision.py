@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatshard.options import check_flags
 from flatshard.options.extras import extra
-from flatshard.options.offload import check_flags
 
 # Type of `MixedPrecision.overrides`.
 Overrides: TypeAlias = (

@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
 from flatshard.comm.work import PendingSends
-from flatshard.memory.offload_target import OffloadTargets
+from flatshard.memory import OffloadTargets
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor

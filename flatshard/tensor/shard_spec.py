@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 from flatshard.units.module_tree import unit_text

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.extras import mapped_files
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
 from flatshard.optimizer.adapter import (
     OptimizerExtension,
     extensions,
@@ -43,7 +43,7 @@ from flatshard.optimizer.adapter import (
     step_groups,
 )
 from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.options.offload import OffloadError
+from flatshard.options import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 
 __all__ = ["DiskMemory"]

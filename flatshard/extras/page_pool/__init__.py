@@ -28,8 +28,7 @@ from torch import Tensor
 
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
-from flatshard.memory.buffers import BufferMemory, give_back_kept
-from flatshard.memory.offload_target import DEVICE, OffloadTarget
+from flatshard.memory import DEVICE, BufferMemory, OffloadTarget, give_back_kept
 
 __all__ = ["PooledBuffer", "fills_pages"]
 

@@ -42,9 +42,8 @@ from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess
-from flatshard.memory.buffers import BufferMemory, allocate
-from flatshard.options.offload import OffloadError
-from flatshard.options.transport_options import TransportOptions
+from flatshard.memory import BufferMemory, allocate
+from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import as_bytes
 
 # Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.

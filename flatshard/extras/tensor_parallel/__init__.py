@@ -23,7 +23,7 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
 from flatshard.comm.settings import Settings
 from flatshard.module.model_plan import PlannedUnit
-from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.options import Collectives, TransportOptions
 from flatshard.units.module_tree import Ignored, ParamInfo, find_params, unit_text
 
 # Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
