@@ -172,8 +172,8 @@ class FlatParamHandle:
         self.flat_param = FlatParameter(shard, self.layout, self.topology.index, self.params)
 
     def part(self, param: OriginalParam) -> Tensor:
-        """A view of this rank's part of an original parameter, ``(param.local.numel,)``."""
-        return self.flat_param[param.local.start : param.local.end]
+        """A view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
+        return self.flat_param[param.spec.local.start : param.spec.local.end]
 
     def page_out(self) -> None:
         """Free the memory pages of a shard on disk until the shard is used again."""

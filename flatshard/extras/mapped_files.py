@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from flatshard.memory import OffloadTarget
+from flatshard.options import OffloadError
 from flatshard.units.layout import PAGED_BYTES
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
@@ -82,7 +83,7 @@ def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
     number = (target.create or create)(nbytes)
     try:
         return number, (target.mapped or mapped)(number, nbytes)
-    except OSError:
+    except (OSError, OffloadError):
         os.close(number)
         raise
 

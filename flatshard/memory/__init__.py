@@ -26,8 +26,7 @@ from torch import Tensor
 
 from flatshard.options import CPUOffload
 from flatshard.options.extras import default_extra, extra
-from flatshard.units.layout import PAGE_BYTES, PAGED_BYTES
-from flatshard.units.module_tree import unit_text
+from flatshard.units.layout import PAGED_BYTES
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -272,13 +271,6 @@ class OffloadTargets:
         if offload.takes_params or device.type != "cpu":
             return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
         return cls(state=disk)
-
-    def reserve(self, unit: str, nbytes: Iterable[int]) -> None:
-        """Reserve space for the shards and gradients of a unit, if they lie on a disk."""
-        if self.state is None or self.shard.is_device:
-            return
-        total = sum((-(-one // PAGE_BYTES) + 2) * PAGE_BYTES for one in nbytes)
-        self.state.reserve(total, f"{unit_text(unit)} (shards and gradients)")
 
 
 @functools.cache

@@ -181,26 +181,23 @@ def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
     """
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
-    return _as_member(ShardingStrategy, value, "sharding_strategy")
+    return as_member(ShardingStrategy, value, "sharding_strategy")
 
 
 def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
     """Convert the user's ``backward_prefetch`` (an enum's member, a name, or None: no prefetch)."""
-    return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
+    return None if value is None else as_member(BackwardPrefetch, value, "backward_prefetch")
 
 
-def _as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
-    if isinstance(value, kind):
-        return value
+def as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
+    """Convert the user's ``value`` (a member of ``kind`` or of torch's enum, a name or a value)."""
     name = value.name if isinstance(value, enum.Enum) else value
-    choices = ", ".join(kind.__members__)
-    if not isinstance(name, str):
-        raise TypeError(
-            f"{keyword}: expected a {kind.__name__}, got {value!r}. Use one of {choices}."
-        )
-    if name not in kind.__members__:
-        raise ValueError(f"{keyword}: {name!r} is unknown or unsupported. Use one of {choices}.")
-    return kind[name]
+    known = {**{one.value: one for one in kind}, **kind.__members__}
+    if not isinstance(name, str) or name not in known:
+        choices = ", ".join(f'"{one.value}"' for one in kind)
+        error = ValueError if isinstance(name, str) else TypeError
+        raise error(f"{keyword}: {value!r} is unknown or unsupported. Use one of {choices}.")
+    return known[name]
 
 
 # ---------------------------------------------------------------- offload
@@ -345,29 +342,18 @@ def as_coalesce_bytes(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
     if value < 0:
-        raise ValueError(
-            f"coalesce_bytes: expected 0 or more bytes, got {value}. Pass 0 to coalesce nothing."
-        )
+        raise ValueError(f"coalesce_bytes: expected 0 (coalesce nothing) or more, got {value}.")
     return value
 
 
 def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
     """Check the user's ``collectives`` and ``wire_dtype``, and return both as one object."""
-    try:
-        chosen = Collectives(collectives)
-    except ValueError:
-        choices = ", ".join(f'"{one.value}"' for one in Collectives)
-        raise ValueError(f"collectives: expected one of {choices}, got {collectives!r}.") from None
-    if wire_dtype is None:
-        return TransportOptions(chosen)
-    if not isinstance(wire_dtype, torch.dtype):
-        raise TypeError(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")
-    if wire_dtype is not torch.bfloat16:
-        raise ValueError(
-            f"wire_dtype: expected torch.bfloat16 (which has the same range as float32) or None, "
-            f"got {wire_dtype}."
-        )
-    if chosen is Collectives.NATIVE:
+    chosen = as_member(Collectives, collectives, "collectives")
+    # Of the narrower dtypes, only bfloat16 has the same range as float32.
+    if wire_dtype not in (None, torch.bfloat16):
+        error = ValueError if isinstance(wire_dtype, torch.dtype) else TypeError
+        raise error(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")
+    if wire_dtype is not None and chosen is Collectives.NATIVE:
         raise ValueError(
             'wire_dtype: collectives="native" uses the backend\'s own collectives, which cannot '
             "round values. Use mixed_precision=MixedPrecision(param_dtype=..., reduce_dtype=...)."

@@ -24,14 +24,7 @@ from flatshard.comm.consistency import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
-from flatshard.tensor.sharded_tensor import (
-    Caller,
-    FlatShardTensor,
-    Origin,
-    Source,
-    first_sharded,
-    sharded_in,
-)
+from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Source, first_sharded
 from flatshard.tensor.unsharded import use_outside
 from flatshard.units.module_tree import unit_text
 
@@ -96,10 +89,10 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     origin.is_drawn = origin.source is Source.OTHER and _has_draws(func, operands)
-    _check_memory_format(func, like, kwargs.get("memory_format"))
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
-    # Drop the argument `memory_format`, which does not apply to this rank's 1-D range.
+    # Drop the argument `memory_format`, which does not apply to this rank's 1-D range: a sharded
+    # tensor keeps the parameter's memory format.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
@@ -206,22 +199,6 @@ def _operand(value: Any) -> str:
     return repr(value) if isinstance(value, int | float) else ""
 
 
-def _check_memory_format(func: Any, tensor: FlatShardTensor, memory_format: Any) -> None:
-    """Raise RuntimeError if ``memory_format`` would change the order of the tensor's elements.
-
-    In another order, each rank would have to hold other elements, which needs communication.
-    """
-    is_kept = memory_format in (None, torch.preserve_format)
-    if not is_kept and not tensor.is_contiguous(memory_format=memory_format):
-        spec = tensor.spec
-        raise RuntimeError(
-            f"parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded and keeps the memory "
-            f"format from before wrapping: the strides are {spec.strides}, but {func._schema.name} "
-            f"asks for {memory_format}. Call model.to(memory_format=...) before "
-            "ShardedWrapper(model), or use p.full_tensor()."
-        )
-
-
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines the tensors at the same position of lists.
 
@@ -303,7 +280,6 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if tensor.is_alike and spec.owner.is_in_forward:
         # Refuse in forward: each rank may have drawn different random numbers for its own batch.
         spec.refuse(f"{func._schema.name} in forward")
-    _check_memory_format(func, tensor, kwargs.get("memory_format"))
     # Refuse a part of a DTensor: all parts would get the same random numbers.
     spec.refuse_part(func._schema.name)
     # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
@@ -584,7 +560,9 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded_tensor.wrote(gradients)
     # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
     # all ranks must use the communicators in the same order.
-    for comm in dict.fromkeys(comm for g in sharded_in(gradients) for comm in g.spec.comms):
+    for comm in dict.fromkeys(
+        comm for g in sharded_tensor.sharded_in(gradients) for comm in g.spec.comms
+    ):
         comm.reduce_scalars(found_inf, "MAX", op_name="GradScaler's check for inf and NaN")
 
 
@@ -617,7 +595,7 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     gradients of the full parameters for this rank's batch. Later, ``average_full_gradients``
     averages the gradients that the user's function returns.
     """
-    given = sharded_in((*args[1:], *kwargs.values()))
+    given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}
     if not params:
         return NotImplemented

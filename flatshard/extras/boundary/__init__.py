@@ -23,8 +23,6 @@ from dataclasses import replace
 from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, ParamSpan, round_up, shard_length
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["Boundary", "as_boundary", "block_numel", "check_padding", "move"]
-
 # Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
 # (nowhere), or a number of elements (at multiples of the number).
 Boundary = str | int

@@ -265,21 +265,19 @@ class Join(StepExtension):
         Raises RuntimeError, on all ranks, if the program edited gradients in another way, because
         ranks without input cannot repeat the edit.
         """
-        found, is_changed, is_zero = [], False, True
         with torch._C.DisableTorchFunctionSubclass():
-            for param in self._numbers:
-                grad = param.grad
-                version = None if grad is None else self._published.get(grad)
-                found.append("dropped" if version is None else "kept")
-                if grad is not None and version is not None:
-                    is_changed |= local_range(grad)._version != version
-            # the program called `zero_grad(set_to_none=False)`, or edited the gradient
-            if is_changed:
-                grads = [param.grad for param in self._numbers]
-                is_zero = not any(g is not None and local_range(g).any() for g in grads)
-        if not is_zero:
+            grads = [param.grad for param in self._numbers]
+            parts: list[Any] = [None if grad is None else local_range(grad) for grad in grads]
+            # None for a gradient that the program has dropped or replaced.
+            versions = [None if grad is None else self._published.get(grad) for grad in grads]
+            both = zip(parts, versions, strict=True)
+            # Whether the program called `zero_grad(set_to_none=False)`, or edited a gradient.
+            is_changed = any(v is not None and part._version != v for part, v in both)
+            is_edited = is_changed and any(part is not None and part.any() for part in parts)
+        if is_edited:
             self._fail("gradients were edited after backward.")
-        return tuple("zeroed" if is_changed and one == "kept" else one for one in found)
+        kept = "zeroed" if is_changed else "kept"
+        return tuple("dropped" if version is None else kept for version in versions)
 
     def _note_versions(self) -> None:
         self._versions = [handle.version for handle in self._handles]

@@ -158,8 +158,8 @@ class PooledBuffer(BufferMemory):
             for start, end in self._rooms:
                 # The system provides new pages for the rest of the range, at the first access.
                 missing = POOL.lend(start, end, self._leases)
-                if missing < end:
-                    _allow_access(missing, end - missing)
+                if missing < end and _mprotect(missing, end - missing, _PROT_READ_WRITE) != 0:
+                    raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
         except MemoryError:
             self.free()
             raise
@@ -185,7 +185,7 @@ class PooledBuffer(BufferMemory):
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
-                _forbid_access(start, end - start)
+                _mprotect(start, end - start, _PROT_NONE)
 
     def snapshot(self) -> None:
         if self._is_taken:
@@ -221,16 +221,6 @@ def _move_pages(source: int, place: int, nbytes: int) -> bool:
     # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
-
-
-def _forbid_access(place: int, nbytes: int) -> None:
-    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
-
-
-def _allow_access(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range for which ``_forbid_access`` was called."""
-    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
-        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -34,8 +34,6 @@ from flatshard.options.precision import ReduceMode
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["Float8Shard", "register"]
-
 _DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _FSDP_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 

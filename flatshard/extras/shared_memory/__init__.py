@@ -28,15 +28,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatshard.comm import transports
 from flatshard.comm.process_groups import timeout_of
-from flatshard.comm.transports import (
-    BufferRequest,
-    Gather,
-    Members,
-    ReduceScatter,
-    Transport,
-    divide,
-)
+from flatshard.comm.transports import BufferRequest, Gather, Members, ReduceScatter
 from flatshard.comm.work import AsyncWork, WaitCondition, watched
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
@@ -52,7 +46,7 @@ _REDUCING = peer_memory.TAGS // 2
 _PIECE_NUMEL = 1 << 16
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(transports.Transport):
     """Collectives between ranks on one host, in which each rank reads the other ranks' memory.
 
     Ranks may start collectives in different orders: collectives match by tag, not by order.
@@ -152,7 +146,7 @@ class SharedMemoryTransport(Transport):
                     total = values if values.dtype is out.dtype else result.copy_(values)
                 else:
                     total = torch.add(total, values, out=result)
-            divide(total, members.size, result)
+            transports.divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
         """Close files that all ranks have mapped: a process can usually open only 1,024 files."""

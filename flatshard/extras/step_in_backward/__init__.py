@@ -33,8 +33,6 @@ from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["register"]
-
 
 class StepInBackward:
     """Handle returned by ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""

@@ -40,9 +40,6 @@ class TensorParallel:
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
     stride: tuple[int, ...]  # the same parameter's strides, in elements
 
-    def __deepcopy__(self, _: object) -> TensorParallel:
-        return self  # a copied model shares this object, because process groups cannot be copied
-
     def as_dtensor(self, local: Tensor) -> Tensor:
         """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.
 
