@@ -152,8 +152,8 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     error: Exception | None = None
     try:
         targets = OffloadTargets.find(offload, plan.settings.device)
-        disk = None if targets.shard.is_device else targets.state
-        for planned in plan.units if disk is not None else ():
+        disk: Any = None if targets.shard.is_device else targets.state
+        for planned in plan.units if disk else ():
             nbytes = 0
             for flat in planned.flats:
                 needed = flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)

@@ -345,8 +345,8 @@ def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
 
 _DRAWING = "dropout alpha_dropout feature_dropout feature_alpha_dropout gumbel_softmax".split()
 for _module in (nn.functional, torch):
-    _functions = (getattr(_module, name, None) for name in _DRAWING)
-    sharded_tensor.ABOVE_AUTOGRAD.update(dict.fromkeys(filter(None, _functions), _refuse_draws))
+    _found = (getattr(_module, name, None) for name in _DRAWING)
+    sharded_tensor.ABOVE_AUTOGRAD.update(dict.fromkeys(filter(None, _found), _refuse_draws))
 
 _DRAWS = """normal_ uniform_ bernoulli_ random_ log_normal_ cauchy_ exponential_ bernoulli
     rand_like randn_like""".split()

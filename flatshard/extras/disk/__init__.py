@@ -310,8 +310,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
 def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
     """Return the number of bytes of disk space that a parameter's state still needs."""
     if param not in optimizer.state:
-        nbytes = local_range(param).numel() * per_element
-        return round_up(nbytes, mmap.PAGESIZE)
+        return round_up(local_range(param).numel() * per_element, mmap.PAGESIZE)
     # State from `load_state_dict` is in memory until the next step.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]

@@ -137,7 +137,7 @@ class _Slot:
         return self.module._buffers if self.handle is None else self.module._parameters
 
     @property
-    def tensor(self) -> Tensor | None:
+    def tensor(self) -> Any:
         return self.holder.get(self.attribute)
 
     def allocate(self, device: torch.device | str) -> None:
@@ -190,12 +190,13 @@ class MetaInit:
         self._names = {module: name for name, module in root.named_modules()}
         # Ids in `missing` are still valid, because sharding keeps the objects.
         owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
-        first: dict[int, _Slot] = {}  # the first slot of each tensor
+        firsts: dict[int, _Slot] = {}  # the first slot of each tensor
         for name, module, attribute, tensor in places_in(root):
             if id(tensor) in start.missing:
                 handle, param = owners.get(id(tensor), (None, None))
-                slot = _Slot(module, attribute, name, tensor, handle, param, first.get(id(tensor)))
-                first.setdefault(id(tensor), slot)
+                first = firsts.get(id(tensor))
+                slot = _Slot(module, attribute, name, tensor, handle, param, first)
+                firsts.setdefault(id(tensor), slot)
                 self._slots.setdefault(module, []).append(slot)
         # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
         with temporarily(units_in(root), is_initialising=True):
@@ -203,10 +204,10 @@ class MetaInit:
         if not start.sends and world.size > 1:
             start.different = names_of_different(sums, sums.values(), world)
             if start.different and start.settings.sync_module_states is None:
-                first, *others = start.different
+                name, *others = start.different
                 more = f" and {len(others)} more" if others else ""
                 raise ValueError(
-                    f"ShardedWrapper: the ranks initialised {first!r}{more}, which were on the "
+                    f"ShardedWrapper: the ranks initialised {name!r}{more}, which were on the "
                     "meta device, with different values. Call torch.manual_seed() with one seed on "
                     "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
                 )
@@ -245,12 +246,11 @@ class MetaInit:
             begins = is_unit if by_unit else needs_values and group is None
             inner = [] if begins else None if is_unit else group
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
-            if inner is not None and root_first and is_called:
-                inner.append(module)
+            num_before = len(inner or ())
             for child in module.children():
                 visit(child, inner)
-            if inner is not None and not root_first and is_called:
-                inner.append(module)
+            if inner is not None and is_called:
+                inner.insert(num_before if root_first else len(inner), module)
             if inner is not None and begins:
                 groups.append(inner)
 
@@ -312,14 +312,14 @@ class MetaInit:
                         self._fill_unsaved(module)
                 for slot in slots:
                     self._check_made(slot)
-                made = [(slot.name, slot.tensor) for slot in slots if slot.first is None]
+                return {
+                    slot.name: None if slot.tensor.is_meta else slot.tensor.detach()
+                    for slot in slots
+                    if slot.first is None
+                }
             finally:
                 for handle in _handles_of(slots):
                     handle.put_back()
-            return {
-                name: None if tensor is None or tensor.is_meta else tensor.detach()
-                for name, tensor in made
-            }
 
     def _fill_unsaved(self, module: nn.Module) -> None:
         """Initialise a left-empty module that has only buffers that no state dict has."""
@@ -376,9 +376,7 @@ class MetaInit:
                 value, handle, param = values.get(slot.name), slot.handle, slot.param
                 if handle is None or param is None:
                     if start.sends:
-                        assert slot.tensor is not None, "it is on all ranks"
-                        buffer = start.take_buffer(slot.tensor, slot.name)
-                        slot.holder[slot.attribute] = buffer
+                        slot.holder[slot.attribute] = start.take_buffer(slot.tensor, slot.name)
                 elif slot.first is None and (value is not None or start.sends):
                     start.take_part(handle.flat_param, param, value)
                 elif slot.first is None:

@@ -244,14 +244,13 @@ class MappedShards(BufferMemory):
         self.shard = torch.frombuffer(found, dtype=request.dtype)
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
-        self._has_begun = self._is_copy = False
+        self._has_begun = False
         self._publication: Publication | None = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of copies of shards in the buffer. Mapped shards need no memory."""
-        num_copied = self._transport.members.size if self._is_copy else self._num_copied
-        return num_copied * self._nbytes
+        return self._num_copied * self._nbytes
 
     def begin(self, op_name: str) -> AsyncWork:
         """Begin an all-gather: publish this rank's shard, and await the other ranks' shards.
@@ -327,7 +326,7 @@ class MappedShards(BufferMemory):
         if self._publication is not None:
             self._publication.take()
             self._publication = None
-        self._is_copy = False
+        self._num_copied = 0
         mapped_files.drop_pages(self.buffer.data_ptr(), self.buffer.nbytes)
 
     def snapshot(self) -> None:
@@ -337,4 +336,4 @@ class MappedShards(BufferMemory):
             # write their shards.
             self._publication.take()
             self._publication = None
-            self._is_copy = True
+            self._num_copied = self._transport.members.size
