@@ -156,13 +156,11 @@ class BufferCache:
             if fits and num_uses(kept) <= _ALONE:
                 return kept.detach()  # an alias; while it lives, the storage counts as used
             self.give_back()
-        if self._new is not None:
-            new, is_worth_it = self._new(numel, dtype), True
-        else:
-            new = torch.empty(numel, dtype=dtype, device=device)
-            # The allocator itself keeps the memory of a freed smaller tensor.
-            is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
-        if not is_worth_it or self._kept is not None:
+        make = self._new
+        new = make(numel, dtype) if make else torch.empty(numel, dtype=dtype, device=device)
+        # The allocator itself keeps the memory of a freed smaller tensor.
+        is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
+        if self._kept is not None or not (is_worth_it or make):
             return new
         self._kept = new
         return new.detach()

@@ -20,6 +20,7 @@ the part's memory pages. The optimizer's own step then steps only the remaining 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -40,6 +41,9 @@ from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.options import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 from flatshard.units.layout import round_up
+
+# None if the C library is not glibc.
+_malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
@@ -182,7 +186,8 @@ class DiskMemory(OffloadTarget):
         _state_disks[param] = self
 
     def trim(self) -> None:
-        mapped_files.give_back_freed()
+        if _malloc_trim is not None:
+            _malloc_trim(0)  # the C library returns its free memory to the operating system
 
 
 def is_on_disk(tensor: Tensor) -> bool:

@@ -24,7 +24,6 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
@@ -135,7 +134,14 @@ class PooledBuffer(BufferMemory):
         self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
         self._own_values = self.buffer[own.start : own.stop]
         if own:
-            self.shard = _shown_twice(start, stop - start, dtype, target)
+            # The first mapping is shared: writes to the shard reach the file. The second mapping is
+            # private: the buffer shows the file, but writes to the buffer do not reach the file.
+            number, found = mapped_files.create_mapped(target, stop - start)
+            try:
+                mapped_files.map_at(number, start, stop - start, private=True)
+            finally:
+                os.close(number)
+            self.shard = torch.frombuffer(found, dtype=dtype)
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
@@ -191,20 +197,6 @@ class PooledBuffer(BufferMemory):
         if self._is_taken:
             own_pages(self._own_values)
             self._is_kept = True
-
-
-def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTarget) -> Tensor:
-    """Make a file of ``nbytes``, map it twice, and return a tensor with the first mapping.
-
-    The first mapping is shared: writes to the returned tensor reach the file. The second mapping,
-    at address ``place``, is private: it shows the file, but writes do not reach the file.
-    """
-    number, found = mapped_files.create_mapped(target, nbytes)
-    try:
-        mapped_files.map_at(number, place, nbytes, private=True)
-    finally:
-        os.close(number)
-    return torch.frombuffer(found, dtype=dtype)
 
 
 # ---------------------------------------------------------------- system calls
