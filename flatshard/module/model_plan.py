@@ -13,7 +13,6 @@ import gc
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -177,16 +176,15 @@ class ModelPlan:
             return self.settings_of[module], kinds
 
         groups: list[list[ChosenModule]] = []
-        for key, neighbours in groupby(members.values(), key_of):
-            groups.append([])
-            total = 0
-            for member in neighbours:
-                nbytes = sum(info.param.nbytes for info in member.infos)
-                total += nbytes
-                if groups[-1] and (key is None or total > self.settings.coalesce_bytes):
-                    groups.append([])
-                    total = nbytes
+        last, total = None, 0  # the properties and the bytes of the last group
+        for member in members.values():
+            key, nbytes = key_of(member), sum(info.param.nbytes for info in member.infos)
+            if key is not None and key == last and total + nbytes <= self.settings.coalesce_bytes:
                 groups[-1].append(member)
+                total += nbytes
+            else:
+                groups.append([member])
+                last, total = key, nbytes
         return groups
 
 

@@ -339,24 +339,17 @@ class Join(StepExtension):
                 "have no input at all, name the optimizer: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # Parameters outside of the model have only gradients of earlier steps here.
-        others = {
-            param: param.grad
-            for group in found[0].param_groups
-            for param in group["params"]
-            if param not in self._numbers
-        }
-        for param in others:
-            param.grad = None
-        for group, theirs in zip(found[0].param_groups, options, strict=True):
+        groups = found[0].param_groups
+        for group, theirs in zip(groups, options, strict=True):
             for name, value in theirs:
                 if isinstance(group[name], Tensor):
                     group[name].fill_(value)
                 else:
                     group[name] = value
-        found[0].step()
-        for param, grad in others.items():
-            param.grad = grad
+        params = (param for group in groups for param in group["params"])
+        # Parameters outside of the model have only gradients of earlier steps here.
+        with temporarily((one for one in params if one not in self._numbers), grad=None):
+            found[0].step()
 
     def _treat(self, grads: tuple[str, ...]) -> None:
         """Drop or zero the same gradients as the ranks with input."""

@@ -124,7 +124,7 @@ class _Slot:
     module: nn.Module
     attribute: str
     name: str
-    like: Tensor  # the buffer on the meta device, or the sharded parameter
+    like: Tensor  # a tensor on the meta device with the full shape
     handle: FlatParamHandle | None
     param: OriginalParam | None
     # None for the first attribute with the tensor, whose values are kept. Each attribute of a tied
@@ -142,8 +142,7 @@ class _Slot:
 
     def allocate(self, device: torch.device | str) -> None:
         """Give the module a full plain tensor without values."""
-        shape, strides = self.like.shape, self.like.stride()
-        tensor = torch.empty_strided(shape, strides, dtype=self.like.dtype, device=device)
+        tensor = torch.empty_like(self.like, device=device)
         if not tensor.is_meta:
             _write_pattern(tensor)
         if self.param is not None:
@@ -192,11 +191,12 @@ class MetaInit:
         owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
         firsts: dict[int, _Slot] = {}  # the first slot of each tensor
         for name, module, attribute, tensor in places_in(root):
-            if id(tensor) in start.missing:
-                handle, param = owners.get(id(tensor), (None, None))
-                first = firsts.get(id(tensor))
-                slot = _Slot(module, attribute, name, tensor, handle, param, first)
-                firsts.setdefault(id(tensor), slot)
+            if (key := id(tensor)) in start.missing:
+                handle, param = owners.get(key, (None, None))
+                if handle is not None and param is not None:
+                    tensor = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
+                slot = _Slot(module, attribute, name, tensor, handle, param, firsts.get(key))
+                firsts.setdefault(key, slot)
                 self._slots.setdefault(module, []).append(slot)
         # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
         with temporarily(units_in(root), is_initialising=True):
