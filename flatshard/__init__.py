@@ -6,10 +6,9 @@ from typing import Any
 from flatshard.comm.work import CollectiveError
 from flatshard.module.construction import leave_empty
 from flatshard.optimizer.adapter import declare_elementwise
-from flatshard.options.offload import CPUOffload, OffloadError
+from flatshard.options import BackwardPrefetch, CPUOffload, OffloadError, ShardingStrategy
 from flatshard.options.precision import MixedPrecision, ReduceMode
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
-from flatshard.tensor import elementwise_ops, reduction_ops  # noqa: F401  (they register operators)
+from flatshard.tensor import operators  # noqa: F401  (registers operators)
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.wrapper import ShardedWrapper, sharded_modules

@@ -24,10 +24,9 @@ from flatshard.module.run import accumulating
 from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
+from flatshard.options import BackwardPrefetch, CPUOffload, ShardingStrategy
 from flatshard.options.extras import default_extra, extra
-from flatshard.options.offload import CPUOffload
 from flatshard.options.precision import MixedPrecision
-from flatshard.options.strategy import BackwardPrefetch, ShardingStrategy
 from flatshard.state import model_state
 from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
-    from flatshard.options import transport_options as collective_options
+    from flatshard import options
 
 
 MUST_RUN = {
@@ -57,7 +57,7 @@ def coalescing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     node = request.node
     is_other_turn = node.get_closest_marker("by_turns") and zlib.crc32(node.name.encode()) % 2
     if node.get_closest_marker("uncoalesced") or is_other_turn:
-        monkeypatch.setattr(collective_options, "COALESCE_BYTES", 0)
+        monkeypatch.setattr(options, "COALESCE_BYTES", 0)
 
 
 @pytest.fixture(scope="session")

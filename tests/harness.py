@@ -50,9 +50,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from flatshard import options
 from flatshard.comm.ranks import forget_destroyed
 from flatshard.engine import saved_tensors
-from flatshard.options import transport_options as collective_options
 
 PRELOAD = [
     "flatshard.wrap",
@@ -220,7 +220,7 @@ def run_ranks(
                 init_group,
                 rank in expendable,
                 patience,
-                collective_options.COALESCE_BYTES,
+                options.COALESCE_BYTES,
             )
             for rank in range(world_size)
         ]
@@ -517,7 +517,7 @@ def _isolated(setup: _Setup) -> Iterator[None]:
     }
     with (
         mock.patch.dict(os.environ, ranks),
-        mock.patch.object(collective_options, "COALESCE_BYTES", setup.coalesce_bytes),
+        mock.patch.object(options, "COALESCE_BYTES", setup.coalesce_bytes),
         # Tests are short, and shall train without saved-tensor hooks from the second step on.
         mock.patch.object(saved_tensors, "CLEAN_ROUNDS", 1),
         warnings.catch_warnings(),

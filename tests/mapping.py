@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from flatshard import memory
 from flatshard.engine import gradients
 from flatshard.extras import mapped_files
 from flatshard.extras.page_pool import PooledBuffer
-from flatshard.memory import buffers
 from flatshard.units import layout
 
 
@@ -28,7 +28,7 @@ def mapping(kind: type = PooledBuffer) -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(buffers, "PAGED_BYTES", 1),
+        mock.patch.object(memory, "PAGED_BYTES", 1),
         mock.patch.object(mapped_files, "PAGED_BYTES", 1),
         mock.patch.object(gradients, "_SMALL_BYTES", 0),
         mock.patch.object(kind, "__init__", counted),

@@ -34,8 +34,8 @@ from flatshard.comm.transports import Gather, LocalTransport, Members, ReduceSca
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.comm.transports.sockets import SocketTransport
 from flatshard.comm.work import AsyncWork, named
+from flatshard.options import Collectives, TransportOptions
 from flatshard.options.extras import default_extra
-from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 

@@ -23,8 +23,7 @@ from flatshard.comm.process_groups import (
     ranks_text,
 )
 from flatshard.comm.work import named
-from flatshard.options.strategy import Placement
-from flatshard.options.transport_options import TransportOptions
+from flatshard.options import Placement, TransportOptions
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard import options
 from flatshard.comm.communicator import Topology
 from flatshard.comm.process_groups import current_cuda
 from flatshard.comm.ranks import Ranks, read_ranks
+from flatshard.options import BackwardPrefetch, CPUOffload, Placement, ShardingStrategy
 from flatshard.options.extras import extra
-from flatshard.options.offload import CPUOffload, as_cpu_offload
 from flatshard.options.precision import MixedPrecision, as_mixed_precision
-from flatshard.options.strategy import (
-    BackwardPrefetch,
-    Placement,
-    ShardingStrategy,
-    as_backward_prefetch,
-    as_strategy,
-    resharding,
-)
-from flatshard.options.transport_options import (
-    as_coalesce_bytes,
-    as_transport,
-    check_launch_without_group,
-)
 from flatshard.units.module_tree import Ignored, unit_text
 from flatshard.units.policies import ChosenModule, Policy, as_policy
 
@@ -65,9 +53,9 @@ def _as_boundary(value: object) -> Any:
 # keyword's value.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
-    "cpu_offload": as_cpu_offload,
-    "backward_prefetch": as_backward_prefetch,
-    "coalesce_bytes": as_coalesce_bytes,
+    "cpu_offload": options.as_cpu_offload,
+    "backward_prefetch": options.as_backward_prefetch,
+    "coalesce_bytes": options.as_coalesce_bytes,
     "boundary": _as_boundary,
     "auto_wrap_policy": as_policy,
     "param_init_fn": _as_init_fn,
@@ -86,8 +74,8 @@ def read_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_strategy(given: Mapping[str, Any], ranks: Ranks) -> tuple[ShardingStrategy, Placement]:
     """Read ``sharding_strategy`` and ``reshard_after_forward``; return strategy and placement."""
-    strategy = as_strategy(given["sharding_strategy"], has_grid=ranks.grid is not None)
-    return resharding(strategy, given.get("reshard_after_forward"))
+    strategy = options.as_strategy(given["sharding_strategy"], has_grid=ranks.grid is not None)
+    return options.resharding(strategy, given.get("reshard_after_forward"))
 
 
 def find_device(
@@ -152,13 +140,13 @@ class Settings:
         """
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
-        transport = as_transport(given["collectives"], given["wire_dtype"])
+        transport = options.as_transport(given["collectives"], given["wire_dtype"])
         process_group = given["process_group"]
         if process_group is None and given["device_mesh"] is None:
             if dist.is_available() and dist.is_initialized():
                 process_group = dist.group.WORLD
             else:
-                check_launch_without_group()
+                options.check_launch_without_group()
                 warnings.warn(
                     "ShardedWrapper: no process group, so this process trains alone and nothing is "
                     "sharded. To train on several ranks, start them with torchrun.",

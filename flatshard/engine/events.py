@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.memory.offload_target import NOTHING
+from flatshard.memory import NOTHING
 from flatshard.tensor.flat_parameter import OriginalParam
 
 

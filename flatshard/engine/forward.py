@@ -45,7 +45,7 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
-from flatshard.memory.buffers import give_back_kept
+from flatshard.memory import give_back_kept
 from flatshard.precision import tensors_in
 from flatshard.units.module_tree import unit_text
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory
-from flatshard.memory.offload_target import NOTHING, copy_stream, on_copy_stream
+from flatshard.memory import NOTHING, BufferMemory, copy_stream, on_copy_stream
 from flatshard.options.extras import extra
 from flatshard.tensor.flat_parameter import FlatParamPlan
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import Gather, ReduceScatter
 from flatshard.comm.work import AsyncWork, CollectiveError
-from flatshard.memory.buffers import BufferCache, storage_bytes
+from flatshard.memory import BufferCache, storage_bytes
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
 

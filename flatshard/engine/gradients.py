@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.engine.grad_reduce import ReducePlan, zero
-from flatshard.memory.buffers import BufferCache, storage_bytes
-from flatshard.memory.offload_target import copy_stream, on_copy_stream
+from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (

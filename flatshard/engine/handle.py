@@ -33,7 +33,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
 from flatshard.engine.gradients import Gradients, GradSync
-from flatshard.memory.buffers import BufferMemory, num_uses
+from flatshard.memory import BufferMemory, num_uses
 from flatshard.tensor import sharded_tensor, unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of
@@ -175,8 +175,8 @@ class FlatParamHandle:
         self._shard = self.flat_param.detach()  # what all-gathers send
 
     def part(self, param: OriginalParam) -> Tensor:
-        """A view of this rank's part of an original parameter, ``(param.local.numel,)``."""
-        return self.flat_param[param.local.start : param.local.end]
+        """A view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
+        return self.flat_param[param.spec.local.start : param.spec.local.end]
 
     def page_out(self) -> None:
         """Free the memory pages of a shard on disk until the shard is used again."""

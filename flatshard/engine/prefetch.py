@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
-from flatshard.options.strategy import BackwardPrefetch
+from flatshard.options import BackwardPrefetch
 
 
 class ExecutionOrder:

@@ -17,7 +17,7 @@ from flatshard.engine.events import Kind, StepExtension, profiled
 from flatshard.engine.forward_edits import ForwardEdits
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
-from flatshard.memory.offload_target import NOTHING
+from flatshard.memory import NOTHING
 from flatshard.options.extras import EXTRAS
 from flatshard.units.module_tree import unit_text
 

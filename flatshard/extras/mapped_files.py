@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
+from flatshard.options import OffloadError
 from flatshard.units.layout import PAGED_BYTES
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
@@ -82,7 +83,7 @@ def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
     number = (target.create or create)(nbytes)
     try:
         return number, (target.mapped or mapped)(number, nbytes)
-    except OSError:
+    except (OSError, OffloadError):
         os.close(number)
         raise
 
@@ -133,12 +134,6 @@ def fills_pages(nbytes: int) -> bool:
     return CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
-def give_back_freed() -> None:
-    """Make the C library's allocator (malloc) return its free memory to the operating system."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
-
-
 # Whether this system has the system calls that the functions of this module need.
 CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
 
@@ -156,4 +151,3 @@ def c_function(name: str, result: Any, *arguments: Any) -> Any:
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mmap = c_function("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
 _madvise = c_function("madvise", _int, _address, _size, _int)
-_malloc_trim = c_function("malloc_trim", _int, _size)  # None if the C library is not glibc

@@ -1,1 +1,300 @@
-"""Memory of tensors: unsharded buffers, results, and offload targets."""
+"""Memory of tensors: unsharded buffers, results, and offload targets.
+
+A unit's unsharded buffers have memory (a ``BufferMemory``) from unshard to reshard. Small buffers,
+and buffers on accelerators, get memory from torch's allocator. Large buffers on a CPU get memory
+from the extra ``page_pool``, whose pages the next unit reuses. A transport may define further
+subclasses that need fewer copies.
+
+A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, for reuse once no other
+code refers to it. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES``
+to the operating system. Allocators of accelerators cache memory themselves.
+
+An ``OffloadTarget`` is the place where shards, gradients and optimizer state lie between uses: the
+device itself, host memory, or the disk (``flatshard/extras/disk``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatshard.options import CPUOffload
+from flatshard.options.extras import default_extra, extra
+from flatshard.units.layout import PAGED_BYTES
+
+_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+GLIBC_LIMIT_BYTES = 32 << 20
+"""glibc maps each tensor of at least this size separately, and unmaps it when it is freed."""
+
+give_back_kept: list[Callable[[], object]] = []
+"""Functions that free memory which is kept for the next step. Extras add functions."""
+
+
+# ---------------------------------------------------------------- unsharded buffers
+
+
+class BufferMemory:
+    """The memory of one unsharded buffer, which is allocated and freed many times.
+
+    The buffer's storage object never changes, so autograd's views are valid again after the next
+    unshard. This base class never allocates or frees: its buffer is the shard of a flat parameter
+    that is not sharded.
+    """
+
+    # Memory for this rank's shard, (shard_numel,), also mapped into the buffer, so that an
+    # all-gather need not copy it. None: the shard has memory of its own.
+    shard: Tensor | None = None
+    # Whether the shards of all ranks are mapped into the buffer: an all-gather copies nothing, and
+    # the unit need not stay unsharded between forward and backward.
+    shows_shards = False
+
+    def __init__(self, buffer: Tensor) -> None:
+        # The buffer, (numel,). It may be used only between ``take`` and ``free``.
+        self.buffer = buffer
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the buffer occupies now. Mapped shards are not counted."""
+        return 0
+
+    def take(self) -> None:
+        """Allocate the memory, unless the buffer has memory already.
+
+        The values of the buffer are undefined, except in the range of a mapped shard.
+        """
+
+    def renew(self) -> None:
+        """Undo ``snapshot``: mapped shards show their current values again."""
+
+    def free(self) -> None:
+        """Free the memory of the buffer. A second call does nothing."""
+
+    def snapshot(self) -> None:
+        """Until ``renew`` or ``free``, keep the buffer's values if ranks write to their shards."""
+
+
+class AllocatedBuffer(BufferMemory):
+    """An unsharded buffer whose memory comes from torch's allocator for the device."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(torch.empty(numel, dtype=dtype, device=device))
+        self._storage, self._nbytes = self.buffer.untyped_storage(), self.buffer.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._storage.nbytes()
+
+    def take(self) -> None:
+        # torch would allocate and copy even if the storage has the requested size already.
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        # Do not delete the storage: autograd's views must refer to it after the next unshard.
+        self._storage.resize_(0)
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
+    """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
+    # For small buffers, torch's allocator is as fast as the page pool.
+    is_large = numel * dtype.itemsize >= PAGED_BYTES
+    if device.type == "cpu" and is_large and (page_pool := default_extra("page_pool")):
+        # If the system maps no memory, or no addresses are left, torch's allocator may have memory.
+        with contextlib.suppress(OSError):
+            return page_pool.PooledBuffer(numel, dtype)  # type: ignore[no-any-return]
+    return AllocatedBuffer(numel, dtype, device)
+
+
+# ---------------------------------------------------------------- results
+
+
+def storage_bytes(tensors: Iterable[object]) -> int:
+    """Return the total size in bytes of the storages of ``tensors``.
+
+    Objects that are not tensors are ignored. A storage that several tensors share counts once.
+    """
+    storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@functools.cache
+def prepare_allocator() -> None:
+    """Make the C library's allocator keep freed memory of a training step for the next step."""
+    # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
+    # up to 32 MiB is freed, malloc raises the threshold to the size of the block. In training,
+    # large blocks are allocated in every step. So raise the threshold to the maximum now, by
+    # allocating and freeing a block of this size. This has no effect if the user sets the threshold
+    # (MALLOC_TRIM_THRESHOLD_) or uses another allocator.
+    torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
+
+
+class BufferCache:
+    """Makes 1-D tensors for results, and reuses the memory of a tensor that is no longer used.
+
+    The cache keeps at most one tensor.
+
+    ``new``: function that allocates a tensor from a number of elements and a dtype. None: tensors
+    come from torch's allocator, and only large CPU tensors are kept.
+    """
+
+    def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        self._new = new
+        self._kept: Tensor | None = None  # the tensor whose memory the next `take` may reuse
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor, ``(numel,)``, in the kept memory if possible."""
+        kept = self._kept
+        if kept is not None:
+            fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
+            if fits and num_uses(kept) <= _ALONE:
+                return kept.detach()  # an alias; while it lives, the storage counts as used
+            self.give_back()
+        make = self._new
+        new = make(numel, dtype) if make else torch.empty(numel, dtype=dtype, device=device)
+        # The allocator itself keeps the memory of a freed smaller tensor.
+        is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
+        if self._kept is not None or not (is_worth_it or make):
+            return new
+        self._kept = new
+        return new.detach()
+
+    def give_back(self) -> None:
+        """Free the kept tensor, unless other code still uses its memory."""
+        if self._kept is not None and num_uses(self._kept) <= _ALONE:
+            self._kept = None
+
+
+def num_uses(tensor: Tensor) -> int:
+    """Return the number of references to a tensor's storage, including one by this function."""
+    return int(_use_count(tensor.untyped_storage()._cdata))
+
+
+# The result of `num_uses` for the storage of a single tensor.
+_ALONE = num_uses(torch.empty(1))
+
+
+# ---------------------------------------------------------------- offload targets
+
+
+class OffloadTarget:
+    """A place where tensors lie between uses. In this base class the place is the device itself."""
+
+    is_device = True
+    # Methods of a target on a disk, which make and map a file. None: files are made in memory.
+    create: Any = None
+    mapped: Any = None
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Make an uninitialised tensor in the target, ``(numel,)``."""
+        return torch.empty(numel, dtype=dtype)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` if it lies in the target; otherwise return a copy in the target."""
+        return tensor
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor. If the tensor lies in the target, the copy does, too."""
+        return tensor.clone()
+
+    def page_in(self, *tensors: Tensor) -> None:
+        """Prepare ``tensors`` for being written. Tensors that are not in the target are ignored."""
+
+    def page_out(self, *tensors: Tensor) -> None:
+        """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Reserve space on the disk for later tensors, which an error calls ``what``."""
+
+    def keep_state_of(self, param: Tensor) -> None:
+        """Make optimizers keep per-element state of the plain parameter ``param`` in the target.
+
+        For a sharded parameter, ``ShardSpec.state_target`` is the target.
+        """
+
+    def trim(self) -> None:
+        """Give memory that wrapping has freed back to the operating system."""
+
+
+class HostMemory(OffloadTarget):
+    """Host memory, as the target of units on an accelerator."""
+
+    is_device = False
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+
+    def take_in(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.is_pinned() is self._pinned:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned).copy_(tensor)
+
+
+DEVICE = OffloadTarget()
+
+
+@dataclass(frozen=True)
+class OffloadTargets:
+    """The places where the tensors of one unit lie between uses."""
+
+    shard: OffloadTarget = DEVICE  # target of shards of parameters
+    gradient: OffloadTarget = DEVICE  # target of reduced gradients
+
+    # Target of optimizer state with one value per element. None: where the shard lies.
+    state: OffloadTarget | None = None
+    # Whether the device keeps a copy of the shard, so that an all-gather need not copy it there.
+    keeps_copy: bool = False
+
+    @classmethod
+    def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
+        """Return the targets for the user's offload policy and the device that computes.
+
+        Raises ValueError or NotImplementedError if the policy's disk cannot be used.
+        """
+        if not offload.is_on or (device.type == "cpu" and offload.path is None):
+            return cls()
+        if offload.path is None:
+            host = HostMemory(pinned=offload.pin_memory)
+            return cls(host, host, keeps_copy=not offload.takes_params)
+        disk = extra("disk", "CPUOffload(path=...)").DiskMemory(offload.path)
+        if offload.takes_params or device.type != "cpu":
+            return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
+        return cls(state=disk)
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the CUDA stream on which shards are copied from the host and gradients to the host."""
+    return torch.cuda.Stream(device)
+
+
+class _Nothing:
+    """A context manager that does nothing."""
+
+    # A C function, because each step enters many of these contexts. The function accepts any
+    # arguments, and returns an empty string, which is false.
+    __enter__ = __exit__ = "".format
+
+
+NOTHING: contextlib.AbstractContextManager[object] = _Nothing()  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def on_copy_stream(device: torch.device) -> Iterator[None]:
+    """Context manager in which CUDA work is queued on the copy stream of ``device``.
+
+    The work begins after all work that was queued on the current (compute) stream so far.
+    """
+    stream = copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield

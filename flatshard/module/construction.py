@@ -25,7 +25,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -41,18 +40,18 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
-from flatshard.memory.offload_target import OffloadTargets
+from flatshard.memory import OffloadTargets
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
+from flatshard.options import OffloadError
 from flatshard.options.extras import default_extra, extra
-from flatshard.options.offload import OffloadError
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.units.layout import part_of
+from flatshard.units.layout import PAGE_BYTES, round_up
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
-from flatshard.units.module_tree import Ignored
+from flatshard.units.module_tree import Ignored, unit_text
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -75,7 +74,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     """
     _compare(plan)
     targets = _reserve_offload(plan)
-    initial_values = compare_values(plan)
+    initial_values = InitialValues(plan)
     meta_init = None
     if initial_values.any_missing:
         meta_init = extra("meta_init", _ON_META).MetaInit(plan, initial_values)
@@ -153,12 +152,13 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     error: Exception | None = None
     try:
         targets = OffloadTargets.find(offload, plan.settings.device)
-        for planned in plan.units:
-            nbytes = [
-                flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
-                for flat in planned.flats
-            ]
-            targets.reserve(planned.name, nbytes)
+        disk: Any = None if targets.shard.is_device else targets.state
+        for planned in plan.units if disk else ():
+            nbytes = 0
+            for flat in planned.flats:
+                needed = flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
+                nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
+            disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
     # An offload to disk may fail on only some ranks. Raise on all ranks: otherwise the others would
@@ -231,22 +231,41 @@ def leave_empty(module: nn.Module) -> None:
     module.__dict__[LEFT_EMPTY] = True
 
 
-@dataclass
 class InitialValues:
-    """The decision which values parameters and buffers start with; the same on all ranks."""
+    """The decision which values parameters and buffers start with; the same on all ranks.
 
-    settings: Settings
-    sends: bool  # whether every rank takes rank 0's values
-    sends_buffers: bool  # whether every rank takes rank 0's buffers, too
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
+    checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
+    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
+    """
 
-    # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise on this rank.
-    missing: set[int]
-    any_missing: bool  # whether some rank must initialise tensors
-    different: list[str]  # names of the tensors that differ between ranks
-
-    @property
-    def world(self) -> Communicator:
-        return self.settings.ranks.world
+    def __init__(self, plan: ModelPlan) -> None:
+        """Compare the values, and find the tensors on the meta device. Collective: all ranks."""
+        settings, world = plan.settings, plan.settings.ranks.world
+        sync = settings.sync_module_states
+        tensors = plan.params | plan.buffers
+        kept = {} if sync is not None or settings.broadcast_buffers else plan.buffers
+        # Compute no checksums of values that rank 0 broadcasts anyway, or that each rank keeps.
+        mine = [
+            None if one.is_meta else (0, 0) if sync or name in kept else checksum(one.detach())
+            for name, one in tensors.items()
+        ]
+        self.settings, self.world = settings, world
+        # Names of the tensors that differ between ranks.
+        self.different = different = names_of_different(tensors, mine, world)
+        # Whether every rank takes rank 0's values, and rank 0's buffers, too. A rank whose buffers
+        # are on the meta device needs rank 0's buffers.
+        self.sends = world.size > 1 and (bool(different) if sync is None else sync)
+        self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
+        marks = bytes(value is None for value in mine)
+        # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, the
+        # other ranks send zeros, so that the maxima are rank 0's marks.
+        counted = bytes(len(marks)) if self.sends and world.rank != 0 else marks
+        everywhere = world.maxima(counted, op_name="comparing weights")
+        self.any_missing = any(everywhere)  # whether some rank must initialise tensors
+        # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise here.
+        lacking = compress(tensors.values(), everywhere if self.sends else marks)
+        self.missing = {id(tensor) for tensor in lacking}
 
     def shard(self, plan: FlatParamPlan, params: Sequence[OriginalParam]) -> Tensor:
         """Return this rank's shard, ``(shard_numel,)``, with the values of ``params``.
@@ -266,21 +285,21 @@ class InitialValues:
         If all ranks take rank 0's values, rank 0 broadcasts its ``value``, and the other ranks may
         pass None. Then the call is collective: all ranks.
         """
-        span, local = param.span, param.local
-        part = shard[local.start : local.end]
+        spec = param.spec
+        part = shard[spec.start : spec.start + spec.numel]
         if self.sends:
             # Send one parameter at a time, and without a copy on rank 0 if possible: a unit may
             # just fit in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
-                whole = value.permute(span.order).reshape(-1).to(part.device, part.dtype)
+                whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
             else:
-                whole = torch.empty(span.numel, dtype=part.dtype, device=part.device)
-            self.world.broadcast(whole, op_name=span.name)
-            part.copy_(whole[local.offset : local.offset + local.numel])
+                whole = torch.empty(spec.span.numel, dtype=part.dtype, device=part.device)
+            self.world.broadcast(whole, op_name=spec.name)
+            part.copy_(whole[spec.offset : spec.offset + spec.numel])
         else:
             assert value is not None, "every rank has the values"
-            part.copy_(part_of(value, span, local))
+            part.copy_(spec.slice(value))
 
     def take_buffer(self, buffer: Tensor, name: str) -> Tensor:
         """Broadcast rank 0's values of ``buffer``, and return a buffer with these values.
@@ -311,35 +330,6 @@ class InitialValues:
         )
         what = f"ShardedWrapper: the ranks start from different weights ({listed})."
         return [f"{what} {outcome} [FS-WEIGHTS]"]
-
-
-def compare_values(plan: ModelPlan) -> InitialValues:
-    """Decide whether to broadcast rank 0's values, and find the tensors on the meta device.
-
-    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
-    checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
-    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
-    Collective: all ranks.
-    """
-    sync, world = plan.settings.sync_module_states, plan.settings.ranks.world
-    tensors = plan.params | plan.buffers
-    kept = {} if sync is not None or plan.settings.broadcast_buffers else plan.buffers
-    # Compute no checksums of values that rank 0 broadcasts anyway, or that each rank keeps.
-    mine = [
-        None if tensor.is_meta else (0, 0) if sync or name in kept else checksum(tensor.detach())
-        for name, tensor in tensors.items()
-    ]
-    different = names_of_different(tensors, mine, world)
-    sends = world.size > 1 and (bool(different) if sync is None else sync)
-    marks = bytes(value is None for value in mine)
-    # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, the other
-    # ranks send zeros, so that the maxima are rank 0's marks.
-    counted = bytes(len(marks)) if sends and world.rank != 0 else marks
-    everywhere = world.maxima(counted, op_name="comparing weights")
-    missing = {id(tensor) for tensor in compress(tensors.values(), everywhere if sends else marks)}
-    # A rank whose buffers are on the meta device needs rank 0's buffers.
-    sends_buffers = sends and (not kept or not kept.keys().isdisjoint(different))
-    return InitialValues(plan.settings, sends, sends_buffers, missing, any(everywhere), different)
 
 
 def names_of_different(

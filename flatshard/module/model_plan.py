@@ -13,7 +13,6 @@ import gc
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,17 +24,9 @@ from flatshard.module import wrappers
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped
+from flatshard.units import module_tree
 from flatshard.units.layout import FlatLayout
-from flatshard.units.module_tree import (
-    NOTHING,
-    Ignored,
-    ModuleTree,
-    ParamInfo,
-    find_params,
-    name_of,
-    places_in,
-    unit_text,
-)
+from flatshard.units.module_tree import Ignored, ModuleTree, ParamInfo, unit_text
 from flatshard.units.policies import ChosenModule, Policy, find_units
 
 # Minimum number of bytes for which a collective is limited by bandwidth, not by latency.
@@ -59,7 +50,7 @@ class PlannedUnit:
     @property
     def name(self) -> str:
         """The unit's name in messages; empty for the root."""
-        return name_of(self.names)
+        return module_tree.name_of(self.names)
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
@@ -106,7 +97,7 @@ class ModelPlan:
         self,
         module: nn.Module,
         settings: Settings,
-        ignored: Ignored = NOTHING,
+        ignored: Ignored = module_tree.NOTHING,
         *,
         predicts: bool = False,  # True: only to predict memory, so tensors may be fake
     ) -> None:
@@ -121,7 +112,7 @@ class ModelPlan:
         # these buffers differ between groups of ranks.
         for inner in wrappers.modules_apart(wrappers.units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
-        infos = find_params(module, self.left_alone)
+        infos = module_tree.find_params(module, self.left_alone)
         # The parameters to shard, and the buffers to move to the device and broadcast, by name.
         self.params = {info.name: info.param for info in infos}
         named = module.named_buffers()
@@ -185,16 +176,15 @@ class ModelPlan:
             return self.settings_of[module], kinds
 
         groups: list[list[ChosenModule]] = []
-        for key, neighbours in groupby(members.values(), key_of):
-            groups.append([])
-            total = 0
-            for member in neighbours:
-                nbytes = sum(info.param.nbytes for info in member.infos)
-                total += nbytes
-                if groups[-1] and (key is None or total > self.settings.coalesce_bytes):
-                    groups.append([])
-                    total = nbytes
+        last, total = None, 0  # the properties and the bytes of the last group
+        for member in members.values():
+            key, nbytes = key_of(member), sum(info.param.nbytes for info in member.infos)
+            if key is not None and key == last and total + nbytes <= self.settings.coalesce_bytes:
                 groups[-1].append(member)
+                total += nbytes
+            else:
+                groups.append([member])
+                last, total = key, nbytes
         return groups
 
 
@@ -250,7 +240,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     tops = {top for top in chosen if isinstance(top, nn.Module)}
     # The first names of the ignored modules and tensors, keyed by id.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
-    tensors = list(places_in(module))
+    tensors = list(module_tree.places_in(module))
     # A tensor that the module lists for DDP to ignore is ignored only if all its names are listed.
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     single = {id(tensor) for name, _, _, tensor in tensors if name in listed}

@@ -21,7 +21,7 @@ from flatshard.engine.gradients import GradSync
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.engine.unit import Unit
-from flatshard.memory.buffers import prepare_allocator
+from flatshard.memory import prepare_allocator
 from flatshard.module import wrappers
 from flatshard.module.model_plan import check_frozen
 from flatshard.optimizer.adapter import stepping

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatshard.engine.run_state import temporarily
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec

@@ -21,7 +21,7 @@ from flatshard.optimizer import adapter as adapters
 from flatshard.optimizer.adapter import Optimizer, adapter_of, stepping, unhooked
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import Args, Kwargs, check_dtype, get_dtype, get_grad
-from flatshard.tensor import reduction_ops, sharded_tensor
+from flatshard.tensor import operators, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
 from flatshard.units.module_tree import unit_text
@@ -302,7 +302,7 @@ def clip_grad_norm_(
         found = [param.grad for param in ordered]
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
-    norms = reduction_ops.norms(grads, order)
+    norms = operators.norms(grads, order)
     # Let torch combine the norms (each a number), with dtypes and errors as for plain tensors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
     # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no

@@ -1,4 +1,371 @@
-"""The user's options.
+"""The user's options. Each option is validated once: when it is made, or passed to a wrapper.
 
-Each option is validated once: when the option is made, or passed to a wrapper.
+``precision`` has the options about dtypes, and ``extras`` the table of extras.
 """
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+# ---------------------------------------------------------------- strategies
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The properties of a strategy. Code that runs steps reads only these properties."""
+
+    # Whether parameters, gradients and optimizer state are split over the shard group.
+    sharded: bool = True
+    # Whether units are resharded between forward and backward.
+    reshard_after_forward: bool = True
+    # If False, a unit stays unsharded until its parameters change, or until a forward without
+    # gradients ends.
+    reshard_after_backward: bool = True
+    # Whether parameters are split only within each node, so that nodes hold replicas.
+    hybrid: bool = False
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node holds
+    # a replica of the parameters, so that all-gathers stay within the node.
+    over_all: bool = False
+    # If a number k: after forward, each rank keeps 1/k of the parameters, so that backward
+    # all-gathers from only k ranks. If None, backward all-gathers from the same ranks as forward.
+    regather_size: int | None = None
+    # Whether ranks may skip the unit in a step, or run units in different orders.
+    may_diverge: bool = False
+
+    def diverging(self) -> Placement:
+        """Return a copy of this placement for a unit that ranks may skip (``allow_divergence``)."""
+        return replace(self, reshard_after_forward=False, regather_size=None, may_diverge=True)
+
+
+class _SameAsTorchs(enum.Enum):
+    """Base class of enums whose members equal those of torch's enum of the same name."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other).__name__ != type(self).__name__ or not isinstance(other, enum.Enum):
+            return NotImplemented
+        return type(self).__members__.get(other.name) is self
+
+    # Equal members must have equal hashes. Both enums hash the member's name.
+    __hash__ = enum.Enum.__hash__
+
+
+class ShardingStrategy(_SameAsTorchs):
+    """How parameters, gradients and optimizer state are placed over the ranks.
+
+    Example:
+        ```python
+        model = ShardedWrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=flatshard.ShardingStrategy.SHARD_GRAD_OP,
+        )
+        ```
+    """
+
+    NO_SHARD = "NO_SHARD"
+    """All ranks hold everything and all-reduce gradients, as in DistributedDataParallel."""
+    SHARD_OP = "SHARD_OP"
+    """Optimizer state and reduced gradients are sharded: ZeRO stage 1.
+
+    Parameters stay unsharded until the optimizer changes them.
+    """
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    """Parameters stay unsharded from forward to the end of their backward: ZeRO stage 2."""
+    FULL_SHARD = "FULL_SHARD"
+    """Parameters are resharded after forward and unsharded again for backward: ZeRO stage 3."""
+    HYBRID_SHARD = "HYBRID_SHARD"
+    """``FULL_SHARD`` over the ranks of each node. Each node holds a replica of the model."""
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    """``SHARD_GRAD_OP`` over the ranks of each node. Each node holds a replica of the model."""
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    """The name that FSDP1 has for ``HYBRID_SHARD_ZERO2``."""
+    HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
+    """``HYBRID_SHARD``, but gradients and optimizer state are sharded over all ranks.
+
+    Parameters are sent between nodes once after each optimizer step. All later all-gathers stay
+    within a node.
+    """
+
+    @property
+    def placement(self) -> Placement:
+        """The strategy's properties."""
+        return _PLACEMENTS[self]
+
+
+_PLACEMENTS = {
+    ShardingStrategy.NO_SHARD: Placement(sharded=False, reshard_after_forward=False),
+    ShardingStrategy.SHARD_OP: Placement(reshard_after_forward=False, reshard_after_backward=False),
+    ShardingStrategy.SHARD_GRAD_OP: Placement(reshard_after_forward=False),
+    ShardingStrategy.FULL_SHARD: Placement(),
+    ShardingStrategy.HYBRID_SHARD: Placement(hybrid=True),
+    ShardingStrategy.HYBRID_SHARD_ZERO2: Placement(reshard_after_forward=False, hybrid=True),
+    ShardingStrategy.HYBRID_SHARD_OP: Placement(hybrid=True, over_all=True),
+}
+
+# Maps a strategy to the strategy that differs only in `reshard_after_forward=False`.
+_WITHOUT_RESHARDING = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
+}
+
+
+def resharding(
+    strategy: ShardingStrategy, after_forward: bool | int | None
+) -> tuple[ShardingStrategy, Placement]:
+    """Apply the user's ``reshard_after_forward`` to a strategy."""
+    placement = strategy.placement
+    if after_forward is None:
+        return strategy, placement
+    if not isinstance(after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward: expected True, False or a number of ranks, "
+            f"got {after_forward!r}."
+        )
+    problem = None
+    # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
+    if after_forward is not False and after_forward < 1:
+        problem = "expected a bool or a positive number of ranks."
+    elif after_forward and not placement.reshard_after_forward:
+        problem = f"{strategy.name} never reshards after forward. Pass False, or sharding_strategy "
+        problem += "FULL_SHARD or HYBRID_SHARD."
+    elif placement.over_all and after_forward > 1:
+        problem = f"{strategy.name} always shards parameters over the ranks of a node, so no other "
+        problem += "number of ranks can be chosen. Use True or False."
+    if problem is not None:
+        raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
+    if after_forward is True:
+        return strategy, placement
+    if after_forward is False or after_forward == 1:
+        strategy = _WITHOUT_RESHARDING.get(strategy, strategy)
+        return strategy, replace(strategy.placement, reshard_after_forward=False)
+    return strategy, replace(placement, regather_size=after_forward)
+
+
+class BackwardPrefetch(_SameAsTorchs):
+    """When backward starts the all-gather of the next unit. ``None`` means no prefetch.
+
+    Example:
+        ```python
+        model = ShardedWrapper(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            backward_prefetch=flatshard.BackwardPrefetch.BACKWARD_POST,
+        )
+        ```
+    """
+
+    AUTO = "AUTO"
+    """``BACKWARD_PRE``, or ``END_OF_FORWARD`` if backward all-gathers over gloo's sockets."""
+    BACKWARD_PRE = "BACKWARD_PRE"
+    """Start before this unit's gradients are computed. This gives the most overlap."""
+    BACKWARD_POST = "BACKWARD_POST"
+    """Start after this unit was resharded. This keeps one unit less in memory."""
+    END_OF_FORWARD = "END_OF_FORWARD"
+    """Start as with ``BACKWARD_PRE``, and already at the end of forward.
+
+    When forward ends, the last unit stays unsharded, which saves one all-gather. The all-gather of
+    the unit that backward needs next starts at once. Use this on a slow network, which would be
+    idle between forward and backward. After a forward without backward, both units stay unsharded.
+    """
+
+
+def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
+    """Convert the user's ``sharding_strategy`` (an enum's member, a name or None).
+
+    ``has_grid``: whether the user passed two process groups or a 2-D mesh.
+    """
+    if value is None:
+        return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
+    return as_member(ShardingStrategy, value, "sharding_strategy")
+
+
+def as_backward_prefetch(value: object) -> BackwardPrefetch | None:
+    """Convert the user's ``backward_prefetch`` (an enum's member, a name, or None: no prefetch)."""
+    return None if value is None else as_member(BackwardPrefetch, value, "backward_prefetch")
+
+
+def as_member(kind: type[enum.Enum], value: object, keyword: str) -> Any:
+    """Convert the user's ``value`` (a member of ``kind`` or of torch's enum, a name or a value)."""
+    name = value.name if isinstance(value, enum.Enum) else value
+    known = {**{one.value: one for one in kind}, **kind.__members__}
+    if not isinstance(name, str) or name not in known:
+        choices = ", ".join(f'"{one.value}"' for one in kind)
+        error = ValueError if isinstance(name, str) else TypeError
+        raise error(f"{keyword}: {value!r} is unknown or unsupported. Use one of {choices}.")
+    return known[name]
+
+
+# ---------------------------------------------------------------- offload
+
+
+class OffloadError(RuntimeError):
+    """The disk has too little space for the tensors that ``CPUOffload(path=...)`` stores on it."""
+
+
+def check_flags(policy: object, *names: str) -> None:
+    """Raise TypeError if one of a policy's attributes ``names`` is not a bool."""
+    for name in names:
+        if not isinstance(value := getattr(policy, name), bool):
+            kind = type(policy).__name__
+            raise TypeError(f"{kind}: {name} must be True or False, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Where shards, gradients and optimizer state are kept between uses.
+
+    Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
+    tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
+    files without names. The files disappear when the process ends. Setting only ``path`` offloads
+    everything. The page on precision and offload says how much time and memory each choice costs.
+
+    Example:
+        ```python
+        in_host_memory = CPUOffload(offload_params=True)
+        on_disk = CPUOffload(path="/tmp")
+        policy = ModuleWrapPolicy({Block})
+        model = ShardedWrapper(model, auto_wrap_policy=policy, cpu_offload=on_disk)
+        ```
+
+    Attributes:
+        offload_params: offload the shards, their gradients and the optimizer state. Each all-gather
+            copies the shard to the device, each reduce-scatter copies the gradient back, and
+            optimizers step in the offload target.
+        offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
+            full precision shards. The device keeps a copy of each shard in the compute dtype. No
+            effect if ``offload_params`` is set, too.
+        path: a directory for the files; ranks may pass different directories.
+        pin_memory: whether to pin host memory, so that copies overlap with computation.
+
+    Raises:
+        TypeError: a flag is not a bool, or ``path`` is not a directory's path.
+        OffloadError: from ``ShardedWrapper``, on all ranks: the disk at ``path`` is too full, or
+            the process has too many mapped files.
+    """
+
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    path: str | os.PathLike[str] | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(self, "offload_params", "offload_optimizer", "pin_memory")
+        if self.path is not None and not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"CPUOffload: path must be a directory's path, got {self.path!r}.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.offload_params or self.offload_optimizer or self.path is not None
+
+    @property
+    def takes_params(self) -> bool:
+        """Whether shards are offloaded, without a copy that stays on the device."""
+        return self.offload_params or (self.is_on and not self.offload_optimizer)
+
+    def describe(self) -> str:
+        """Return a text of the settings, for ranks to compare."""
+        to = "host" if self.path is None else "disk"
+        return f"offload of {'all' if self.takes_params else 'state'} to {to}" if self.is_on else ""
+
+
+def as_cpu_offload(value: object) -> CPUOffload:
+    """Convert the user's ``cpu_offload`` to a ``CPUOffload``.
+
+    ``value``: a ``CPUOffload`` of flatshard or FSDP1, an offload policy of FSDP2, a bool, or None.
+    """
+    if isinstance(value, CPUOffload):
+        return value
+    flag = False if value is None else getattr(value, "offload_params", value)
+    if isinstance(flag, bool):
+        return CPUOffload(offload_params=flag)
+    # FSDP2's policies: OffloadPolicy offloads nothing, CPUOffloadPolicy offloads everything.
+    if type(value).__name__ == "OffloadPolicy":
+        return CPUOffload()
+    if isinstance(getattr(value, "pin_memory", None), bool):
+        return CPUOffload(offload_params=True, pin_memory=value.pin_memory)  # type: ignore[attr-defined]
+    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}.")
+
+
+# ---------------------------------------------------------------- communication
+
+
+class Collectives(enum.Enum):
+    """Values of ``ShardedWrapper(collectives=...)``: the way in which ranks exchange bytes."""
+
+    AUTO = "auto"
+    """The best way for the backend.
+
+    On gloo, ranks on one host read each other's memory, and ranks on different hosts use sockets.
+    Other backends use their own collectives.
+    """
+    SOCKETS = "sockets"
+    """Sockets between all ranks, even on one host. Needs gloo."""
+    NATIVE = "native"
+    """The backend's own collectives, one per unit and purpose."""
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """The user's options ``collectives`` and ``wire_dtype``."""
+
+    collectives: Collectives = Collectives.AUTO
+    # Dtype to which wider floating point values are rounded before sending. None: no rounding.
+    wire_dtype: torch.dtype | None = None
+
+    def describe(self) -> str:
+        """Return a text of the settings, for ranks to compare."""
+        return f"collectives={self.collectives.value}, wire_dtype={self.wire_dtype}"
+
+    @property
+    def needs_gloo(self) -> str:
+        """The user's option that only gloo supports, as text for an error; "" if there is none."""
+        if self.collectives is Collectives.SOCKETS:
+            return 'collectives="sockets"'
+        return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
+
+
+# Default of `coalesce_bytes`.
+COALESCE_BYTES = 4 << 20
+
+
+def as_coalesce_bytes(value: object) -> int:
+    """Check the user's ``coalesce_bytes``, and return it. None means the default."""
+    if value is None:
+        return COALESCE_BYTES
+    # Refuse True, which would mean one byte.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"coalesce_bytes: expected an int (of bytes) or None, got {value!r}.")
+    if value < 0:
+        raise ValueError(f"coalesce_bytes: expected 0 (coalesce nothing) or more, got {value}.")
+    return value
+
+
+def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
+    """Check the user's ``collectives`` and ``wire_dtype``, and return both as one object."""
+    chosen = as_member(Collectives, collectives, "collectives")
+    # Of the narrower dtypes, only bfloat16 has the same range as float32.
+    if wire_dtype not in (None, torch.bfloat16):
+        error = ValueError if isinstance(wire_dtype, torch.dtype) else TypeError
+        raise error(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")
+    if wire_dtype is not None and chosen is Collectives.NATIVE:
+        raise ValueError(
+            'wire_dtype: collectives="native" uses the backend\'s own collectives, which cannot '
+            "round values. Use mixed_precision=MixedPrecision(param_dtype=..., reduce_dtype=...)."
+        )
+    return TransportOptions(chosen, wire_dtype)
+
+
+def check_launch_without_group() -> None:
+    """Raise RuntimeError if a launcher started several ranks, which would train separate models."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1:
+        raise RuntimeError(
+            f"ShardedWrapper: {world_size} ranks were started (WORLD_SIZE), but there is no "
+            "process group. Call torch.distributed.init_process_group() before wrapping."
+        )

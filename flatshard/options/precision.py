@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flatshard.options import as_member, check_flags
 from flatshard.options.extras import extra
-from flatshard.options.offload import check_flags
 
 # Type of `MixedPrecision.overrides`.
 Overrides: TypeAlias = (
@@ -108,7 +108,8 @@ class MixedPrecision:
     gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reduce_mode", _as_reduce_mode(self.reduce_mode))
+        mode = as_member(ReduceMode, self.reduce_mode, "MixedPrecision: reduce_mode")
+        object.__setattr__(self, "reduce_mode", mode)
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not is_float_dtype(dtype):
@@ -205,14 +206,6 @@ def _as_classes(value: object) -> tuple[type[nn.Module], ...]:
                 f"MixedPrecision: module_classes_to_ignore must be classes of modules, got {one!r}."
             )
     return classes
-
-
-def _as_reduce_mode(value: object) -> ReduceMode:
-    try:
-        return ReduceMode(value)
-    except ValueError:
-        choices = " or ".join(f'"{one.value}"' for one in ReduceMode)
-        raise ValueError(f"MixedPrecision: reduce_mode must be {choices}, got {value!r}.") from None
 
 
 def as_mixed_precision(value: object) -> MixedPrecision:

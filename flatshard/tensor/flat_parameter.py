@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from flatshard.comm.communicator import Topology
 from flatshard.comm.work import PendingSends
-from flatshard.memory.offload_target import OffloadTargets
+from flatshard.memory import OffloadTargets
 from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
@@ -119,9 +119,8 @@ class OriginalParam:
     Attributes:
         index: number of the parameter within the flat parameter.
         span: range of the parameter's elements in the flat parameter; the same on all ranks.
-        local: the part of ``span`` in this rank's chunk.
-        spec: ``span`` and ``local`` in the form that a ``FlatShardTensor`` needs. The parameter's
-            gradients and optimizer state share this object.
+        spec: ``span``, and this rank's part of it, in the form that a ``FlatShardTensor`` needs.
+            The parameter's gradients and optimizer state share this object.
         locations: the modules and attributes that hold the parameter. The name of the first
             location is the parameter's name.
         sharded: the parameter that users and optimizers hold. If the model is sharded, a
@@ -144,12 +143,12 @@ class OriginalParam:
     def __init__(self, info: ParamInfo, index: int, plan: FlatParamPlan) -> None:
         self.index, self.sharded, self.locations = index, info.param, info.locations
         layout, topology = plan.layout, plan.topology
-        self.span, self.local = layout.spans[index], layout.local_span(index, topology.index)
+        self.span = layout.spans[index]
         self.spec = ShardSpec(
             info.name,
             plan.unit_name,
             self.span,
-            self.local,
+            layout.local_span(index, topology.index),
             comm=topology.shard,
             replicas=topology.replicate,
             # Set by `extras/tensor_parallel`, if the parameter was a DTensor before wrapping.

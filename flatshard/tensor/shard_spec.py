@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory.offload_target import OffloadTarget
+from flatshard.memory import OffloadTarget
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 from flatshard.units.module_tree import unit_text
@@ -89,31 +89,22 @@ class ShardSpec:
     # model alive.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
-    # Values of `span` and `local`, as attributes, because each operation on a tensor reads them.
-    shape: tuple[int, ...] = field(init=False)
-    strides: tuple[int, ...] = field(init=False)
-    order: tuple[int, ...] = field(init=False)  # dimensions in memory order, outermost first
-
-    # This rank holds the elements [offset, offset + numel) of the parameter, in memory order. These
-    # elements are at [start, start + numel) of this rank's chunk.
-    offset: int = field(init=False)
-    numel: int = field(init=False)
-    start: int = field(init=False)
-    # Shape, strides, offset and numel. Element-wise operations can combine two sharded tensors if
-    # their places are equal.
-    place: tuple[tuple[int, ...], tuple[int, ...], int, int] = field(init=False)
-    # The ranks that hold the other elements of the parameter, or of the whole DTensor: the shard
-    # group, and with tensor parallelism also the tensor-parallel groups.
-    comms: tuple[Communicator, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        # Values of `span` and `local`, as attributes, because each operation on a tensor reads
+        # them. `order`: dimensions in memory order, outermost first.
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
+        # This rank holds the elements [offset, offset + numel) of the parameter, in memory order.
+        # These elements are at [start, start + numel) of this rank's chunk.
         self.offset, self.numel, self.start = local.offset, local.numel, local.start
+        # Element-wise operations can combine two sharded tensors if their places are equal.
         self.place = self.shape, self.strides, self.offset, self.numel
         self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
+        # The ranks that hold the other elements of the parameter, or of the whole DTensor: the
+        # shard group, and with tensor parallelism also the tensor-parallel groups.
         split = self.tensor_parallel
-        self.comms = (self.comm, *(() if split is None else split.comms))
+        self.comms: tuple[Communicator, ...] = (self.comm, *(() if split is None else split.comms))
 
     def slice(self, tensor: Tensor) -> Tensor:
         """Return this rank's elements of a full tensor, as a 1-D tensor.

@@ -18,7 +18,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partialmethod
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -59,7 +59,7 @@ def untraced(function: _Function) -> _Function:
 
 
 # The functions that implement torch's operators for sharded tensors, keyed by operator name and
-# called as ``handler(func, args, kwargs)``. ``elementwise_ops`` and ``reduction_ops`` add handlers.
+# called as ``handler(func, args, kwargs)``. ``flatshard.tensor.operators`` adds handlers.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # Replacements, keyed by torch function, of functions that autograd would differentiate wrongly. A
 # replacement may return NotImplemented.
@@ -570,7 +570,7 @@ class FlatShardTensor(torch.Tensor):
         if spec.tensor_parallel is None:
             return boxes
         first = spec.tensor_parallel.offsets()
-        return (replace(box, offsets=tuple(map(add, box.offsets, first))) for box in boxes)
+        return (box._replace(offsets=tuple(map(add, box.offsets, first))) for box in boxes)
 
     # -------------------------------------------------- operations
 

@@ -26,7 +26,7 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,11 +211,7 @@ def shard_length(numel: int, multiple: int, *, itemsize: int) -> int:
 # ------------------------------------------------------------ a range as boxes
 
 
-OffsetsAndSizes: TypeAlias = Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of an n-D tensor. All sizes are at least 1."""
 
     offsets: tuple[int, ...]  # index of the first element of the box in the tensor, per dimension
@@ -236,32 +232,18 @@ def boxes_of(
     ``order``: dimensions from the outermost in memory to the innermost. None: contiguous.
     """
     order = range(len(shape)) if order is None else order
-    position = 0
-    for offsets, sizes in _row_major([shape[dimension] for dimension in order], start, stop):
-        places = sorted(zip(order, offsets, sizes, strict=True))
-        box = Box(tuple(o for _, o, _ in places), tuple(s for *_, s in places), position)
-        yield box
-        position += box.numel
-
-
-def _row_major(shape: Sequence[int], start: int, stop: int) -> OffsetsAndSizes:
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = shape[1:]
-    numel = math.prod(inner)
-    first, last = -(-start // numel), stop // numel  # the complete rows are [first, last)
-    if start < min(first * numel, stop):
-        yield from _in_row(first - 1, inner, start, min(first * numel, stop))
-    if first < last:
-        yield (first, *(0 for _ in inner)), (last - first, *inner)
-    if first <= last and last * numel < stop:
-        yield from _in_row(last, inner, last * numel, stop)
-
-
-def _in_row(row: int, inner: Sequence[int], start: int, stop: int) -> OffsetsAndSizes:
-    begin = row * math.prod(inner)
-    for offsets, sizes in _row_major(inner, start - begin, stop - begin):
-        yield (row, *offsets), (1, *sizes)
+    strides, at = strides_of(shape, order), start
+    while at < stop:
+        # The largest box that begins at element `at` consists of whole slices along one dimension.
+        sizes, numel = [1] * len(shape), 1
+        for d in reversed(order):
+            # A slice along a dimension further out must begin at `at`, and end before `stop`.
+            if at % (numel * shape[d]) == 0 and at + numel * shape[d] <= stop:
+                sizes[d], numel = shape[d], numel * shape[d]
+                continue
+            sizes[d] = min(shape[d] - at // numel % shape[d], (stop - at) // numel)
+            numel *= sizes[d]
+            break
+        offsets = tuple(at // strides[d] % shape[d] for d in range(len(shape)))
+        yield Box(offsets, tuple(sizes), at - start)
+        at += numel

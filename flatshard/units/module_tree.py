@@ -22,14 +22,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 # Classes whose code reads weights of child modules; subclasses count, too. Listed by name, because
 # torchvision may not be installed, and some classes are newer than the oldest supported torch.
-_READS_CHILDREN = frozenset(
-    {
-        "torch.nn.modules.activation.MultiheadAttention",
-        "torch.nn.modules.loss.LinearCrossEntropyLoss",
-        "torchvision.models.swin_transformer.ShiftedWindowAttention",
-        "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d",
-    }
-)
+_READS_CHILDREN = {
+    "torch.nn.modules.activation.MultiheadAttention",
+    "torch.nn.modules.loss.LinearCrossEntropyLoss",
+    "torchvision.models.swin_transformer.ShiftedWindowAttention",
+    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d",
+}
 
 
 @dataclass(frozen=True)

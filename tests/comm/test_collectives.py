@@ -14,7 +14,7 @@ from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modu
 from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import Gather
-from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.options import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks

@@ -16,7 +16,7 @@ from flatshard.comm import communicator
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import FRAME_BYTES
 from flatshard.comm.transports.native import NativeTransport
-from flatshard.tensor import reduction_ops
+from flatshard.tensor import operators
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from tests.harness import on_ranks, run_ranks
 
@@ -154,8 +154,6 @@ def _both_clippings(rank: int, world_size: int) -> bool:
     clip = model.clip_grad_norm_
     if rank == 0:
         clip = lambda most: nn.utils.clip_grad_norm_(model.parameters(), most, foreach=True)  # noqa: E731
-    with mock.patch.object(
-        reduction_ops, "joined_norms", wraps=reduction_ops.joined_norms
-    ) as named:
+    with mock.patch.object(operators, "joined_norms", wraps=operators.joined_norms) as named:
         clip(1.0)
     return named.called

@@ -14,7 +14,7 @@ from flatshard import ShardedWrapper
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import Gather, ReduceScatter, sockets
 from flatshard.comm.work import AsyncWork, PendingSends
-from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.options import Collectives, TransportOptions
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES

@@ -246,8 +246,8 @@ def test_max_bytes_counts_what_sums_take(rank: int, world_size: int) -> None:
 
 
 def test_refused() -> None:
-    for value in ("fixed", True, None):
-        with pytest.raises(ValueError, match=r'reduce_mode must be "auto" or "fixed_order", got'):
+    for value, error in (("fixed", ValueError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r'reduce_mode: .* Use one of "auto", "fixed_order"'):
             MixedPrecision(reduce_mode=value)
     run_ranks(_refused, 2)
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper
-from flatshard.options import transport_options
+from flatshard import ShardedWrapper, options
 from flatshard.wrap import ModuleWrapPolicy
 from tests.ways import WAYS
 
@@ -355,9 +354,9 @@ def run(name: str, implementation: str, coalesces: bool = False) -> Any:
     found = IDIOMS[name]
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
-    bytes_ = transport_options.COALESCE_BYTES if coalesces else 0
+    bytes_ = options.COALESCE_BYTES if coalesces else 0
     try:
-        with mock.patch.object(transport_options, "COALESCE_BYTES", bytes_):
+        with mock.patch.object(options, "COALESCE_BYTES", bytes_):
             side = Side(implementation, found.unused)
             return side.results(found.script(side))
     finally:

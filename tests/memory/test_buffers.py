@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from flatshard.memory import buffers as cache_module
-from flatshard.memory.buffers import BufferCache
+from flatshard import memory
+from flatshard.memory import BufferCache
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "GLIBC_LIMIT_BYTES", 5)
+    monkeypatch.setattr(memory, "GLIBC_LIMIT_BYTES", 5)
 
 
 def test_the_same_memory_comes_back_once_it_is_unused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatshard import FlatShardTensor, ShardedWrapper, collectives
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.ranks import communicator
-from flatshard.tensor import reduction_ops
+from flatshard.tensor import operators
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
@@ -269,7 +269,7 @@ def test_reductions_of_uneven_parts(rank: int, world_size: int) -> None:
             parts.append(FlatShardTensor(whole[start:end].clone(), spec))
         for order in ORDERS:
             with naming(f"trial {trial}, order {order}: {wholes}"):
-                found = reduction_ops.norms([*parts, wholes[0].abs()], order)
+                found = operators.norms([*parts, wholes[0].abs()], order)
                 for norm, whole in zip(found, [*wholes, wholes[0]], strict=True):
                     _assert_close(norm, torch.linalg.vector_norm(whole.abs(), order))
         for whole, part in zip(wholes, parts, strict=True):

@@ -10,9 +10,8 @@ from torch.distributed import fsdp
 from torch.nn.parallel.distributed import _MixedPrecision as DDPMixedPrecision
 
 from flatshard import MixedPrecision, ShardingStrategy
-from flatshard.options import precision
+from flatshard.options import as_strategy, precision, resharding
 from flatshard.options.precision import as_mixed_precision
-from flatshard.options.strategy import as_strategy, resharding
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

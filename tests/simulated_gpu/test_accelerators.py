@@ -26,10 +26,10 @@ from flatshard.engine import grad_reduce, gradients, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.engine.gradients import Gradients
-from flatshard.memory.offload_target import HostMemory
+from flatshard.memory import HostMemory
 from flatshard.module import model_plan
+from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
-from flatshard.options.transport_options import Collectives, TransportOptions
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import NOTHING
 from tests.harness import naming, on_ranks

@@ -30,8 +30,10 @@ def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str
         assert flat.rank == rank
         for param in flat.params:
             expected = plain.get_parameter(param.name).detach().reshape(-1)
-            start, end = param.local.offset, param.local.offset + param.local.numel
-            assert torch.equal(flat[param.local.start : param.local.end], expected[start:end])
+            start, end = param.spec.offset, param.spec.offset + param.spec.numel
+            assert torch.equal(
+                flat[param.spec.local.start : param.spec.local.end], expected[start:end]
+            )
     return [(flat.detach().clone(), repr(flat)) for flat in found]
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from flatshard.comm.host_exchange import HOST, HostExchange
 from flatshard.comm.process_groups import backend_for, control_of, is_fake, new_group, ranks_text
 from flatshard.comm.work import AsyncWork, named
-from flatshard.memory.buffers import BufferMemory, allocate
-from flatshard.memory.offload_target import OffloadTarget
-from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.memory import BufferMemory, OffloadTarget, allocate
+from flatshard.options import Collectives, TransportOptions
 
 
 class Members:

@@ -37,10 +37,9 @@ from flatshard.comm.transports import (
     divide,
 )
 from flatshard.comm.work import AsyncWork
-from flatshard.memory.buffers import BufferMemory, allocate
+from flatshard.memory import BufferMemory, allocate
+from flatshard.options import Collectives, OffloadError
 from flatshard.options.extras import default_extra
-from flatshard.options.offload import OffloadError
-from flatshard.options.transport_options import Collectives
 from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces. While one piece is added, the next pieces are on their

@@ -17,13 +17,11 @@ size, so all ranks compute the same result without communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, ParamSpan, round_up, shard_length
 from flatshard.units.module_tree import unit_text
-
-__all__ = ["Boundary", "as_boundary", "block_numel", "check_padding", "move"]
 
 # Where the end of a shard may cut a parameter: "element" (anywhere), "row" (between rows), "tensor"
 # (nowhere), or a number of elements (at multiples of the number).
@@ -166,9 +164,8 @@ def _first_place(start: int, numel: int, block: int, shard_numel: int) -> int | 
     return start
 
 
-def check_padding(name: str, layouts: Iterable[FlatLayout], boundary: Boundary) -> None:
+def check_padding(name: str, layouts: Sequence[FlatLayout], boundary: Boundary) -> None:
     """Raise ValueError if the flat parameters of unit ``name`` have too much padding."""
-    layouts = list(layouts)
     numel = sum(layout.numel for layout in layouts)
     padding = sum(layout.padding_numel for layout in layouts)
     if padding <= max(FREE_PADDING, MAX_PADDING * numel):

@@ -20,6 +20,7 @@ the part's memory pages. The optimizer's own step then steps only the remaining 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -34,19 +35,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.extras import mapped_files
-from flatshard.memory.offload_target import OffloadTarget
-from flatshard.optimizer.adapter import (
-    OptimizerExtension,
-    extensions,
-    is_torchs_own,
-    state_to_target,
-    step_groups,
-)
+from flatshard.memory import OffloadTarget
+from flatshard.optimizer import adapter
 from flatshard.optimizer.step import StepPart, step_parts
-from flatshard.options.offload import OffloadError
+from flatshard.options import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
+from flatshard.units.layout import round_up
 
-__all__ = ["DiskMemory"]
+# None if the C library is not glibc.
+_malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
@@ -123,7 +120,14 @@ class DiskMemory(OffloadTarget):
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
         """Map an open file, and record its address and length for ``page_in`` and ``page_out``."""
-        found = mapped_files.mapped(number, nbytes)
+        try:
+            found = mapped_files.mapped(number, nbytes)
+        except OSError as error:
+            raise OffloadError(
+                f"CPUOffload: a file of {nbytes:,} bytes in {self._folder!r} cannot be mapped: the "
+                "process has reached vm.max_map_count (number of mappings) or ulimit -v (address "
+                "space). Raise this limit, or use fewer units: each unit maps its own files."
+            ) from error
         address = mapped_files.address_of(found)
         _mapped[address] = nbytes
         weakref.finalize(found, _mapped.pop, address)
@@ -137,18 +141,9 @@ class DiskMemory(OffloadTarget):
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        nbytes = rounded(numel * dtype.itemsize)
-        number = self.create(nbytes)
-        try:
-            found = self.mapped(number, nbytes)
-        except OSError as error:
-            raise OffloadError(
-                f"CPUOffload: a file of {nbytes:,} bytes in {self._folder!r} cannot be mapped: the "
-                "process has reached vm.max_map_count (number of mappings) or ulimit -v (address "
-                "space). Raise this limit, or use fewer units: each unit maps its own files."
-            ) from error
-        finally:
-            os.close(number)  # the file exists as long as it is mapped
+        nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)
+        number, found = mapped_files.create_mapped(self, nbytes)
+        os.close(number)  # the file exists as long as it is mapped
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
@@ -191,15 +186,8 @@ class DiskMemory(OffloadTarget):
         _state_disks[param] = self
 
     def trim(self) -> None:
-        mapped_files.give_back_freed()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DiskMemory:
-        return self  # a copied model may use the same directory: each tensor has a separate file
-
-
-def rounded(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole pages."""
-    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        if _malloc_trim is not None:
+            _malloc_trim(0)  # the C library returns its free memory to the operating system
 
 
 def is_on_disk(tensor: Tensor) -> bool:
@@ -227,7 +215,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 _PART_BYTES = 8 << 20
 
 
-class DiskSteps(OptimizerExtension):
+class DiskSteps(adapter.OptimizerExtension):
     """Steps parameters with state on a disk, see [Note: optimizer steps a part at a time]."""
 
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
@@ -243,7 +231,7 @@ class DiskSteps(OptimizerExtension):
             storage = state_disk(param)
             # The state of a sharded parameter is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
-                state_to_target(optimizer.state.get(param, {}), param.shape, storage)
+                adapter.state_to_target(optimizer.state.get(param, {}), param.shape, storage)
         DiskMemory.page_out(*_tensors(optimizer, params))
 
     def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
@@ -301,7 +289,7 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     """
     # Do not step another library's optimizer in parts: its `step` would run once per part, and may
     # count the calls.
-    if not is_torchs_own(optimizer):
+    if not adapter.is_torchs_own(optimizer):
         return False
 
     # Reserve before the step, which creates state: if the disk became full in the step, the step
@@ -327,12 +315,11 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
 def _bytes_to_come(optimizer: torch.optim.Optimizer, param: Any, per_element: int) -> int:
     """Return the number of bytes of disk space that a parameter's state still needs."""
     if param not in optimizer.state:
-        nbytes = local_range(param).numel() * per_element
-        return rounded(nbytes) if per_element else 0
+        return round_up(local_range(param).numel() * per_element, mmap.PAGESIZE)
     # State from `load_state_dict` is in memory until the next step.
     values = optimizer.state[param].values()
     loaded = [local_range(value) for value in values if isinstance(value, Tensor) and value.dim()]
-    return sum(rounded(value.nbytes) for value in loaded if not is_on_disk(value))
+    return sum(round_up(value.nbytes, mmap.PAGESIZE) for value in loaded if not is_on_disk(value))
 
 
 def _bytes_per_element(
@@ -348,7 +335,7 @@ def _bytes_per_element(
     # Step a small probe parameter with this optimizer: the arguments for a new one are not known.
     try:
         with torch.no_grad():
-            changed = step_groups(optimizer, [{**group, "params": [probe]}])
+            changed = adapter.step_groups(optimizer, [{**group, "params": [probe]}])
     finally:
         state = optimizer.state.pop(probe, {})
     if changed is not None:
@@ -362,7 +349,7 @@ def _bytes_per_element(
 
 # Imported when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
-extensions.append(_steps)
+adapter.extensions.append(_steps)
 # torch runs this global hook after the optimizer's own hooks, of which flatshard's puts the sharded
 # parameters and the state back.
 register_optimizer_step_post_hook(_after_step)

@@ -265,21 +265,19 @@ class Join(StepExtension):
         Raises RuntimeError, on all ranks, if the program edited gradients in another way, because
         ranks without input cannot repeat the edit.
         """
-        found, is_changed, is_zero = [], False, True
         with torch._C.DisableTorchFunctionSubclass():
-            for param in self._numbers:
-                grad = param.grad
-                version = None if grad is None else self._published.get(grad)
-                found.append("dropped" if version is None else "kept")
-                if grad is not None and version is not None:
-                    is_changed |= local_range(grad)._version != version
-            # the program called `zero_grad(set_to_none=False)`, or edited the gradient
-            if is_changed:
-                grads = [param.grad for param in self._numbers]
-                is_zero = not any(g is not None and local_range(g).any() for g in grads)
-        if not is_zero:
+            grads = [param.grad for param in self._numbers]
+            parts: list[Any] = [None if grad is None else local_range(grad) for grad in grads]
+            # None for a gradient that the program has dropped or replaced.
+            versions = [None if grad is None else self._published.get(grad) for grad in grads]
+            both = zip(parts, versions, strict=True)
+            # Whether the program called `zero_grad(set_to_none=False)`, or edited a gradient.
+            is_changed = any(v is not None and part._version != v for part, v in both)
+            is_edited = is_changed and any(part is not None and part.any() for part in parts)
+        if is_edited:
             self._fail("gradients were edited after backward.")
-        return tuple("zeroed" if is_changed and one == "kept" else one for one in found)
+        kept = "zeroed" if is_changed else "kept"
+        return tuple("dropped" if version is None else kept for version in versions)
 
     def _note_versions(self) -> None:
         self._versions = [handle.version for handle in self._handles]
@@ -341,24 +339,17 @@ class Join(StepExtension):
                 "have no input at all, name the optimizer: join(optimizers=[optimizer])."
             )
         self._state.pending_sends.wait_sends()
-        # Parameters outside of the model have only gradients of earlier steps here.
-        others = {
-            param: param.grad
-            for group in found[0].param_groups
-            for param in group["params"]
-            if param not in self._numbers
-        }
-        for param in others:
-            param.grad = None
-        for group, theirs in zip(found[0].param_groups, options, strict=True):
+        groups = found[0].param_groups
+        for group, theirs in zip(groups, options, strict=True):
             for name, value in theirs:
                 if isinstance(group[name], Tensor):
                     group[name].fill_(value)
                 else:
                     group[name] = value
-        found[0].step()
-        for param, grad in others.items():
-            param.grad = grad
+        params = (param for group in groups for param in group["params"])
+        # Parameters outside of the model have only gradients of earlier steps here.
+        with temporarily((one for one in params if one not in self._numbers), grad=None):
+            found[0].step()
 
     def _treat(self, grads: tuple[str, ...]) -> None:
         """Drop or zero the same gradients as the ranks with input."""

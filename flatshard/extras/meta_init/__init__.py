@@ -124,31 +124,31 @@ class _Slot:
     module: nn.Module
     attribute: str
     name: str
-    meta: Tensor
-    handle: FlatParamHandle | None = None
-    param: OriginalParam | None = None
-
-    # Whether this is the first attribute with the parameter, whose values are kept. Each attribute
-    # of a tied parameter is initialised, so that later tensors get the same random numbers as in
-    # the model's constructor.
-    is_first: bool = True
+    like: Tensor  # a tensor on the meta device with the full shape
+    handle: FlatParamHandle | None
+    param: OriginalParam | None
+    # None for the first attribute with the tensor, whose values are kept. Each attribute of a tied
+    # parameter is initialised, so that later tensors get the same random numbers as in the model's
+    # constructor.
+    first: _Slot | None
 
     @property
-    def tensor(self) -> Tensor | None:
-        holder = self.module._buffers if self.handle is None else self.module._parameters
-        return holder.get(self.attribute)
+    def holder(self) -> dict[str, Any]:
+        return self.module._buffers if self.handle is None else self.module._parameters
+
+    @property
+    def tensor(self) -> Any:
+        return self.holder.get(self.attribute)
 
     def allocate(self, device: torch.device | str) -> None:
         """Give the module a full plain tensor without values."""
-        tensor = torch.empty_like(self.meta, device=device)
+        tensor = torch.empty_like(self.like, device=device)
         if not tensor.is_meta:
             _write_pattern(tensor)
-        if self.param is None:
-            self.module._buffers[self.attribute] = tensor
-            return
-        param = nn.Parameter(tensor, requires_grad=self.param.requires_grad)
-        param.__dict__ = self.param.sharded.__dict__  # attributes that users set
-        self.module._parameters[self.attribute] = param
+        if self.param is not None:
+            tensor = nn.Parameter(tensor, requires_grad=self.param.requires_grad)
+            tensor.__dict__ = self.param.sharded.__dict__  # attributes that users set
+        self.holder[self.attribute] = tensor
 
 
 def _write_pattern(tensor: Tensor) -> None:
@@ -188,39 +188,33 @@ class MetaInit:
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
         # Ids in `missing` are still valid, because sharding keeps the objects.
-        slots = []
-        for handle in handles:
-            like = handle.flat_param.new_empty(0, device="meta")
-            for param in (one for one in handle.params if id(one.sharded) in start.missing):
-                meta, places = param.spec.empty(like), param.locations
-                slots += [
-                    _Slot(at.module, at.attribute, param.name, meta, handle, param, at is places[0])
-                    for at in places
-                ]
-        buffers = [
-            _Slot(module, attribute, name, buffer)
-            for name, module, attribute, buffer in places_in(root)
-            if attribute in module._buffers and id(buffer) in start.missing
-        ]
-        for slot in (*slots, *buffers):
-            self._slots.setdefault(slot.module, []).append(slot)
+        owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
+        firsts: dict[int, _Slot] = {}  # the first slot of each tensor
+        for name, module, attribute, tensor in places_in(root):
+            if (key := id(tensor)) in start.missing:
+                handle, param = owners.get(key, (None, None))
+                if handle is not None and param is not None:
+                    tensor = param.spec.empty(handle.flat_param.new_empty(0, device="meta"))
+                slot = _Slot(module, attribute, name, tensor, handle, param, firsts.get(key))
+                firsts.setdefault(key, slot)
+                self._slots.setdefault(module, []).append(slot)
         # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
         with temporarily(units_in(root), is_initialising=True):
             sums = self._make_all(self._find_groups(root))
         if not start.sends and world.size > 1:
             start.different = names_of_different(sums, sums.values(), world)
             if start.different and start.settings.sync_module_states is None:
-                first, *others = start.different
+                name, *others = start.different
                 more = f" and {len(others)} more" if others else ""
                 raise ValueError(
-                    f"ShardedWrapper: the ranks initialised {first!r}{more}, which were on the "
+                    f"ShardedWrapper: the ranks initialised {name!r}{more}, which were on the "
                     "meta device, with different values. Call torch.manual_seed() with one seed on "
                     "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
                 )
         # Modules that shared a buffer on the meta device share it again.
-        tied: dict[int, _Slot] = {}
-        for slot in buffers:
-            slot.module._buffers[slot.attribute] = tied.setdefault(id(slot.meta), slot).tensor
+        for slot in (slot for slots in self._slots.values() for slot in slots):
+            if slot.first is not None and slot.handle is None:
+                slot.holder[slot.attribute] = slot.first.tensor
         left_empty = any(module.__dict__.pop(LEFT_EMPTY, False) for module in self._names)
         if any(world.maxima(bytes([left_empty]), op_name="comparing weights")):
             unit_of(root).check_loaded = check_loaded
@@ -252,12 +246,11 @@ class MetaInit:
             begins = is_unit if by_unit else needs_values and group is None
             inner = [] if begins else None if is_unit else group
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
-            if inner is not None and root_first and is_called:
-                inner.append(module)
+            num_before = len(inner or ())
             for child in module.children():
                 visit(child, inner)
-            if inner is not None and not root_first and is_called:
-                inner.append(module)
+            if inner is not None and is_called:
+                inner.insert(num_before if root_first else len(inner), module)
             if inner is not None and begins:
                 groups.append(inner)
 
@@ -319,14 +312,14 @@ class MetaInit:
                         self._fill_unsaved(module)
                 for slot in slots:
                     self._check_made(slot)
-                made = [(slot.name, slot.tensor) for slot in slots if slot.is_first]
+                return {
+                    slot.name: None if slot.tensor.is_meta else slot.tensor.detach()
+                    for slot in slots
+                    if slot.first is None
+                }
             finally:
                 for handle in _handles_of(slots):
                     handle.put_back()
-            return {
-                name: None if tensor is None or tensor.is_meta else tensor.detach()
-                for name, tensor in made
-            }
 
     def _fill_unsaved(self, module: nn.Module) -> None:
         """Initialise a left-empty module that has only buffers that no state dict has."""
@@ -351,7 +344,7 @@ class MetaInit:
 
         A tensor of a module from ``leave_empty`` needs no values.
         """
-        tensor, expected = slot.tensor, tuple(slot.meta.shape)
+        tensor, expected = slot.tensor, tuple(slot.like.shape)
         if tensor is None or tuple(tensor.shape) != expected:
             got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise RuntimeError(
@@ -383,12 +376,10 @@ class MetaInit:
                 value, handle, param = values.get(slot.name), slot.handle, slot.param
                 if handle is None or param is None:
                     if start.sends:
-                        assert slot.tensor is not None, "it is on all ranks"
-                        buffer = start.take_buffer(slot.tensor, slot.name)
-                        slot.module._buffers[slot.attribute] = buffer
-                elif slot.is_first and (value is not None or start.sends):
+                        slot.holder[slot.attribute] = start.take_buffer(slot.tensor, slot.name)
+                elif slot.first is None and (value is not None or start.sends):
                     start.take_part(handle.flat_param, param, value)
-                elif slot.is_first:
+                elif slot.first is None:
                     _write_pattern(handle.part(param))
             # Release the pages of shards on disk: otherwise the shards of all groups would be in
             # memory at the end.

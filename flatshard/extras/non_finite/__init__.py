@@ -19,8 +19,6 @@ from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["watch_non_finite"]
-
 
 class NonFiniteWatch(StepExtension):
     """Checks this rank's gradients in every backward, until a gradient is not finite."""

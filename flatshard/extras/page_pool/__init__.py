@@ -24,12 +24,10 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
-from flatshard.memory.buffers import BufferMemory, give_back_kept
-from flatshard.memory.offload_target import DEVICE, OffloadTarget
+from flatshard.memory import DEVICE, BufferMemory, OffloadTarget, give_back_kept
 
 __all__ = ["PooledBuffer", "fills_pages"]
 
@@ -136,7 +134,14 @@ class PooledBuffer(BufferMemory):
         self._own, self._rooms = (start, stop), [(address, start), (stop, end)]
         self._own_values = self.buffer[own.start : own.stop]
         if own:
-            self.shard = _shown_twice(start, stop - start, dtype, target)
+            # The first mapping is shared: writes to the shard reach the file. The second mapping is
+            # private: the buffer shows the file, but writes to the buffer do not reach the file.
+            number, found = mapped_files.create_mapped(target, stop - start)
+            try:
+                mapped_files.map_at(number, start, stop - start, private=True)
+            finally:
+                os.close(number)
+            self.shard = torch.frombuffer(found, dtype=dtype)
         self._leases: list[PageLease] = []
         self._is_taken = self._is_kept = False
         self._forbid()
@@ -159,8 +164,8 @@ class PooledBuffer(BufferMemory):
             for start, end in self._rooms:
                 # The system provides new pages for the rest of the range, at the first access.
                 missing = POOL.lend(start, end, self._leases)
-                if missing < end:
-                    _allow_access(missing, end - missing)
+                if missing < end and _mprotect(missing, end - missing, _PROT_READ_WRITE) != 0:
+                    raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
         except MemoryError:
             self.free()
             raise
@@ -186,26 +191,12 @@ class PooledBuffer(BufferMemory):
         for start, end in self._rooms:
             if start < end:
                 mapped_files.drop_pages(start, end - start)
-                _forbid_access(start, end - start)
+                _mprotect(start, end - start, _PROT_NONE)
 
     def snapshot(self) -> None:
         if self._is_taken:
             own_pages(self._own_values)
             self._is_kept = True
-
-
-def _shown_twice(place: int, nbytes: int, dtype: torch.dtype, target: OffloadTarget) -> Tensor:
-    """Make a file of ``nbytes``, map it twice, and return a tensor with the first mapping.
-
-    The first mapping is shared: writes to the returned tensor reach the file. The second mapping,
-    at address ``place``, is private: it shows the file, but writes do not reach the file.
-    """
-    number, found = mapped_files.create_mapped(target, nbytes)
-    try:
-        mapped_files.map_at(number, place, nbytes, private=True)
-    finally:
-        os.close(number)
-    return torch.frombuffer(found, dtype=dtype)
 
 
 # ---------------------------------------------------------------- system calls
@@ -222,16 +213,6 @@ def _move_pages(source: int, place: int, nbytes: int) -> bool:
     # Fails on Linux before 5.7 (no DONTUNMAP), and if the process has too many mappings.
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return bool(_mremap(source, nbytes, nbytes, flags, place) == place)
-
-
-def _forbid_access(place: int, nbytes: int) -> None:
-    _mprotect(place, nbytes, _PROT_NONE)  # from now on a read or write of the range is a crash
-
-
-def _allow_access(place: int, nbytes: int) -> None:
-    """Allow reads and writes of a range for which ``_forbid_access`` was called."""
-    if _mprotect(place, nbytes, _PROT_READ_WRITE) != 0:
-        raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
 
 
 _address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -29,7 +29,7 @@ from flatshard.extras.plan.trace import (
     emptied,
     trace,
 )
-from flatshard.memory.buffers import storage_bytes
+from flatshard.memory import storage_bytes
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.wrappers import handles_in, unit_of, units_in
 from flatshard.tensor.sharded_tensor import local_range

@@ -13,9 +13,8 @@ from flatshard.comm.settings import Settings, read_strategy, read_values
 from flatshard.engine.handle import LOOKUPS
 from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
+from flatshard.options import ShardingStrategy, TransportOptions
 from flatshard.options.precision import MixedPrecision
-from flatshard.options.strategy import ShardingStrategy
-from flatshard.options.transport_options import TransportOptions
 from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.policies import Policy

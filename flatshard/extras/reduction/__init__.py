@@ -31,10 +31,9 @@ from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
 from flatshard.module.wrappers import check_has_all_modules, unit_of, units_in
 from flatshard.options.precision import ReduceMode
+from flatshard.units.layout import ALIGNMENT_BYTES, round_up
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
-
-__all__ = ["Float8Shard", "register"]
 
 _DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _FSDP_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
@@ -113,11 +112,8 @@ def _plan(
     for unit in units:
         _check(unit, hook, dtype, is_average)
         # A hook that only averages is never called: flatshard reduces in the hook's dtype.
-        planned[unit] = (
-            CommHook(dtype)
-            if is_average
-            else CommHook(reduce=_user_hook(state, hook, world, unit.placement.sharded))
-        )
+        reduce = None if is_average else _user_hook(state, hook, world, unit.placement.sharded)
+        planned[unit] = CommHook(dtype, reduce)
     return planned
 
 
@@ -229,7 +225,6 @@ def _name(hook: Any) -> str:
 # ------------------------------------------------------------ float8 all-gathers
 
 BLOCK_NUMEL = 256
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -245,8 +240,7 @@ class Float8Shard:
 
     @property
     def nbytes(self) -> int:
-        nbytes = self.num_blocks * torch.float32.itemsize + self.numel
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return round_up(self.num_blocks * torch.float32.itemsize + self.numel, ALIGNMENT_BYTES)
 
     def pack(self, shard: Tensor) -> Tensor:
         """Quantise a shard of shape ``(numel,)``, and return uint8 of shape ``(nbytes,)``.

@@ -29,11 +29,7 @@ class SecondaryShard:
         self._inter_group = topology.inter_group
         # Whether the secondary shard is kept only from forward to the end of backward.
         self._is_temporary = topology.post_forward_group is not None
-        self._comm = (
-            topology.intra_group
-            if topology.post_forward_group is None
-            else topology.post_forward_group
-        )
+        self._comm = topology.post_forward_group or topology.intra_group
         self._tag = self._comm.new_tag(self)
         self._part: Tensor | None = None
         # Version of the shards that `_part` contains after a refresh. -1: empty or incomplete.

@@ -28,23 +28,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatshard.comm import transports
 from flatshard.comm.process_groups import timeout_of
-from flatshard.comm.transports import (
-    BufferRequest,
-    Gather,
-    Members,
-    ReduceScatter,
-    Transport,
-    divide,
-)
+from flatshard.comm.transports import BufferRequest, Gather, Members, ReduceScatter
 from flatshard.comm.work import AsyncWork, WaitCondition, watched
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess
-from flatshard.memory.buffers import BufferMemory, allocate
-from flatshard.options.offload import OffloadError
-from flatshard.options.transport_options import TransportOptions
+from flatshard.memory import BufferMemory, allocate
+from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import as_bytes
 
 # Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.
@@ -53,7 +46,7 @@ _REDUCING = peer_memory.TAGS // 2
 _PIECE_NUMEL = 1 << 16
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(transports.Transport):
     """Collectives between ranks on one host, in which each rank reads the other ranks' memory.
 
     Ranks may start collectives in different orders: collectives match by tag, not by order.
@@ -153,7 +146,7 @@ class SharedMemoryTransport(Transport):
                     total = values if values.dtype is out.dtype else result.copy_(values)
                 else:
                     total = torch.add(total, values, out=result)
-            divide(total, members.size, result)
+            transports.divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
         """Close files that all ranks have mapped: a process can usually open only 1,024 files."""
@@ -251,14 +244,13 @@ class MappedShards(BufferMemory):
         self.shard = torch.frombuffer(found, dtype=request.dtype)
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
-        self._has_begun = self._is_copy = False
+        self._has_begun = False
         self._publication: Publication | None = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of copies of shards in the buffer. Mapped shards need no memory."""
-        num_copied = self._transport.members.size if self._is_copy else self._num_copied
-        return num_copied * self._nbytes
+        return self._num_copied * self._nbytes
 
     def begin(self, op_name: str) -> AsyncWork:
         """Begin an all-gather: publish this rank's shard, and await the other ranks' shards.
@@ -334,7 +326,7 @@ class MappedShards(BufferMemory):
         if self._publication is not None:
             self._publication.take()
             self._publication = None
-        self._is_copy = False
+        self._num_copied = 0
         mapped_files.drop_pages(self.buffer.data_ptr(), self.buffer.nbytes)
 
     def snapshot(self) -> None:
@@ -344,4 +336,4 @@ class MappedShards(BufferMemory):
             # write their shards.
             self._publication.take()
             self._publication = None
-            self._is_copy = True
+            self._num_copied = self._transport.members.size

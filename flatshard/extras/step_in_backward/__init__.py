@@ -33,8 +33,6 @@ from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text
 
-__all__ = ["register"]
-
 
 class StepInBackward:
     """Handle returned by ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
@@ -178,9 +176,8 @@ class SteppedInBackward(StepExtension):
             for group in optimizer.param_groups:
                 known = [param for param in group["params"] if id(param) in owned]
                 for unit, params in itertools.groupby(known, lambda one: owned[id(one)][0]):
-                    parts.setdefault(unit.index, []).append(
-                        StepPart(optimizer, group, list(params))
-                    )
+                    of_unit = parts.setdefault(unit.index, [])
+                    of_unit.append(StepPart(optimizer, group, list(params)))
         return parts
 
     def reduced(self, unit: Unit) -> None:

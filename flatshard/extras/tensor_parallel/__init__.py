@@ -23,7 +23,7 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
 from flatshard.comm.settings import Settings
 from flatshard.module.model_plan import PlannedUnit
-from flatshard.options.transport_options import Collectives, TransportOptions
+from flatshard.options import Collectives, TransportOptions
 from flatshard.units.module_tree import Ignored, ParamInfo, find_params, unit_text
 
 # Communicators over the ranks of a mesh use native collectives, because they only exchange numbers.
@@ -39,9 +39,6 @@ class TensorParallel:
     comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
     stride: tuple[int, ...]  # the same parameter's strides, in elements
-
-    def __deepcopy__(self, _: object) -> TensorParallel:
-        return self  # a copied model shares this object, because process groups cannot be copied
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.

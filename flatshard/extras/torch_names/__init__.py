@@ -13,50 +13,41 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
 from flatshard.options.precision import MixedPrecision
 from flatshard.state.model_state import StateDictOptions
 
-
-class Keyword(NamedTuple):
-    """Why a keyword of torch's wrappers has no effect here, or why it raises an error."""
-
-    reason: str
-    default: Any = None  # a value that causes no warning or error, usually torch's default
-
-
-# Keywords of torch's wrappers that have no effect here. If the user passes another value than the
-# default, rank 0 warns.
+# Keywords of torch's wrappers that have no effect here, with the reason. If the user passes another
+# value than None or False, rank 0 warns.
 IGNORED = {
-    # True causes no warning, because ShardedWrapper always behaves as FSDP1 does with True.
-    # (FSDP1's default is False.)
-    "use_orig_params": Keyword("parameters keep their names and shapes", True),
-    "bucket_cap_mb": Keyword("there are no buckets; auto_wrap_policy makes units"),
-    "bucket_cap_mb_list": Keyword("there are no buckets; auto_wrap_policy makes units"),
-    "find_unused_parameters": Keyword("unused parameters are always found", False),
-    "check_reduction": Keyword("reductions are always checked", False),
-    "gradient_as_bucket_view": Keyword("gradients are always views of flat storage", False),
-    "static_graph": Keyword("the order of units is always recorded", False),
-    "skip_all_reduce_unused_params": Keyword("units that no rank used are never reduced", False),
-    "batched_grad_copy": Keyword("gradients are copied on arrival, while backward runs", False),
-    "lazy_bucket_allocation": Keyword(
-        "gradient buffers exist only from first gradient to reduction", False
-    ),
-    "shard_placement_fn": Keyword("flat parameters are split into equal ranges"),
+    "use_orig_params": "parameters keep their names and shapes",
+    "bucket_cap_mb": "there are no buckets; auto_wrap_policy makes units",
+    "bucket_cap_mb_list": "there are no buckets; auto_wrap_policy makes units",
+    "find_unused_parameters": "unused parameters are always found",
+    "check_reduction": "reductions are always checked",
+    "gradient_as_bucket_view": "gradients are always views of flat storage",
+    "static_graph": "the order of units is always recorded",
+    "skip_all_reduce_unused_params": "units that no rank used are never reduced",
+    "batched_grad_copy": "gradients are copied on arrival, while backward runs",
+    "lazy_bucket_allocation": "gradient buffers exist only from first gradient to reduction",
+    "shard_placement_fn": "flat parameters are split into equal ranges",
 }
 
-# Keywords of torch's wrappers that raise NotImplementedError, unless their value is the default.
+# Keywords of torch's wrappers that raise NotImplementedError, unless their value is None, False or
+# 0, with the reason.
 REFUSED = {
-    "dim": Keyword("inputs are not scattered, so dim can only be 0", 0),
-    "delay_all_reduce_named_params": Keyword(
-        "make these parameters' module a unit of its own instead"
-    ),
-    "param_to_hook_all_reduce": Keyword("reductions start when a unit is complete"),
-    "dp_mesh_dims": Keyword("pass these dimensions of the mesh, such as mesh['dp']"),
+    "dim": "inputs are not scattered, so dim can only be 0",
+    "delay_all_reduce_named_params": "make these parameters' module a unit of its own instead",
+    "param_to_hook_all_reduce": "reductions start when a unit is complete",
+    "dp_mesh_dims": "pass these dimensions of the mesh, such as mesh['dp']",
 }
+
+# Values of keywords that cause no warning or error, if not False. ShardedWrapper always behaves as
+# FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
+DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
 # value of torch's keyword into keywords of ShardedWrapper.
@@ -176,14 +167,13 @@ def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str,
             close = difflib.get_close_matches(name, [*own, *accepted], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
-        keyword = IGNORED.get(name) or REFUSED.get(name)
-        if value is None or (keyword is not None and value == keyword.default):
+        if value is None or (name not in OTHER_NAMES and value == DEFAULTS.get(name, False)):
             continue
         if name in REFUSED:
-            text = f"{name}={value!r} is not supported: {REFUSED[name].reason}"
+            text = f"{name}={value!r} is not supported: {REFUSED[name]}"
             raise NotImplementedError(f"ShardedWrapper: {text}.")
         if name in IGNORED:
-            notes.append(f"{name}: {IGNORED[name].reason}")
+            notes.append(f"{name}: {IGNORED[name]}")
             continue
         for our_name, ours in OTHER_NAMES[name](value).items():
             before = meant.get(our_name)

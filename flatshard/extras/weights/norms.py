@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.module.wrappers import units_between_steps
-from flatshard.tensor import reduction_ops
+from flatshard.tensor import operators
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
 
 # For each model, copies of this rank's chunks at the last `norms("update")`, keyed by the plans of
@@ -60,7 +60,7 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             # Ranks compare the names. Without the kind, ranks that call `norms` with different
             # kinds would combine norms of parameters with norms of gradients.
             names = [f"{kind} {specs[index].name!r}" for index in some]
-            values.append(reduction_ops.joined_norms(parts, names, order, None, comms))
+            values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.
         numbers = torch.cat([one.to(values[0].device) for one in values]).tolist() if values else []
         indices = [*chain.from_iterable(groups.values())]
@@ -89,13 +89,13 @@ def _tensors(kind: str, handles: list[FlatParamHandle], chunks: dict[Any, Tensor
         # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
         found = [*map(Tensor.grad.__get__, found)]  # type: ignore[union-attr]
         for grad in sharded_in(found) if UNREDUCED else ():
-            reduction_ops.own_part(grad)  # raises if the gradient was not reduced yet
+            operators.own_part(grad)  # raises if the gradient was not reduced yet
     changes: list[Any] = []
     for handle in handles if kind == "update" else ():
         handle.absorb_replaced()
         chunk, last = handle.flat_param.detach(), chunks.get(handle.plan)
         chunks[handle.plan] = chunk.clone()
         change = None if last is None else chunk - last.to(chunk)
-        parts = [slice(one.local.start, one.local.end) for one in handle.params]
+        parts = [slice(one.spec.local.start, one.spec.local.end) for one in handle.params]
         changes += [None if change is None else change[part] for part in parts]
     return changes if kind == "update" else found

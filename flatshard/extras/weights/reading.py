@@ -23,7 +23,7 @@ from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.model_shards import model_shards
-from flatshard.memory.buffers import BufferCache
+from flatshard.memory import BufferCache
 from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam

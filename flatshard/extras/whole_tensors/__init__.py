@@ -41,7 +41,7 @@ from flatshard.optimizer.adapter import (
     with_inner,
 )
 from flatshard.precision import set_grad
-from flatshard.tensor import reduction_ops, whole
+from flatshard.tensor import operators, whole
 from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
 from flatshard.tensor.sharded_tensor import (
     UNREDUCED,
@@ -192,7 +192,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         # With gradients of zero, as from torch's get_state_dict, an optimizer may skip its
         # computation (DAdaptSGD). So repeat the trial once a gradient is not zero.
         grads: Any = [param.grad for param in some]
-        norms = zip(some, reduction_ops.norms(grads, 1.0), strict=True)
+        norms = zip(some, operators.norms(grads, 1.0), strict=True)
         moving = {id(param) for param, norm in norms if norm.item() != 0}
         if self._has_tried and not moving:
             return

@@ -59,7 +59,7 @@ def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
         layout = handle.layout
         assert [names[id(one)] for one in handle.sharded] == [span.name for span in layout.spans]
         for param in handle.params:
-            local, block = param.local, block_numel(param.span, boundary)
+            local, block = param.spec.local, block_numel(param.span, boundary)
             ends = {local.offset, local.offset + local.numel} - {param.span.numel}
             assert not local.numel or all(end % block == 0 for end in ends)
 

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 
 from flatshard import CPUOffload, ShardedWrapper
 from flatshard.extras import disk
-from flatshard.options.offload import OffloadError, as_cpu_offload
+from flatshard.options import OffloadError, as_cpu_offload
 from flatshard.tensor.sharded_tensor import local_range
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
