@@ -273,11 +273,16 @@ class FlatParamHandle:
         # The recomputed forward of activation checkpointing saves views of the buffer without
         # flatshard's saved-tensor hooks. Ranks may free the buffer at different times, because
         # freeing needs no communication.
-        if self.is_free_deferred and not self.unit.keeps_views:
-            if though_held or num_uses(self.buffer) <= self._num_uses:
-                self._free_buffer()
-            else:
-                self.was_held = True
+        if not self.is_free_deferred:
+            return
+        keeps = self.unit.keeps_views
+        if not keeps and (though_held or num_uses(self.buffer) <= self._num_uses):
+            self._free_buffer()
+        else:
+            self.was_held |= not keeps
+            # Copy mapped shards: the ranks that own the shards wait until no rank has mapped them.
+            with _unsafe_preserve_version_counter(self.buffer):
+                self.memory.snapshot()
 
     def _free_buffer(self) -> None:
         # Until the next all-gather is complete, autograd raises if backward reads a saved view.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks
+from tests.mapping import mapping
 from tests.oracle import assert_same, snapshot, step_and_zero
 
 _USUAL = 3
@@ -30,7 +31,7 @@ class _Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.times = 1
-        self.keeps = self.has_hooks = False
+        self.keeps = self.keeps_view = self.has_hooks = False
 
     def forward(self, x: Tensor) -> Tensor:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -40,6 +41,8 @@ class _Block(nn.Module):
         _inner[self] = inner[-1]
         if self.keeps:
             self.kept = {"inner": inner}
+        if self.keeps_view:
+            self.view = self.up.weight.t()
         return x + inner[0].relu()
 
 
@@ -212,3 +215,29 @@ def test_backward_begins_inside_of_a_unit(rank: int, world_size: int) -> None:
     assert_same(_trained(True, "FULL_SHARD", _inner_backward_first, keeps=True), expected)
     with pytest.raises(RuntimeError, match="expected version"):
         _trained(True, "FULL_SHARD", _inner_backward_first)
+
+
+@pytest.mark.parametrize("operation", ["unlike forward", "norm", "penalty", "kept view"])
+@on_ranks(2, group_timeout=20)
+def test_mapped_shards(rank: int, world_size: int, operation: str) -> None:
+    """A rank that keeps the memory of a buffer does not keep other ranks' shards mapped."""
+    with mapping(), allow_warnings(UserWarning, ".* outside of the unit"):
+        plain, model = _Model(), ShardedWrapper(_Model())
+        runs = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (plain, model)]
+        torch.manual_seed(1)
+        for step in range(2 * _USUAL):
+            x = torch.randn(4, 5, dtype=torch.float64)
+            for run, optimizer in runs:
+                inner = plain if run is plain else model.module
+                is_last = step == 2 * _USUAL - 2
+                inner.blocks[0].times = 1 + (is_last and operation == "unlike forward")
+                inner.blocks[0].keeps_view = is_last and operation == "kept view"
+                loss = run(x).square().mean()
+                weight = inner[3].weight
+                if is_last and operation == "penalty":
+                    loss = loss + weight.norm()
+                loss.backward()
+                step_and_zero(optimizer)
+                if is_last and operation == "norm":
+                    assert weight.norm().item() > 0
+    assert_same(model.state_dict(), plain.state_dict())
