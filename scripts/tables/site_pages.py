@@ -13,11 +13,11 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (*sorted(ROOT.glob("tutorials/*.ipynb")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 BOOSTS = {
-    "troubleshooting.md": 4,
+    "troubleshooting.md": 20,
     **dict.fromkeys(("api.md", "architecture.md", "evidence.md"), 0.3),
-    **dict.fromkeys(("tutorials", "CONTRIBUTING.md", "CHANGELOG.md"), 0.2),
+    **dict.fromkeys(("tutorials", "CONTRIBUTING.md", "CHANGELOG.md"), 0.05),
 }
-"""Weights of pages and folders in the site's search: errors first, long pages and notebooks last."""
+"""Weights of pages and folders in the search: errors first, long pages and notebooks last."""
 
 
 @event_priority(100)  # before the plugin that turns notebooks into pages
