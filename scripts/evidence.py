@@ -292,8 +292,11 @@ def updated(page: str) -> str:
     """The page with the counts of all files, and the runs that they are of."""
     for name, column in COUNTED_BY.items():
         rows = read(FOLDER / f"{name}.csv")
-        runs = dict.fromkeys(f"{r['date']} ({r['commit']}, torch {r['torch']})" for r in rows)
-        about = f"[{len(rows):,} rows](evidence/{name}.csv) of {' and '.join(runs)}:"
+        dates, commits, torches = (
+            sorted({one[column] for one in rows}) for column in ("date", "commit", "torch")
+        )
+        runs = f"{' and '.join(dates)} ({', '.join(commits)}; torch {', '.join(torches)})"
+        about = f"[{len(rows):,} rows](evidence/{name}.csv) of {runs}:"
         page = replaced(page, name, "\n".join([about, "", *counts(rows, column)]))
     return page
 

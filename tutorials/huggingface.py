@@ -216,7 +216,7 @@ def load():
         model,
         auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
         param_init_fn=init_weights(model),
-        device_id="cpu",
+        device_id="cpu",  # these ranks are processes on the CPU; on GPUs: the rank's GPU
     )
     load_safetensors(model, folder / "llama")
     rows = torch.arange(16)[None]

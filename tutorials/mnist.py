@@ -128,9 +128,8 @@ print(f"{numel(Net()):,} parameters, {numel(Net().blocks[0]):,} of them in each 
 # ## Training
 #
 # The training loop does not know how the model is distributed. Each rank takes its own rows of
-# every batch. Make the optimizer *after* wrapping the model. `fused=True` selects the same AdamW
-# kernel for all runs: on a CPU, flatshard chooses the fused kernel by itself and torch does not,
-# and the two kernels round differently.
+# every batch. `fused=True` selects the same AdamW kernel for all runs: on a CPU, flatshard chooses
+# the fused kernel by itself and torch does not, and the two kernels round differently.
 #
 # Evaluation has one rule. A forward of a sharded model is *collective*: every rank must call it the
 # same number of times, because every rank holds shards that the other ranks need. Here each rank
@@ -524,7 +523,7 @@ print(f"the unwrapped network: {100 * right:.1f} % of the first {len(images):,} 
 #
 # | to do | how |
 # |---|---|
-# | replace the wrapper, then make the optimizer | `ShardedWrapper(model)` |
+# | replace the wrapper | `ShardedWrapper(model)` |
 # | call forward and `full_state_dict(model)` on every rank | also in evaluation |
 # | divide large models into units | `auto_wrap_policy="auto"`, by class, or by size |
 # | see where a step's time goes | `with model.record_steps(): ...`, `print(model.step_report())` |

@@ -12,6 +12,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (*sorted(ROOT.glob("tutorials/*.ipynb")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+BOOSTS = {
+    "troubleshooting.md": 20,
+    **dict.fromkeys(("api.md", "architecture.md", "evidence.md"), 0.3),
+    **dict.fromkeys(("tutorials", "CONTRIBUTING.md", "CHANGELOG.md"), 0.05),
+}
+"""Weights of pages and folders in the search: errors first, long pages and notebooks last."""
 
 
 @event_priority(100)  # before the plugin that turns notebooks into pages
@@ -59,6 +65,12 @@ def _with_docstrings(section: str) -> str:
             members = [one.rpartition(".")[2] for one in names if one.startswith(f"{name}.")]
             section += f"\n::: {module}.{name}\n    options: {{members: {members or False}}}\n"
     return section
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Set the page's weight in search results."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
+    return html
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -155,7 +155,10 @@ def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number:
 def _step_mode(optimizer: torch.optim.Optimizer) -> str:
     if is_elementwise(optimizer):
         return "shards"
-    mode: Any = adapter_of(optimizer).mode
+    # On one rank, a shard is the whole parameter, so any optimizer steps shards.
+    mode: Any = getattr(adapter_of(optimizer), "mode", None)
+    if mode is None:
+        return "shards"
     return {"ON_SHARDS": "sharded tensors", "ON_EVERY_RANK": "every rank"}.get(mode.name, "owners")
 
 
