@@ -82,18 +82,6 @@ def exception_in_step(side: Side) -> Any:
     return model
 
 
-@idiom("an exception in an evaluation under `inference_mode`, before backward")
-def exception_in_inference(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
-    loss = side.loss(model, 0)
-    with failing(side.inner(model).fc2), torch.inference_mode():
-        model(side.draw(70, ROWS, 7))
-    loss.backward()
-    side.step(optimizer)
-    return model
-
-
 @idiom("of two chained models, one fails in forward or backward", by_hand=True)
 def exception_between_models(side: Side) -> Any:
     first, second = side.wrap(Net()), side.wrap(Net(7, 3))
@@ -110,18 +98,6 @@ def exception_between_models(side: Side) -> Any:
             backward(good)
             side.step(optimizer)
     return [first, second]
-
-
-@idiom("an exception in a post-accumulate hook of a parameter", by_hand=True)
-def exception_in_post_accumulate_hook(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
-    handle = side.inner(model).fc2.weight.register_post_accumulate_grad_hook(fail)
-    with planned():
-        side.loss(model, 30).backward()
-    handle.remove()
-    optimizer.zero_grad()
-    return side.fit(model, optimizer)
 
 
 @idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
@@ -340,17 +316,6 @@ def penalty_while_accumulating(side: Side) -> Any:
         (side.loss(model, first + 2) + _penalty(model)).backward()
         side.step(optimizer)
     return model
-
-
-@idiom("a backward that fails after another one", by_hand=True, ways=("no_shard", "hybrid"))
-def failed_backward_after_another(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
-    side.loss(model, 0).backward()
-    with failing(side.inner(model).fc2, in_backward=True):
-        side.loss(model, 1).backward()
-    optimizer.zero_grad()
-    return side.fit(model, optimizer, steps=2, first=2)
 
 
 @idiom(

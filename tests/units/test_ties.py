@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, sharded_modules
+from flatshard import ShardedWrapper
 from flatshard.units.policies import Policy, always_wrap_policy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming
@@ -214,33 +214,6 @@ def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
     for first, others in tie.aliases.items():
         for other in others:
             assert torch.equal(state[first], state[other]), f"{first} and {other} differ"
-
-
-@pytest.mark.uncoalesced  # which of two units owns what they share
-@on_ranks_each_way(2)
-def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
-    """Where a tied weight lies, that it lies there once, and that its names have one object."""
-    for tie in TIES.values():
-        with naming(tie.name):
-            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
-            spans = {
-                span.name: (wrapper._sharded_unit.name, span.numel)
-                for wrapper in sharded_modules(sharded)
-                for handle in wrapper._sharded_unit.handles
-                for span in handle.layout.spans
-            }
-            sizes = {name: param.numel() for name, param in plain.named_parameters()}
-            assert {name: numel for name, (_, numel) in spans.items()} == sizes
-            assert {name: spans[name][0] for name in tie.owners} == tie.owners
-            for remove_duplicate in (True, False):
-                names = [
-                    [name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
-                    for model in (sharded, plain)
-                ]
-                assert names[0] == names[1]
-            _assert_tied(sharded, tie)
-            with ShardedWrapper.summon_full_params(sharded):
-                _assert_tied(sharded, tie)
 
 
 def _assert_tied(model: nn.Module, tie: Tie) -> None:
