@@ -162,7 +162,7 @@ def _hang_on_rank_1(rank: int, world_size: int) -> None:
 )
 def test_harness_shows_the_first_failure(fn: Callable[..., None], shown: str) -> None:
     with pytest.raises(RankError, match=shown):
-        run_ranks(fn, 2, timeout=5.0)
+        run_ranks(fn, 2, timeout=3.0)
 
 
 def _change_what_is_restored(rank: int, world_size: int) -> tuple[int, list[object]]:
