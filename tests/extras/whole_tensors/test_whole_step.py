@@ -470,6 +470,7 @@ class Divided(torch.optim.Optimizer):
         super().__init__(params, {})
 
     def momentum(self, param: Tensor, number: int) -> Tensor:
+        self.state[param]["number"] = number  # the same on all ranks
         return self.state[param].setdefault("momentum", torch.zeros_like(param))  # type: ignore[no-any-return]
 
     @torch.no_grad()
