@@ -395,7 +395,7 @@ def test_an_error_nobody_waited_for_is_raised_at_the_end(
 
 
 def test_a_group_that_is_destroyed_early(tmp_path: Path) -> None:
-    run_ranks(_destroys, 2, tmp_path, fresh=True, group_timeout=3)
+    run_ranks(_destroys, 2, tmp_path, fresh=True)
     assert checkpoint.latest(tmp_path) is None
 
 

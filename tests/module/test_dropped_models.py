@@ -20,17 +20,15 @@ from flatshard import ShardedWrapper
 from flatshard.comm import work
 from flatshard.comm.transports import Transport
 from flatshard.comm.work import History
-from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
 from tests.ways import BASIC, WAYS
 
 
 def _wrapped(collectives: str, **keywords: str) -> ShardedWrapper:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
-    policy = ModuleWrapPolicy({nn.Sequential})
     return ShardedWrapper(
         nn.Sequential(*layers),
-        auto_wrap_policy=policy,
+        auto_wrap_policy="auto",
         coalesce_bytes=0,
         collectives=collectives,
         **keywords,
