@@ -25,7 +25,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from lib.command_line import Parser
+from lib.gpt import GPT, Block, Preset, loss_of
 from lib.output import show, write_json
 from torch import Tensor, nn
 
@@ -75,17 +74,6 @@ OPTIMIZERS = {
 # -------------------------------------------------------------------------------------- the model
 
 
-@dataclass(frozen=True)
-class Preset:
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    sequence: int
-    batch: int = 2  # sequences per rank
-    expansion: int = 4  # width of the hidden layer, as a multiple of `width`
-
-
 PRESETS = {
     "tiny": Preset(layers=2, width=32, heads=2, vocabulary=64, sequence=16),
     "gpt-20m": Preset(layers=8, width=384, heads=6, vocabulary=8192, sequence=128),
@@ -95,39 +83,6 @@ PRESETS = {
     # One unit has nearly all parameters, so there is nothing to overlap its communication with.
     "one-big": Preset(layers=1, width=1024, heads=16, vocabulary=512, sequence=128, expansion=16),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, preset: Preset) -> None:
-        super().__init__()
-        width, hidden = preset.width, preset.expansion * preset.width
-        self.heads = preset.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, preset: Preset) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(preset.vocabulary, preset.width)
-        self.positions = nn.Embedding(preset.sequence, preset.width)
-        self.blocks = nn.ModuleList(Block(preset) for _ in range(preset.layers))
-        self.norm = nn.LayerNorm(preset.width)
-        self.head = nn.Linear(preset.width, preset.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def make_model(preset: Preset, device: torch.device) -> GPT:
@@ -229,10 +184,6 @@ class Clock:
     def wait(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Trainer:

@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 scripts/losses.py > losses.txt
 
 To check that two commits compute the same, run the script in both and compare the files with
-`diff`. The script trains a small transformer in float32 with SGD and momentum, for each strategy,
-transport, precision and policy.
+`diff`. The script trains a small GPT in float32 with SGD and momentum, its head tied to its
+embedding, for each strategy, transport, precision and policy.
 """
 
 import functools
@@ -14,36 +14,14 @@ import warnings
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser, stop
-from torch import Tensor, nn
+from lib.gpt import GPT, Block, Preset, loss_of
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH = 4, 4, 16, 97, 48
+STEPS, BATCH = 4, 4
+SHAPE = Preset(layers=4, width=48, heads=4, vocabulary=97, sequence=16)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Block(nn.TransformerEncoderLayer):
-    """A transformer layer without dropout, which is one unit."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-
-
-class Net(nn.Module):
-    """Embedding, blocks, and a head that is tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embed(words))))
-
 
 STRATEGIES = (
     *("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD"),
@@ -69,20 +47,22 @@ WAYS |= {
 
 def losses(accumulate: bool, in_backward: bool, **settings: object) -> list[float]:
     torch.manual_seed(0)
+    plain = GPT(SHAPE)
+    plain.head.weight = plain.tokens.weight
     keywords = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **settings}
-    model = ShardedWrapper(Net(), **keywords)
+    model = ShardedWrapper(plain, **keywords)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if in_backward:
         model.step_in_backward(optimizer)
     torch.manual_seed(1 + dist.get_rank())
     found = []
     for _ in range(STEPS):
-        words = torch.randint(WORDS, (BATCH, LENGTH + 1))
+        words = torch.randint(SHAPE.vocabulary, (BATCH, SHAPE.sequence + 1))
         optimizer.zero_grad()
         if accumulate:
             with model.no_sync():
-                _loss(model, words).backward()
-        loss = _loss(model, words)
+                loss_of(model(words[:, :-1]), words).backward()
+        loss = loss_of(model(words[:, :-1]), words)
         loss.backward()
         if not in_backward:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,11 +70,6 @@ def losses(accumulate: bool, in_backward: bool, **settings: object) -> list[floa
         found.append(float(loss.detach()))
     found.append(float(sum(value.double().sum() for value in model.state_dict().values())))
     return found
-
-
-def _loss(model: nn.Module, words: Tensor) -> Tensor:
-    scores = model(words[:, :-1])
-    return nn.functional.cross_entropy(scores.float().flatten(0, 1), words[:, 1:].flatten())
 
 
 def main() -> None:

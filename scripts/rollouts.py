@@ -37,17 +37,10 @@ class Block(nn.Module):
         return x + self.out(torch.relu(self.hidden(self.norm(x))))
 
 
-class Policy(nn.Module):
-    """Chooses the next token by the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.tokens(tokens)))
+def policy() -> nn.Sequential:
+    """Scores each next token by the last one."""
+    blocks = Block(), Block()
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -65,12 +58,12 @@ class Engine:
     """Generates with the unwrapped model; has the ``load_weights`` of inference engines."""
 
     def __init__(self) -> None:
-        self.model = Policy().requires_grad_(False)
+        self.model = policy().requires_grad_(False)
+        self.state = self.model.state_dict()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        state = self.model.state_dict()
         for name, tensor in weights:
-            state[name].copy_(tensor)
+            self.state[name].copy_(tensor)
 
     def generate(self, prompt: Tensor) -> Tensor:
         """Append tokens to the prompts, ``(batch, 1)``, until they have ``LENGTH`` tokens."""
@@ -81,7 +74,7 @@ class Engine:
         return tokens
 
     def digest(self) -> str:
-        return digest(self.model.state_dict())
+        return digest(self.state)
 
 
 def serve(pipe: Connection, seed: int) -> None:
@@ -89,8 +82,8 @@ def serve(pipe: Connection, seed: int) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     engine = Engine()
-    while (call := pipe.recv()) is not None:
-        method, *arguments = call
+    while True:
+        method, *arguments = pipe.recv()
         pipe.send(getattr(engine, method)(*arguments))
 
 
@@ -100,17 +93,11 @@ class EngineProcess:
     def __init__(self, seed: int) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, seed), daemon=True)
-        self._process.start()
-        theirs.close()
+        context.Process(target=serve, args=(theirs, seed), daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, *arguments))
         return self._pipe.recv()
-
-    def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
 
 
 # ---------------------------------------------------------------- the trainer
@@ -129,7 +116,7 @@ def train(args: argparse.Namespace) -> list[float]:
     """Train by REINFORCE; returns the mean reward of each step."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = ShardedWrapper(Policy(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = ShardedWrapper(policy(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     engine = EngineProcess(seed=rank) if rank == 0 or args.engines == "all" else None
     rewards = []
@@ -155,8 +142,6 @@ def train(args: argparse.Namespace) -> list[float]:
             largest = max(norms, key=norms.__getitem__)
             gradient = f"largest gradient {norms[largest]:.3f} ({largest})"
             print(f"step {step + 1}: reward {rewards[-1]:.2f}, {gradient}")
-    if engine is not None:
-        engine.close()
     if rank == 0:
         print(f"before each of {args.steps} steps the engine had the trainer's weights")
     return rewards

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # All checks: lint, format, types, tests. One command on a fresh machine.
 #   bash scripts/test.sh [PYTEST ARGUMENT...]
-# MUST_RUN=1, in .ci/run, also tests other versions of Python and torch: scripts/test_versions.sh.
+# MUST_RUN=1, in .ci/run, also tests the oldest torch and, by turns, another Python:
+# scripts/test_versions.sh.
 # THOROUGH=1 tries all combinations of settings (see tests/combinations.py), in twice the time.
 # The first run makes .venv and installs into it; see scripts/venv.sh for the settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
-versions() { [ -z "${MUST_RUN:-}" ] || nice bash scripts/test_versions.sh "$@"; }
+turn="$(git rev-list --count HEAD 2> /dev/null || true)"
+versions() { [ -z "${MUST_RUN:-}" ] || TURN="$turn" nice bash scripts/test_versions.sh "$@"; }
 
 log="$(mktemp)"
 trap 'rm -rf "$log" .venv/cache' EXIT

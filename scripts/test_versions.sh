@@ -5,6 +5,7 @@
 # scripts/test.sh runs all tests there.
 #   bash scripts/test_versions.sh [PYTEST ARGUMENT...]
 #   bash scripts/test_versions.sh install    # only make the environments
+# TURN      a number: of the Pythons with the newest torch, only one is tested, by turns
 # VERSIONS  the pairs PYTHON:TORCH to test instead (no torch: the newest)
 # PAGE      a page whose table of versions is replaced by what ran, such as docs/evidence.md
 # Each pair has an environment in .venv/versions. The pairs are tested side by side. A pair whose
@@ -50,10 +51,18 @@ test_pair() {
 
 here="$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)"
 if [ -z "${VERSIONS:-}" ]; then
-    VERSIONS="3.11:$OLDEST.0"
+    others=()
     for version in 3.11 3.12 3.13 3.14; do
-        [ "$version" = "$here" ] && [ -z "${PAGE:-}" ] || VERSIONS+=" $version:"
+        [ "$version" = "$here" ] && [ -z "${PAGE:-}" ] || others+=("$version:")
     done
+    if [ -n "${TURN:-}" ]; then
+        there=()
+        for pair in "${others[@]}"; do
+            ! python_of "${pair%:}" > /dev/null || there+=("$pair")
+        done
+        others=(${there:+"${there[TURN % ${#there[@]}]}"})
+    fi
+    VERSIONS="3.11:$OLDEST.0 ${others[*]}"
 fi
 parts=1
 if [ $# -eq 0 ]; then

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lib import training_job
+from lib.gpt import GPT, Block, Preset
 from lib.training_job import mean_over_ranks, rows_per_rank, say
 from torch import Tensor, nn
 
@@ -76,46 +77,19 @@ def rows_of(text: Tensor, seed: int, count: int, context: int) -> Tensor:
     return text[starts + torch.arange(context + 1)]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: the gradient of a key's bias is zero except for rounding. AdamW would scale this
-        # gradient up to whole steps, and the losses would depend on the order of summation.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def Transformer(
+    width: int, depth: int, heads: int, context: int, vocabulary: int = VOCABULARY
+) -> GPT:
+    """The model that trains.
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
-        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+    Without a bias of queries and keys: the gradient of a key's bias is zero except for rounding.
+    AdamW would scale this gradient up to whole steps, and the losses would depend on the order of
+    summation.
+    """
+    return GPT(Preset(depth, width, heads, vocabulary, context, qkv_bias=False))
 
 
-class Transformer(nn.Module):
-    def __init__(
-        self, width: int, depth: int, heads: int, context: int, vocabulary: int = VOCABULARY
-    ) -> None:
-        super().__init__()
-        self.context = context
-        self.embed = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens) + self.positions(places)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def build(args: argparse.Namespace) -> Transformer:
+def build(args: argparse.Namespace) -> GPT:
     torch.manual_seed(args.seed)  # the same weights on every rank
     return Transformer(args.width, args.depth, args.heads, args.context)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import benchmark
 import torch
-from benchmark import GPT, Preset, Trainer, make_batch
+from benchmark import Trainer, make_batch
+from lib.gpt import GPT, Preset
 from torch import nn
 
 from gpu_checks.places import (

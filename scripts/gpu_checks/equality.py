@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark import GPT, Block, Preset, loss_of, make_batch
+from benchmark import make_batch
+from lib.gpt import GPT, Block, Preset, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

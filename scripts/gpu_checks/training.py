@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from benchmark import GPT, Block, Preset, loss_of, make_batch
+from benchmark import make_batch
+from lib.gpt import GPT, Block, Preset, loss_of
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy

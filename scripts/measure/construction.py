@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmark import Block
+from lib.gpt import Block
 from measuring import figures_of_ranks, measured
 from offload import Decoder
 from torch import nn

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from benchmark import Block, Preset, resident_bytes
+from benchmark import resident_bytes
+from lib.gpt import Block, Preset, loss_of
 from measuring import MIB, figures_of_ranks, reset_peak
 from torch import Tensor, nn
 
@@ -80,7 +80,7 @@ def train(
     losses = []
     for _ in range(steps):
         tokens = torch.randint(args.vocabulary, (args.rows, args.length + 1), generator=generator)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_of(model(tokens[:, :-1]), tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

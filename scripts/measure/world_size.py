@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmark import Block, resident_bytes
+from benchmark import resident_bytes
+from lib.gpt import Block
 from measuring import MIB
 from offload import Decoder
 from torch import nn

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, ShardingStrategy
+from flatshard import ShardedWrapper
 from tests.combinations import diagonal
 from tests.harness import RankError, run_ranks
 from tests.models import CASES
@@ -131,27 +131,6 @@ def _construct_with_a_bad_rank(rank: int, world_size: int, fail: Callable[[], No
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.uncoalesced  # the message names one layer
-def test_state_dict_on_one_rank_only(strategy: str) -> None:
-    messages = run_ranks(
-        _lonely_state_dict, 2, strategy, group_timeout=GROUP_TIMEOUT, expendable=[1]
-    )
-    assert re.search(NAMED, messages[0]), messages[0]
-
-
-def _lonely_state_dict(rank: int, world_size: int, strategy: str) -> str:
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy=ShardingStrategy[strategy])
-    if rank == 1:
-        _oversleep()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        model.state_dict()
-    assert time.monotonic() - start < GROUP_TIMEOUT + SLACK
-    return str(caught.value)
-
-
 # ---------------------------------------------------------------- the harness itself
 
 
@@ -183,17 +162,7 @@ def _hang_on_rank_1(rank: int, world_size: int) -> None:
 )
 def test_harness_shows_the_first_failure(fn: Callable[..., None], shown: str) -> None:
     with pytest.raises(RankError, match=shown):
-        run_ranks(fn, 2, timeout=5.0)
-
-
-def _multiply(rank: int, world_size: int, tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor)
-    return tensor * (rank + 1)
-
-
-def test_harness_returns_results_in_rank_order() -> None:
-    results = run_ranks(_multiply, 3, torch.ones(2))
-    assert [result.tolist() for result in results] == [[3.0, 3.0], [6.0, 6.0], [9.0, 9.0]]
+        run_ranks(fn, 2, timeout=3.0)
 
 
 def _change_what_is_restored(rank: int, world_size: int) -> tuple[int, list[object]]:

@@ -37,17 +37,12 @@ def _numbers(like: Tensor, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------- scripts: values
 
 
-def copied_through_data(run: Run) -> None:
-    for weight in _weights(run):
-        weight.data.copy_(_numbers(weight))
-    run.evaluate()
-    for weight in _weights(run):
-        weight.data.mul_(0.5).add_(1.0)
-
-
 def assigned_to_data(run: Run) -> None:
     for weight in _weights(run):
         weight.data = _numbers(weight)
+    run.evaluate()
+    for weight in _weights(run):
+        weight.data.copy_(_numbers(weight, 1))
     run.evaluate()
     for weight in _weights(run):
         weight.data = weight.data * 0.5
@@ -133,17 +128,6 @@ def in_inference_mode(run: Run) -> Tensor:
 # ---------------------------------------------------------------- scripts: gradients
 
 
-def gradients(run: Run) -> None:
-    for step in range(2):
-        run.loss(step).backward()
-        for p in run.model.parameters():
-            p.grad.mul_(0.5)
-            p.grad.data.clamp_(-0.1, 0.1)
-            p.grad = p.grad + 0.01
-            p.grad += 0.1 * p.detach()
-        run.step()
-
-
 def gradients_from_outside(run: Run) -> None:
     for step in range(2):
         run.loss(step).backward()
@@ -156,7 +140,6 @@ def gradients_from_outside(run: Run) -> None:
 
 
 SCRIPTS: list[Script] = [
-    copied_through_data,
     assigned_to_data,
     put_away_and_back,
     exchanged,
@@ -165,7 +148,6 @@ SCRIPTS: list[Script] = [
     drawn_anew,
     normalised,
     in_inference_mode,
-    gradients,
     gradients_from_outside,
 ]
 

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks, run_ranks
-from tests.models import Case, loss_of, vectors
+from tests.harness import on_ranks, run_ranks
+from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
     Trained,
     assert_same_state,
-    local_loss,
     snapshot,
-    step_and_zero,
     train,
     train_steps,
     trainable,
@@ -219,28 +217,6 @@ def test_summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
         assert_same_state(snapshot(one), snapshot(copy.deepcopy(plain).float()), rtol=0.0, atol=0.0)
 
 
-def _wrap_after_two_steps(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
-    model: nn.Module = _zoo()
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    for step in range(2):
-        inputs, target = ZOO.batch(step, world_size * 4, DTYPE)
-        loss_of(model(inputs), target).backward()
-        step_and_zero(optimizer)
-    # Momentum has the parameters' strides now, and is cut at the first step.
-    model = _wrap(model, strategy)
-    for step in range(2, 4):
-        local_loss(model, ZOO, step, rank, world_size, DTYPE).backward()
-        step_and_zero(optimizer)
-    return snapshot(model)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_optimizer_state_from_before_wrapping(strategy: str) -> None:
-    expected = train(ZOO, 2, steps=4, dtype=DTYPE)
-    for state in run_ranks(_wrap_after_two_steps, 2, strategy):
-        assert_same_state(state, expected.state, rtol=0.0, atol=TOLERANCE)
-
-
 # ---------------------------------------------------------------- other formats
 
 
@@ -281,81 +257,6 @@ def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
         for p in wrapped.parameters()
         if p.dim() == 4
     )
-
-
-# ---------------------------------------------------------------- frozen and trainable
-
-
-class Switched(nn.Module):
-    """Three layers, the middle one frozen at first, the last one's bias too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 6)
-        self.middle = nn.Linear(6, 6).requires_grad_(False)
-        self.last = nn.Linear(6, 3)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
-SWITCHED = {
-    "one-unit": Case("switched", Switched, vectors),
-    "units": Case("switched", Switched, vectors, (nn.Linear,)),
-}
-
-
-def _switch(model: nn.Module, step: int) -> None:
-    """What is trained changes before a step: one parameter, a module, everything, and back."""
-    match step:
-        case 1:
-            model.middle.weight.requires_grad_(True)
-        case 2:
-            model.middle.requires_grad_(True)
-            model.first.weight.requires_grad_(False)
-        case 3:
-            model.requires_grad_(True)
-        case 4:
-            model.middle.requires_grad_(False)
-            model.last.bias.requires_grad_(False)
-        case 5:
-            for param in model.parameters():
-                param.requires_grad = False
-            model.first.bias.requires_grad_(True)
-
-
-def _train_switched(
-    rank: int, world_size: int, case: str, strategy: str
-) -> tuple[dict[str, Tensor], list[set[str]]]:
-    """The end, and of every step the names that got a gradient; on all rows if not wrapped."""
-    model = SWITCHED[case].model()
-    if strategy:
-        model = SWITCHED[case].wrap(model, sharding_strategy=ShardingStrategy[strategy])
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with_gradient = []
-    for step in range(8):
-        _switch(model, step)
-        if strategy:
-            loss = local_loss(model, SWITCHED[case], step, rank, world_size)
-        else:
-            inputs, target = SWITCHED[case].batch(step, 4 * world_size)
-            loss = F.mse_loss(model(inputs), target)
-        loss.backward()
-        with_gradient.append({n for n, p in model.named_parameters() if p.grad is not None})
-        step_and_zero(optimizer)
-    return snapshot(model), with_gradient
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_requires_grad_is_obeyed(rank: int, world_size: int) -> None:
-    for case, strategy in itertools.product(SWITCHED, STRATEGIES):
-        with naming((case, strategy)):
-            expected, names = _train_switched(0, world_size, case, "")
-            state, with_gradient = _train_switched(rank, world_size, case, strategy)
-            assert_same_state(state, expected, rtol=0.0, atol=1e-12)
-            assert with_gradient == names
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])

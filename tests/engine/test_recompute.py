@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,13 +29,11 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
-    assert_same,
     assert_same_state,
     local_loss,
     step_and_zero,
     train_rank_by_rank,
 )
-from tests.side import pair
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 Checkpoint = Callable[..., Tensor]
@@ -303,54 +300,3 @@ def _check_wrappers(
 
 
 # ---------------------------------------------------------------- with other idioms
-
-
-class _Box:
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-@dataclass
-class _Record:
-    hidden: Tensor
-    extra: object = None
-
-
-class _Boxing(nn.Module):
-    """Computes again in backward, and returns its output in an object."""
-
-    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.up = nn.Linear(7, 9)
-        self.down = nn.Linear(9, 7)
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Any:
-        return self.kind(checkpoint(self._inner, x, use_reentrant=False))
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-class _Boxes(nn.Module):
-    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.first = _Boxing(kind)
-        self.second = _Boxing(kind)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x).hidden
-        return self.head(x + self.second(x).hidden)
-
-
-@on_ranks_each_way(2)
-def test_checkpoint_in_a_unit_that_returns_an_object(rank: int, world_size: int, way: str) -> None:
-    """The tensors in the object are found, so the unit is gathered for the recomputation."""
-    for kind in (_Box, _Record):
-        case = Case("boxes", functools.partial(_Boxes, kind), vectors, (_Boxing,))
-        sharded, plain = pair(rank, world_size, way, case)
-        for run in (sharded, plain):
-            run.train(0, 3)
-        with naming(kind):
-            assert_same(sharded.model, plain.model, 1e-12)

@@ -17,24 +17,9 @@ from tests.side import Run, assert_same_model
 pytestmark = pytest.mark.by_turns
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-@on_ranks(2)
-def test_buffers(rank: int, world_size: int, broadcast: bool) -> None:
-    case = CASES["batch-norm"]
-    model = case.wrap(case.model(), broadcast_buffers=broadcast)
-    mean, count = model.norm.running_mean, model.norm.num_batches_tracked
-    mean.fill_(rank)
-    count.fill_(10 * rank)
-    model.eval()  # so that the forward itself leaves them alone
-    model(case.batch(0, ROWS)[0])
-    source = 0 if broadcast else rank
-    assert torch.equal(mean, torch.full_like(mean, source))
-    assert count.item() == 10 * source
-
-
 @pytest.mark.parametrize("sync", [None, True])
 @on_ranks(2)
-def test_first_buffers_without_broadcast(rank: int, world_size: int, sync: bool | None) -> None:
+def test_buffers_without_broadcast(rank: int, world_size: int, sync: bool | None) -> None:
     """Ranks keep the buffers with which they start, unless ``sync_module_states=True``.
 
     DistributedDataParallel with ``broadcast_buffers=False`` does the same: torch's DDP passes that
@@ -45,6 +30,8 @@ def test_first_buffers_without_broadcast(rank: int, world_size: int, sync: bool 
     plain.norm.running_mean.fill_(rank)
     expected = torch.full_like(plain.norm.running_mean, 0 if sync else rank)
     model = case.wrap(plain, broadcast_buffers=False, sync_module_states=sync)
+    model.eval()  # so that the forward itself leaves them alone
+    model(case.batch(0, ROWS)[0])
     assert torch.equal(model.norm.running_mean, expected)
 
 

@@ -58,11 +58,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, blocks, head."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -80,38 +80,36 @@ def make_data(rows: int) -> TensorDataset:
     return TensorDataset((start + step * torch.arange(LENGTH + 1)) % VOCABULARY)
 
 
-def wrap(model: nn.Module, args: argparse.Namespace, device: torch.device) -> FSDP:
+def wrap(model: nn.Module, args: argparse.Namespace) -> FSDP:
     if args.wrap == "size":
         policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1500)
     else:
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return FSDP(
         model,
         auto_wrap_policy=policy,
-        mixed_precision=bf16 if args.bf16 else None,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
         sharding_strategy=ShardingStrategy[args.strategy],
         cpu_offload=CPUOffload(offload_params=False),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        device_id=device,
+        device_id=torch.device("cpu"),
         limit_all_gathers=True,
         use_orig_params=args.use_orig_params,
     )
 
 
 def train_epoch(
-    model: FSDP, loader: DataLoader, optimizer: torch.optim.Optimizer, clip: float
+    model: FSDP, loader: DataLoader, optimizer: torch.optim.Optimizer
 ) -> list[list[float]]:
     """The average loss over ranks, and the gradients' norm, of every step."""
     model.train()
     rows = []
     for (tokens,) in loader:
-        tokens = tokens.to(model.embedding.weight.device)
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        norm = model.clip_grad_norm_(clip)
+        norm = model.clip_grad_norm_(0.5)
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -140,39 +138,24 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--clip", type=float, default=0.5)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--wrap", choices=["size", "transformer"], default="size")
     parser.add_argument("--use-orig-params", action="store_true")
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--checkpoint-activations", action="store_true")
     parser.add_argument("--no-offload", action="store_true")
     parser.add_argument("--dist-url", default="env://")
     parser.add_argument("--out", type=Path, default=Path("fsdp-run"))
     args = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=args.dist_url,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    torch.manual_seed(args.seed)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=args.dist_url, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
     args.out.mkdir(exist_ok=True, parents=True)
 
     data = make_data(96)
-    sampler = DistributedSampler(data, shuffle=True, seed=args.seed)
-    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
-    model = wrap(LanguageModel(args.blocks), args, device)
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    model = wrap(LanguageModel(), args)
     if args.checkpoint_activations:
         apply_activation_checkpointing(
             model,
@@ -181,21 +164,21 @@ def main() -> None:
             ),
             check_fn=lambda module: isinstance(module, Block),
         )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
 
     steps = []
-    for epoch in range(args.epochs):
+    for epoch in range(2):
         sampler.set_epoch(epoch)
-        steps += train_epoch(model, loader, optimizer, args.clip)
+        steps += train_epoch(model, loader, optimizer)
         scheduler.step()
     with FSDP.summon_full_params(model, writeback=False):
         norms = [param.norm().item() for param in model.parameters()]
     save(model, optimizer, args.out / "checkpoint.pt", offload=not args.no_offload)
-    steps += train_epoch(model, loader, optimizer, args.clip)
+    steps += train_epoch(model, loader, optimizer)
     load(model, optimizer, args.out / "checkpoint.pt")
-    again = train_epoch(model, loader, optimizer, args.clip)
-    if dist.get_rank() == 0:
+    again = train_epoch(model, loader, optimizer)
+    if rank == 0:
         units = len(FSDP.fsdp_modules(model))
         curves = {"steps": steps, "again": again, "norms": norms, "units": units}
         (args.out / "curves.json").write_text(json.dumps(curves))

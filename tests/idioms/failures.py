@@ -82,18 +82,6 @@ def exception_in_step(side: Side) -> Any:
     return model
 
 
-@idiom("an exception in an evaluation under `inference_mode`, before backward")
-def exception_in_inference(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
-    loss = side.loss(model, 0)
-    with failing(side.inner(model).fc2), torch.inference_mode():
-        model(side.draw(70, ROWS, 7))
-    loss.backward()
-    side.step(optimizer)
-    return model
-
-
 @idiom("of two chained models, one fails in forward or backward", by_hand=True)
 def exception_between_models(side: Side) -> Any:
     first, second = side.wrap(Net()), side.wrap(Net(7, 3))
@@ -340,17 +328,6 @@ def penalty_while_accumulating(side: Side) -> Any:
         (side.loss(model, first + 2) + _penalty(model)).backward()
         side.step(optimizer)
     return model
-
-
-@idiom("a backward that fails after another one", by_hand=True, ways=("no_shard", "hybrid"))
-def failed_backward_after_another(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
-    side.loss(model, 0).backward()
-    with failing(side.inner(model).fc2, in_backward=True):
-        side.loss(model, 1).backward()
-    optimizer.zero_grad()
-    return side.fit(model, optimizer, steps=2, first=2)
 
 
 @idiom(

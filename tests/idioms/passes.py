@@ -104,20 +104,6 @@ def backwards_in_the_other_order(side: Side) -> Any:
     return _train(side, backward)
 
 
-@idiom("inference before, between forward and backward, and before the step")
-def inference_between(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> list[Tensor]:
-        def evaluate() -> Tensor:
-            with torch.inference_mode():
-                return model(torch.ones(2, 7)).clone()
-
-        first, loss, second = evaluate(), side.loss(model, step), evaluate()
-        loss.backward()
-        return [first, second, evaluate()]
-
-    return _train(side, backward)
-
-
 @idiom("gathers and reductions draw no random numbers")
 def random_numbers(side: Side) -> Any:
     def backward(model: nn.Module, step: int) -> Tensor:
@@ -219,16 +205,6 @@ def penalty_by_itself(side: Side) -> Any:
     return _train(side, backward)
 
 
-@idiom("a penalty after a backward under `no_sync`")
-def penalty_with_accumulation(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> None:
-        with side.no_sync(model):
-            side.loss(model, 2 * step).backward()
-        (side.loss(model, 2 * step + 1) + _penalty(model)).backward()
-
-    return _train(side, backward)
-
-
 @idiom("gradients detached in place and zeroed, as in fairseq", ways=("full", "no_shard"))
 def gradients_detached(side: Side) -> Any:
     model = side.wrap(Mlp())
@@ -258,15 +234,29 @@ def edited_between_forwards(side: Side) -> Any:
     return _train(side, backward)
 
 
-@idiom("a bias frozen and thawed between steps", by_hand=True)
+@idiom(
+    "what is trained changes between steps: parameters, modules, the model, and back",
+    by_hand=True,
+    ways=("full", "grad_op", "no_shard", "op", "hybrid-op"),
+)
 def frozen_and_thawed(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> bool:
-        bias = side.inner(model).fc1.bias
-        bias.requires_grad_(step in (0, 3))
+    changes: list[Callable[[Any], object]] = [
+        lambda net: [part.requires_grad_(False) for part in (net.fc2, net.fc3.bias)],
+        lambda net: net.fc2.weight.requires_grad_(True),
+        lambda net: [net.fc2.requires_grad_(True), net.fc1.weight.requires_grad_(False)],
+        lambda net: net.requires_grad_(True),
+        lambda net: [net.requires_grad_(False), net.fc1.bias.requires_grad_(True)],
+        lambda net: None,
+    ]
+    model = side.wrap(Mlp())
+    optimizer = side.sgd(model)
+    with_gradient: list[Any] = []
+    for step, change in enumerate(changes):
+        change(side.inner(model))
         side.loss(model, step).backward()
-        return bias.grad is not None
-
-    return _train(side, backward, 4)
+        with_gradient.append([param.grad is not None for param in model.parameters()])
+        side.step(optimizer)
+    return [*with_gradient, model]
 
 
 class Reordered(Mlp):
@@ -292,22 +282,6 @@ def changing_order(side: Side) -> Any:
         side.inner(model).order = [(step + i) % 3 for i in range(3)][: 2 + step % 2]
         losses += side.fit(model, optimizer, steps=1, first=step)[:1]
     return [*losses, model]
-
-
-@idiom("gradients and weights edited in a loop over all modules of a class")
-def edited_by_module(side: Side) -> Any:
-    model = side.wrap(Net(7, 3))
-    optimizer = side.sgd(model)
-    for step in range(3):
-        side.loss(model, step).backward()
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        for linear in linears:
-            linear.weight.grad.mul_(0.5)
-        side.step(optimizer)
-        with torch.no_grad():
-            for linear in linears:
-                linear.weight.add_(linear.weight, alpha=-0.1)
-    return model
 
 
 # ---------------------------------------------------------------- buffers

@@ -68,7 +68,7 @@ NOT_UNDER = {"join": ("hybrid-op-nodes-of-one", "hybrid-op", "op", "regather")}
 WARNED = {
     **dict.fromkeys(("as_vector", "fetched_embedding", "iterated_sequential"), _READ),
     **dict.fromkeys(("looked_at", "parent_reads_child", "tied_by_reading"), _READ),
-    **dict.fromkeys(("exceptions_at_first", "failed_backward_after_another"), _FAILED),
+    "exceptions_at_first": _FAILED,
     **dict.fromkeys(("backward_after_failure", "replaced_while_accumulating"), _FAILED),
     "momentum_encoder": "chose no module of Momentum",
     "optimizer_round_trip": "contains only this rank's parts",

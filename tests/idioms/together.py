@@ -151,18 +151,6 @@ def frozen_encoder(side: Side) -> Any:
     return [*models, *twins]
 
 
-@idiom("gradients through a frozen model: a perceptual loss")
-def perceptual_loss(side: Side) -> Any:
-    model, frozen = side.wrap(Net()), Mlp().requires_grad_(False)
-    frozen = side.wrap(frozen) if side.is_flatshard else frozen
-    return side.fit(
-        model,
-        loss_of=lambda m, step: F.mse_loss(
-            frozen(m(side.draw(step, ROWS, 7))), side.draw(50 + step, ROWS, 3)
-        ),
-    )
-
-
 @idiom("a wrapped model that follows another one, by hand, between steps")
 def following_model(side: Side) -> Any:
     online, target = side.wrap(Net()), side.wrap(Net())

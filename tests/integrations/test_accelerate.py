@@ -168,7 +168,7 @@ def _saved_by_ddp(theirs: Any, ours: Any, folder: Path) -> None:
     assert_close(loaded["exp_avg"], state["state"][0]["exp_avg"])
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2), (2, 3)])
 def test_resumes(saved: int, loaded: int, tmp_path: Path) -> None:
     run_ranks(_saves, saved, str(tmp_path), preload=PRELOAD)
     run_ranks(_loads, loaded, str(tmp_path), preload=PRELOAD)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, ShardedWrapper
-from flatshard.optimizer import adapter
+from flatshard import FlatShardTensor
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
@@ -28,36 +27,6 @@ KINDS: dict[str, Any] = {
     "rprop": partial(torch.optim.Rprop, lr=0.01),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
-
-
-@on_ranks(2)
-def test_buckets_change_nothing(rank: int, world_size: int) -> None:
-    for kind in KINDS:
-        with naming(kind):
-            joined = _train(rank, world_size, kind)
-            with mock.patch.object(adapter, "_neighbours", lambda params, at: [params[at]]):
-                alone = _train(rank, world_size, kind)
-            # Kernels round what is left over of a vector differently.
-            torch.testing.assert_close(joined, alone, rtol=1e-12, atol=1e-18)
-
-
-def _train(rank: int, world_size: int, kind: str) -> Any:
-    """Train, and save and load the optimizer in the middle."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    optimizer = KINDS[kind](trainable(model))
-    counts: list[int] = []
-    optimizer.register_step_post_hook(lambda one, *_: counts.append(_num_params(one)))
-    losses = train_steps(model, optimizer, case, rank, world_size, steps=2)
-    saved = io.BytesIO()
-    torch.save(own_parts(optimizer), saved)
-    optimizer = KINDS[kind](trainable(model))
-    saved.seek(0)
-    optimizer.load_state_dict(torch.load(saved, weights_only=False))
-    losses += train_steps(model, optimizer, case, rank, world_size, steps=2)
-    assert len(set(counts)) == 1, "parameters are put back"
-    state = ShardedWrapper.optim_state_dict(model, optimizer)
-    return losses, snapshot(model), state["state"]
 
 
 # ---------------------------------------------------------------- by which kernel

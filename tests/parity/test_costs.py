@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lib.gpt import Block
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_transformer import Block, Transformer
+from train_transformer import Transformer
 
 from flatshard import ShardedWrapper
 from flatshard.collectives import record

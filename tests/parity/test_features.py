@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
-from tests.harness import allow_warnings, on_ranks, run_ranks
+from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -369,9 +369,10 @@ def test_feature(name: str, strategy: str, tmp_path: Path) -> None:
     assert judge(run_ranks(trial, WORLD, name, strategy, str(tmp_path))) == Cell("right")
 
 
-@pytest.mark.parametrize("name", [name for name, one in FEATURES.items() if one.refused])
 @on_ranks(WORLD)
-def test_refused(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
-    for strategy, words in FEATURES[name].refused.items():
-        with pytest.raises((ValueError, NotImplementedError), match=words):
-            trial(rank, world_size, name, strategy, str(tmp_path))
+def test_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    for name, feature in FEATURES.items():
+        for strategy, words in feature.refused.items():
+            refused = pytest.raises((ValueError, NotImplementedError), match=words)
+            with naming((name, strategy)), refused:
+                trial(rank, world_size, name, strategy, str(tmp_path))

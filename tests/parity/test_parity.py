@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardingStrategy
 from flatshard.wrap import size_based_auto_wrap_policy
@@ -137,32 +136,9 @@ def test_bitwise(world_size: int) -> None:
     found = run_ranks(_train_each, world_size, configs, timeout=200)
     for config, *results in zip(configs, *found, strict=True):
         with naming(config):
-            _assert_bitwise(config.case, results, config.dtype)
-
-
-def _assert_bitwise(name: str, results: list[Trained], dtype: torch.dtype = torch.float64) -> None:
-    expected = train_rank_by_rank(CASES[name], len(results), dtype=dtype)
-    assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
-    assert _mean_losses(results) == expected.losses
-
-
-LIKE_DDP = ("mlp", "tied-in-unit", "batch-norm", "dropout", "frozen")
-
-
-def _train_ddp(rank: int, world_size: int) -> list[Trained]:
-    results = []
-    for name in LIKE_DDP:
-        model = DistributedDataParallel(CASES[name].model())
-        optimizer = OPTIMIZERS["sgd"](trainable(model))
-        losses = train_steps(model, optimizer, CASES[name], rank, world_size)
-        results.append(Trained(snapshot(model.module), losses))
-    return results
-
-
-def test_oracle_is_what_ddp_does() -> None:
-    for name, *results in zip(LIKE_DDP, *run_ranks(_train_ddp, 2), strict=True):
-        with naming(name):
-            _assert_bitwise(name, results)
+            expected = train_rank_by_rank(CASES[config.case], world_size, dtype=config.dtype)
+            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
+            assert _mean_losses(results) == expected.losses
 
 
 def _mean_losses(results: list[Trained]) -> list[float]:

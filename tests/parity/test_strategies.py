@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import CustomPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
-from tests.models import CASES, Mlp
+from tests.models import CASES, Case, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run, assert_same_model
 from tests.ways import TOPOLOGIES, WAYS, Keywords
@@ -74,19 +75,21 @@ GROUPS: dict[str, tuple[Callable[[], Keywords], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS)
 @on_ranks(4)
-def test_groups(rank: int, world_size: int, groups: str) -> None:
+def test_groups(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    make, expected = GROUPS[groups]
-    keywords = make()
-    run = _train_and_compare(
-        rank, world_size, "mlp", lambda case: case.wrap(case.model(), **keywords)
-    )
-    topology = run.model._sharded_unit.topology
-    assert (topology.shard.size, topology.replicate.size) == expected
-    if groups == "pair":
-        assert topology.shard.ranks == (rank % 2, rank % 2 + 2)
+    for name, (make, expected) in GROUPS.items():
+        wrap = partial(_wrapped_with, make())
+        with naming(name):
+            topology = _train_and_compare(
+                rank, world_size, "mlp", wrap
+            ).model._sharded_unit.topology
+            assert (topology.shard.size, topology.replicate.size) == expected
+            assert name != "pair" or topology.shard.ranks == (rank % 2, rank % 2 + 2)
+
+
+def _wrapped_with(keywords: Keywords, case: Case) -> ShardedWrapper:
+    return case.wrap(case.model(), **keywords)
 
 
 # ---------------------------------------------------------------- a strategy for each unit

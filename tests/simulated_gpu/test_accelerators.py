@@ -329,33 +329,6 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
         published._finish_copies()
 
 
-def test_small_gradients_on_an_accelerator_are_copied_at_once() -> None:
-    """Each copy is a kernel, which takes longer to begin than to run."""
-    shapes = {"w": (800, 800), "b": (3,), "c": (5,), "left_out": (2,), "d": ()}
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    layout = FlatLayout.build(params, world_size=1, itemsize=4)
-    collected = _gradients(layout, "cpu")  # where copies are made at the same moments
-    # One comes in two parts, and one not at all.
-    came = [(i, layout.spans[i]) for i in (0, 1, 2, 2, 4)]
-    grads = [torch.full(span.shape, 1.0 + i, dtype=torch.bfloat16) for i, span in came]
-    expected = torch.zeros(layout.padded_numel)
-    for (_, span), grad in zip(came, grads, strict=True):
-        expected[span.start : span.end] += grad.view(-1)
-    with _Operations() as operations:
-        for (index, _), grad in zip(came, grads, strict=True):
-            collected.receive(index, grad)
-        begun = operations.names.copy()
-        whole = collected.take()
-    assert torch.equal(whole, expected)
-    assert begun.count("copy_") == 1
-    assert operations.names[len(begun) :].count("copy_") == 0
-    assert [name for name in operations.names if name.startswith("_foreach")] == [
-        "_foreach_zero_",
-        "_foreach_zero_",
-        "_foreach_copy_",
-    ]
-
-
 class _Operations(TorchDispatchMode):
     """Lists what runs."""
 

@@ -13,7 +13,7 @@ from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import OPTIMIZERS, own_parts, snapshot, trainable
+from tests.oracle import OPTIMIZERS, own_parts, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
 from tests.ways import select
 
@@ -54,70 +54,6 @@ def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
 # ---------------------------------------------------------------- all kinds of optimizers
 
 CHOSEN = select("full", "no_shard")
-each_way = pytest.mark.parametrize("way", CHOSEN)
-
-
-class Signed(torch.optim.Optimizer):
-    """Sees sharded parameters as they are; its state is made of them, and of other things."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "label": ["a", {"b": 2}]})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state.update(average=torch.zeros_like(param), count=0, history=[])
-                state["count"] += 1
-                state["history"] = [*state["history"], state["count"] * 2]
-                state["average"].mul_(0.9).add_(param.grad)
-                param.sub_(state["average"] * group["lr"])
-
-
-MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
-    "adamax": lambda params: torch.optim.Adamax(params, foreach=False),
-    "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
-    "sgd-without-momentum": lambda params: torch.optim.SGD(params, lr=0.1),
-    "signed": Signed,
-}
-
-
-@each_way
-@on_ranks(2)
-def test_optimizers(rank: int, world_size: int, way: str) -> None:
-    """Saved as the plain one's is; another model goes on from it, loaded by name or position."""
-    case, keywords = CASES["odd-shapes"], CHOSEN[way].keywords
-    for kind, make in MAKERS.items():
-        with naming(kind):
-            plain = case.model()
-            expected = make(plain.parameters())
-            train(plain, expected, range(2), case)
-            model = case.wrap(case.model(), **keywords)
-            optimizer = make(model.parameters())
-            train(model, optimizer, range(2), case, rank, world_size)
-            saved = ShardedWrapper.optim_state_dict(model, optimizer)
-            _assert_alike(saved, _by_name(plain, expected), 1e-9)
-
-            given = [saved, copy.deepcopy(expected.state_dict())]
-            train(plain, expected, range(2, 4), case)
-            for state in given:
-                other = case.wrap(case.model(), **keywords)
-                other.load_state_dict(model.state_dict())
-                again = make(other.parameters())
-                ShardedWrapper.optim_state_dict_to_load(other, again, state, load_directly=True)
-                train(other, again, range(2, 4), case, rank, world_size)
-                torch.testing.assert_close(other.state_dict(), snapshot(plain), rtol=0.0, atol=1e-9)
-
-
 # ---------------------------------------------------------------- groups and what else there is
 
 

@@ -1,8 +1,6 @@
 """Where ``torch.distributed.checkpoint`` (DCP) could lose or mix up values of sharded state."""
 
 import copy
-import math
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,12 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from flatshard import CPUOffload, FlatShardTensor, ShardedWrapper
+from flatshard import CPUOffload, ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, full_state_dict
-from flatshard.comm.communicator import ALONE
 from flatshard.state import model_state
-from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.units.layout import FlatLayout
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, on_ranks, run_ranks
 from tests.models import CASES
@@ -39,58 +32,6 @@ from tests.state.everything import CASE, loss_of_rows, train
 from tests.ways import Keywords
 
 # ---------------------------------------------------------------- resharding
-
-
-@pytest.mark.parametrize(("saving", "loading"), list(product(range(1, 5), repeat=2)))
-def test_resharding(saving: int, loading: int) -> None:
-    """Every rank's boxes from every other number of ranks' boxes, to the bit."""
-    shapes = {"a": (7, 5), "b": (4, 3, 2), "c": (11,), "d": (), "e": (1,), "f": (2, 3, 2, 3)}
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    params["a"] = torch.empty(5, 7).T
-    params["f"] = params["f"].to(memory_format=torch.channels_last)
-    values = {name: torch.randn(shape) for name, shape in shapes.items()}
-
-    def parts(num_ranks: int) -> list[list[FlatShardTensor]]:
-        layout = FlatLayout.build(params, world_size=num_ranks, itemsize=8)
-        return [
-            [_part(layout, index, rank, values[span.name]) for rank in range(num_ranks)]
-            for index, span in enumerate(layout.spans)
-        ]
-
-    for saved, loaded in zip(parts(saving), parts(loading), strict=True):
-        _reshard(saved, loaded)
-
-
-def _part(layout: FlatLayout, index: int, rank: int, value: Tensor) -> FlatShardTensor:
-    span, local = layout.spans[index], layout.local_span(index, rank)
-    spec = ShardSpec(span.name, "", span, local, comm=ALONE)
-    return FlatShardTensor(spec.slice(value).clone(), spec)
-
-
-def _reshard(saved: list[FlatShardTensor], loaded: list[FlatShardTensor]) -> None:
-    """What DCP does, without files."""
-    chunks = [(part, chunk) for part in saved for chunk in part.__create_chunk_list__()]
-    shape = torch.Size(saved[0].spec.shape)
-    assert sum(math.prod(chunk.sizes) for _, chunk in chunks) == shape.numel()
-    metadata = TensorStorageMetadata(
-        TensorProperties(saved[0].dtype), shape, [chunk for _, chunk in chunks]
-    )
-    for part in loaded:
-        expected = part.local.clone()
-        part.local.fill_(math.nan)
-        wanted = part.__create_chunk_list__()
-        for item in create_read_items_for_chunk_list("name", metadata, wanted):
-            source, _ = chunks[item.storage_index.index]
-            target = part.__get_tensor_shard__(item.dest_index)
-            value = source.__get_tensor_shard__(item.storage_index)
-            _narrow(target, item.dest_offsets, item.lengths).copy_(
-                _narrow(value, item.storage_offsets, item.lengths)
-            )
-        assert torch.equal(part.local, expected)
-
-
-def _narrow(tensor: Tensor, offsets: Any, lengths: Any) -> Tensor:
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
 
 
 # ---------------------------------------------------------------- loading in place

@@ -60,48 +60,56 @@ import torch, torch._dynamo
 
 gc.freeze()  # what is loaded is no garbage, and stays shared
 
-for folder, extra in zip(sys.argv[1::2], sys.argv[2::2]):
+for folder, extras in zip(sys.argv[1::2], sys.argv[2::2]):
     if process := os.fork():
-        assert os.waitpid(process, 0)[1] == 0, extra
+        assert os.waitpid(process, 0)[1] == 0, extras
         continue
     os.chdir(folder)
     sys.path.insert(0, folder)
-    sys.argv = ["core_alone", extra]
+    sys.argv = ["core_alone", *extras.split(",")]
     os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 1)
     runpy.run_module("tests.structure.core_alone", run_name="__main__")
     sys.stdout.flush()
     os._exit(0)  # the end of the interpreter would take as long as all the rest
 """
 
-SOME = every(3, EXTRAS)
+SOME = every(6, EXTRAS)
 """The core without any extra is tested always (`test_core_without_any`)."""
+ALL = ",".join(EXTRAS)
 
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For extras, a copy of the project without each, in which `core_alone` has run."""
-    folders = {extra: _without(tmp_path_factory.mktemp(extra), [extra]) for extra in SOME}
-    given = [str(value) for extra, folder in folders.items() for value in (folder, extra)]
+    """Copies of the project without some extras, or all, in which `core_alone` has run."""
+    folders = {
+        extras: _without(tmp_path_factory.mktemp("copy"), extras.split(","))
+        for extras in (*SOME, ALL)
+    }
+    given = [str(value) for extras, folder in folders.items() for value in (folder, extras)]
     _python(tmp_path_factory.mktemp("empty"), "-c", FORKED, *given)
     return folders
 
 
 @pytest.mark.parametrize("extra", SOME)
 def test_core_without_one(extra: str, without: dict[str, Path]) -> None:
-    said = (without[extra] / "said").read_text().splitlines()
-    assert len(said) == (REQUESTS[extra] is not None), said
-    for line in said:
-        assert line.startswith("MissingExtraError: ")
-        assert f"needs the extra {extra!r}, which {EXTRAS[extra]}" in line
+    _check_errors(without[extra], [extra])
     if THOROUGH:
         # The extra `recording` lists the collectives that these tests count.
         left_out = ["--ignore=tests/parity/test_costs.py"] if extra == "recording" else []
         _python(without[extra], "-m", "pytest", "-q", "-x", "tests/parity", *left_out)
 
 
+def _check_errors(folder: Path, extras: Sequence[str]) -> None:
+    said = (folder / "said").read_text().splitlines()
+    for line, extra in zip(said, [one for one in extras if REQUESTS[one] is not None], strict=True):
+        assert line.startswith("MissingExtraError: ")
+        assert f"needs the extra {extra!r}, which {EXTRAS[extra]}" in line
+
+
 @pytest.mark.timeout(400)
-def test_core_without_any(tmp_path: Path) -> None:
-    folder = _without(tmp_path, list(EXTRAS))
+def test_core_without_any(without: dict[str, Path]) -> None:
+    folder = without[ALL]
+    _check_errors(folder, list(EXTRAS))
     if find_spec("sklearn"):  # the demo needs ".[examples]"
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         demo = ["scripts/train_mnist.py", "--data", "digits", "--epochs", "1"]
@@ -109,8 +117,8 @@ def test_core_without_any(tmp_path: Path) -> None:
     # The core does not need these folders either. The demo does: it saves checkpoints.
     for name in ("checkpoint", "integrations"):
         shutil.rmtree(folder / "flatshard" / name)
-    few = [] if THOROUGH else ["-k", "test_same_as_one_process and 2"]  # all strategies
-    _python(folder, "-m", "pytest", "-q", "-x", "tests/parity/test_parity.py", *few)
+    if THOROUGH:
+        _python(folder, "-m", "pytest", "-q", "-x", "tests/parity/test_parity.py")
 
 
 def test_public_modules_need_no_import_of_their_own() -> None:

@@ -37,7 +37,7 @@ def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str
     return [(flat.detach().clone(), repr(flat)) for flat in found]
 
 
-def test_chunks_are_the_padded_parameter() -> None:
+def test_chunks_are_the_padded_parameter_and_printed() -> None:
     per_rank = run_ranks(_flat_parameters, 2)
     plain = _model()
     flat = torch.cat([chunks[0][0] for chunks in per_rank])
@@ -47,10 +47,7 @@ def test_chunks_are_the_padded_parameter() -> None:
     assert not flat[15]
     assert torch.equal(flat[16:21], bias)
     assert not flat[21:].any()
-
-
-def test_print_says_what_lies_where() -> None:
-    (_, said), *_ = run_ranks(_flat_parameters, 2)[1]
+    _, said = per_rank[1][0]
     assert said.splitlines() == [
         "FlatParameter of unit '0': torch.float32 on cpu, 20 elements + 4 padding, 2 chunks of 12",
         "  chunk 0: elements 0 to 12",

@@ -1,10 +1,8 @@
 """Models and parameters as objects: copies, averages, hooks, and what has to be refused."""
 
 import copy
-import gc
 import io
 import pickle
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +22,7 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.tensor import sharded_tensor
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
-from tests.models import CASES, Case
+from tests.models import CASES
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
 from tests.side import Run, assert_same_model, pair
 from tests.ways import BASIC, WAYS, on_ranks_each_way
@@ -177,37 +175,6 @@ def test_isinstance_reaches_through(rank: int, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------- freed
-
-
-def _use(model: ShardedWrapper, last: str, case: Case, rank: int, world_size: int) -> None:
-    if last == "constructor":
-        return
-    loss = local_loss(model, case, 0, rank, world_size)
-    if last == "forward":
-        return
-    loss.backward()
-    if last == "no_sync":
-        with model.no_sync():
-            local_loss(model, case, 0, rank, world_size).backward()
-    elif last == "step":
-        torch.optim.AdamW(model.parameters()).step()
-    elif last == "deepcopy":
-        copy.deepcopy(model)
-
-
-@on_ranks(2)
-def test_models_are_freed(rank: int, world_size: int) -> None:
-    """Autograd hides what its hooks and saved outputs hold from Python's collector."""
-    case = CASES["mlp"]
-    for keywords in ({}, {"sharding_strategy": "NO_SHARD"}):
-        for last in ("constructor", "forward", "backward", "step", "no_sync", "deepcopy"):
-            with naming(f"{keywords}, after {last}"):
-                model = case.wrap(case.model(), **keywords)
-                _use(model, last, case, rank, world_size)
-                kept = [weakref.ref(model), weakref.ref(model.fc1._sharded_unit.handles[0])]
-                del model
-                gc.collect()
-                assert [one() for one in kept] == [None, None]
 
 
 class _Tagged(nn.Linear):

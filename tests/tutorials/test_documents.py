@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import linecache
 import math
 import os
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +34,6 @@ import flatshard.checkpoint
 from tests import forked_python
 from tests.documents import (
     Fence,
-    Model,
     before_and_after,
     build,
     data,
@@ -153,51 +153,48 @@ def test_a_deadlock_says_what_its_page_quotes() -> None:
 # ---------------------------------------------------------------- what recipes come to
 
 
-def _plain_steps(
-    steps: int,
-    prepare: Callable[[Model], object] = lambda model: None,
-    *,
-    first: int = 0,
-    max_norm: float = math.inf,
-) -> tuple[Model, torch.optim.Optimizer]:
-    """The unwrapped model after steps on the ranks' batches together."""
-    model = build()
-    prepare(model)
+Batches = Sequence[tuple[Tensor, Tensor]]
+STEPS: list[Batches] = list(zip(data(0), data(1), strict=True))
+"""For each step, the batches of both ranks."""
+
+
+def _backward(model: nn.Module, batches: Batches, share: float = 1 / 2) -> nn.Module:
+    for inputs, labels in batches:
+        (share * nn.functional.cross_entropy(model(inputs), labels)).backward()
+    return model
+
+
+def _stepped(
+    model: nn.Module, steps: Iterable[Batches], max_norm: float = math.inf, share: float = 1 / 2
+) -> nn.Module:
+    """The unwrapped model after steps on these batches."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    batches = list(zip(data(0), data(1), strict=True))[first:steps]
-    for (inputs, labels), (others, their_labels) in batches:
+    for batches in steps:
         optimizer.zero_grad()
-        output = model(torch.cat([inputs, others]))
-        nn.functional.cross_entropy(output, torch.cat([labels, their_labels])).backward()
+        _backward(model, batches, share)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
-    return model, optimizer
+    return model
+
+
+def _assert_same(
+    model: nn.Module, plain: nn.Module, *, rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    # A first step of AdamW is as large for a small gradient as for a large one.
+    assert_close(model.state_dict(), dict(plain.state_dict()), rtol=rtol, atol=atol)
 
 
 def _check_same_gradients(names: dict[str, Any], rank: int) -> None:
     """The wrapped model's gradients are the plain one's."""
-    model, plain = names["model"], build()
-    inputs, labels = names["batches"][0]
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-    for both in (0, 1):
-        inputs, labels = data(both)[0]
-        (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
-    expected = [param.grad for param in plain.parameters()]
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        assert_close(param.grad.full_tensor(), grad)
+    model = _backward(names["model"], names["batches"][:1], share=1)
+    plain = _backward(build(), STEPS[0])
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(param.grad.full_tensor(), expected.grad)
 
 
 def _check_accumulated(names: dict[str, Any], rank: int) -> None:
-    if "number" not in names:  # a block without a loop, which lists ways to call no_sync
-        return
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for both in (0, 1):
-        for inputs, labels in data(both):
-            (nn.functional.cross_entropy(plain(inputs), labels) / 6).backward()
-    optimizer.step()
-    # A first step of AdamW is as large for a small gradient as for a large one.
-    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    if "number" in names:  # not in the block without a loop, which lists ways to call no_sync
+        _assert_same(names["model"], _stepped(build(), [[*data(0), *data(1)]], share=1 / 6))
 
 
 def _check_token_mean(names: dict[str, Any], rank: int) -> None:
@@ -205,24 +202,19 @@ def _check_token_mean(names: dict[str, Any], rank: int) -> None:
     is_uneven = "number" not in names
     batches = [*data(0)[: 1 if is_uneven else None], *data(1)[: 2 if is_uneven else None]]
     inputs, labels = map(torch.cat, zip(*batches, strict=True))
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    nn.functional.cross_entropy(plain(inputs), labels).backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 1.0 if is_uneven else math.inf)
-    optimizer.step()
-    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    most = 1.0 if is_uneven else math.inf
+    _assert_same(names["model"], _stepped(build(), [[(inputs, labels)]], most, share=1))
 
 
 def _check_clipped(names: dict[str, Any], rank: int) -> None:
-    expected, _ = _plain_steps(3, max_norm=1.0)
-    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+    _assert_same(names["model"], _stepped(build(), STEPS, max_norm=1.0))
 
 
 def _check_scaled(names: dict[str, Any], rank: int) -> None:
     """All ranks skip the first step, whose gradients overflow in float16, and lower the scale."""
     assert names["scaler"].get_scale() == 2.0**15
-    expected, _ = _plain_steps(3, first=1, max_norm=1.0)
-    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-3, atol=1e-3)
+    expected = _stepped(build(), STEPS[1:], max_norm=1.0)
+    _assert_same(names["model"], expected, rtol=1e-3, atol=1e-3)
 
 
 def _check_shared_modules(names: dict[str, Any], rank: int) -> None:
@@ -249,8 +241,7 @@ def _check_two_models(names: dict[str, Any], rank: int) -> None:
 def _check_average(names: dict[str, Any], rank: int) -> None:
     expected: dict[str, Tensor] = {}
     for steps in (1, 2, 3):
-        weights = _plain_steps(steps)[0].state_dict()
-        for name, value in weights.items():
+        for name, value in _stepped(build(), STEPS[:steps]).state_dict().items():
             expected[name] = expected[name].lerp(value, 0.01) if steps > 1 else value
     if rank == 0:
         assert_close(dict(names["weights"]), expected, rtol=1e-4, atol=1e-5)
@@ -274,10 +265,7 @@ def _check_engine(names: dict[str, Any], rank: int) -> None:
 
 
 def _check_norms(names: dict[str, Any], rank: int) -> None:
-    plain = build()
-    for both in (0, 1):
-        inputs, labels = data(both)[0]
-        (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
+    plain = _backward(build(), STEPS[0])
     expected = {n: float(p.grad.norm()) for n, p in plain.named_parameters() if p.grad is not None}
     assert names["norms"] == pytest.approx(expected, rel=1e-4)
 
@@ -300,12 +288,9 @@ def _check_momentum_encoder(names: dict[str, Any], rank: int) -> None:
 
 
 def _check_frozen(names: dict[str, Any], rank: int) -> None:
-    def freeze(model: Model) -> None:
-        model.requires_grad_(False)
-        model.head.requires_grad_(True)
-
-    expected, _ = _plain_steps(3, freeze)
-    assert_close(names["model"].state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+    plain = build().requires_grad_(False)
+    plain.head.requires_grad_(True)
+    _assert_same(names["model"], _stepped(plain, STEPS))
     assert len(names["optimizer"].state) == 2
     assert all(p.grad is None for p in names["model"].parameters() if not p.requires_grad)
 
@@ -321,33 +306,19 @@ def _check_ranges(names: dict[str, Any], rank: int) -> None:
 
 
 def _check_uneven(names: dict[str, Any], rank: int) -> None:
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for step in range(3):
-        optimizer.zero_grad()
-        for both in (0, 1)[step == 2 :]:
-            inputs, labels = data(both)[step]
-            (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    steps = [*STEPS[:2], STEPS[2][1:]]
+    _assert_same(names["model"], _stepped(build(), steps, max_norm=1.0))
 
 
 def _check_skipped(names: dict[str, Any], rank: int) -> None:
     plain = names["DropsBlocks"]()
     plain.load_state_dict(build().state_dict())
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    draws = [torch.Generator().manual_seed(both) for both in (0, 1)]
-    for step in range(3):
-        optimizer.zero_grad()
-        for both in (0, 1):
-            inputs, labels = data(both)[step]
-            with mock.patch.object(
-                torch, "rand", functools.partial(torch.rand, generator=draws[both])
-            ):
-                (nn.functional.cross_entropy(plain(inputs), labels) / 2).backward()
-        optimizer.step()
-    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    draws = itertools.cycle(torch.Generator().manual_seed(both) for both in (0, 1))
+    # Each forward of a batch draws by the generator of the batch's rank.
+    plain.register_forward_pre_hook(lambda *_: setattr(plain, "draws", next(draws)))
+    rand = torch.rand
+    with mock.patch.object(torch, "rand", lambda *sizes: rand(*sizes, generator=plain.draws)):
+        _assert_same(names["model"], _stepped(plain, STEPS))
 
 
 def _check_experts(names: dict[str, Any], rank: int) -> None:

@@ -60,7 +60,7 @@ def test_verdicts() -> None:
 
 def test_outcomes_of_ranks() -> None:
     """What each verdict needs; a rank that raises ends, as its program would."""
-    judged = functools.partial(try_ranks, lambda found: Cell("right"), _do, 2, timeout=8)
+    judged = functools.partial(try_ranks, lambda found: Cell("right"), _do, 2, timeout=3)
     with mock.patch.object(outcomes, "PATIENCE", 0.5):
         assert judged(("return", "return")) == Cell("right")
         assert judged(("return", "raise")) == Cell("raises", "ValueError: no")

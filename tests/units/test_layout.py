@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,41 +102,6 @@ def test_any_strides(strided: list[tuple[int, int]]) -> None:
         assert _places(shape, strides_of(shape, order)) == places
     elif places:
         assert order == tuple(range(len(shape)))
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [
-        ((4, 3, 2, 2), (12, 1, 6, 3)),  # channels_last, as torch makes it; sizes of one below
-        ((4, 3, 1, 1), (3, 1, 3, 3)),
-        ((3, 1, 2, 2), (4, 1, 2, 1)),
-        ((1, 1, 2, 1), (2, 1, 1, 1)),
-        ((0, 3, 2, 2), (12, 1, 6, 3)),
-        ((2, 3, 2, 2, 2), (24, 1, 12, 6, 3)),
-        ((4, 3, 2, 2), (12, 4, 2, 1)),
-        ((3, 5), (1, 3)),
-        ((), ()),
-    ],
-)
-def test_common_strides_survive_to_the_letter(
-    shape: tuple[int, ...], strides: tuple[int, ...]
-) -> None:
-    layout = FlatLayout.build({"p": _strided(shape, strides)}, world_size=2, itemsize=4)
-    assert layout.spans[0].strides == strides
-
-
-def test_orders_change_no_range() -> None:
-    a, b, c = torch.empty(5, 2, 3).permute(1, 2, 0), torch.empty(7), torch.empty(3, 4).T
-    params = {"a": a, "b": b, "c": c}
-    permuted = FlatLayout.build(params, world_size=3, itemsize=8)
-    contiguous = {name: param.contiguous() for name, param in params.items()}
-    plain = FlatLayout.build(contiguous, world_size=3, itemsize=8)
-    assert [span.order for span in permuted.spans] == [(2, 0, 1), (0,), (1, 0)]
-    assert permuted != plain
-    assert permuted.shard_numel == plain.shard_numel
-    assert permuted.gaps == plain.gaps
-    for rank, index in itertools.product(range(3), range(3)):
-        assert permuted.local_span(index, rank) == plain.local_span(index, rank)
 
 
 def test_large_shards_fill_pages() -> None:

@@ -2,22 +2,20 @@
 
 import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import ShardedWrapper, sharded_modules
-from flatshard.units.policies import Policy, always_wrap_policy
+from flatshard import ShardedWrapper
 from tests.combinations import every
 from tests.harness import allow_warnings, naming
-from tests.models import Case, Transformer, tokens, vectors
+from tests.models import Block, Case, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
-from tests.side import Run
-from tests.ways import BASIC, WAYS, on_ranks_each_way
+from tests.side import Run, pair
+from tests.ways import BASIC, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -107,178 +105,69 @@ class SharedModule(Branches):
         self.second.left = self.first.right
 
 
-# ---------------------------------------------------------------- who owns what
+# ---------------------------------------------------------------- training and state dicts
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A model, its policy, and the unit in which each tied weight is to lie.
-
-    Attributes:
-        aliases: the names of each tied weight, by its first name.
-        owners: the name of the unit that holds it, by its first name.
-    """
-
-    name: str
-    build: Callable[[], nn.Module] = field(repr=False)
-    policy: Policy = field(repr=False)
-    aliases: dict[str, list[str]] = field(repr=False)
-    owners: dict[str, str] = field(repr=False)
-    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]] = field(
-        repr=False, default=vectors
-    )
-
-    @property
-    def case(self) -> Case:
-        return Case(self.name, self.build, self.draw)
-
-
-def _classes(*classes: type[nn.Module]) -> Policy:
-    return functools.partial(_is_one_of, classes)
-
-
-def _is_one_of(
-    classes: tuple[type[nn.Module], ...], module: nn.Module, recurse: bool, nonwrapped_numel: int
-) -> bool:
-    return recurse or isinstance(module, classes)
-
-
-_TIES = [
-    Tie(
+TIES = [
+    Case(
         "embedding and head",
         lambda: Transformer(tied=True),
-        always_wrap_policy,
-        {"embed.weight": ["head.weight"]},
-        {"embed.weight": ""},
         tokens,
+        (nn.Embedding, nn.Linear, nn.LayerNorm, Block),
     ),
-    Tie(
-        "siblings",
-        functools.partial(Branches, tied=True),
-        _classes(Branch, Leaf),
-        {
-            "first.left.weight": ["first.right.weight"],
-            "second.left.weight": ["second.right.weight"],
-        },
-        {"first.left.weight": "first", "second.left.weight": "second"},
-    ),
-    Tie(
-        "three users",
-        ThreeUsers,
-        _classes(Branch, Leaf),
-        {"first.left.weight": ["first.right.weight", "second.left.weight"]},
-        {"first.left.weight": ""},
-    ),
-    Tie(
-        "used by the root",
-        UsedByRoot,
-        _classes(Branch, Leaf),
-        {"projection": ["first.left.weight"]},
-        {"projection": ""},
-    ),
-    Tie(
-        "within a unit",
-        Autoencoders,
-        _classes(WithinUnit),
-        {"first.weight": ["first.encode.weight"], "second.weight": ["second.encode.weight"]},
-        {"first.weight": "first", "second.weight": "second"},
-    ),
-    Tie(
-        "shared module that is a unit",
-        SharedModule,
-        _classes(Branch, Leaf),
-        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
-        {"first.right.weight": "first.right", "first.right.bias": "first.right"},
-    ),
-    Tie(
-        "shared module that is no unit",
-        SharedModule,
-        _classes(Branch),
-        {"first.right.weight": ["second.left.weight"], "first.right.bias": ["second.left.bias"]},
-        {"first.right.weight": "", "first.right.bias": ""},
-    ),
+    Case("siblings", functools.partial(Branches, tied=True), vectors, (Branch, Leaf)),
+    Case("three users", ThreeUsers, vectors, (Branch, Leaf)),
+    Case("used by the root", UsedByRoot, vectors, (Branch, Leaf)),
+    Case("within a unit", Autoencoders, vectors, (WithinUnit,)),
+    Case("shared module that is a unit", SharedModule, vectors, (Branch, Leaf)),
+    Case("shared module that is no unit", SharedModule, vectors, (Branch,)),
 ]
 
-TIES = {tie.name: tie for tie in _TIES}
 
-
-def _runs(rank: int, world_size: int, tie: Tie, way: str) -> tuple[Run, Run]:
-    """The same model sharded and plain."""
-    model = ShardedWrapper(tie.case.model(), **WAYS[way].keywords, auto_wrap_policy=tie.policy)
-    return Run(model, tie.case, rank, world_size), Run(tie.case.model(), tie.case, rank, world_size)
-
-
-def _assert_same(sharded: nn.Module, plain: nn.Module, tie: Tie) -> None:
-    assert_same(sharded, plain, rtol=0.0)
-    state = sharded.state_dict()
-    for first, others in tie.aliases.items():
-        for other in others:
-            assert torch.equal(state[first], state[other]), f"{first} and {other} differ"
-
-
-@pytest.mark.uncoalesced  # which of two units owns what they share
-@on_ranks_each_way(2)
-def test_owner_and_names(rank: int, world_size: int, way: str) -> None:
-    """Where a tied weight lies, that it lies there once, and that its names have one object."""
-    for tie in TIES.values():
-        with naming(tie.name):
-            sharded, plain = (run.model for run in _runs(rank, world_size, tie, way))
-            spans = {
-                span.name: (wrapper._sharded_unit.name, span.numel)
-                for wrapper in sharded_modules(sharded)
-                for handle in wrapper._sharded_unit.handles
-                for span in handle.layout.spans
-            }
-            sizes = {name: param.numel() for name, param in plain.named_parameters()}
-            assert {name: numel for name, (_, numel) in spans.items()} == sizes
-            assert {name: spans[name][0] for name in tie.owners} == tie.owners
-            for remove_duplicate in (True, False):
-                names = [
-                    [name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
-                    for model in (sharded, plain)
-                ]
-                assert names[0] == names[1]
-            _assert_tied(sharded, tie)
-            with ShardedWrapper.summon_full_params(sharded):
-                _assert_tied(sharded, tie)
-
-
-def _assert_tied(model: nn.Module, tie: Tie) -> None:
-    found = dict(model.named_parameters(remove_duplicate=False))
-    for first, others in tie.aliases.items():
-        assert all(found[first] is found[other] for other in others)
-
-
-# ---------------------------------------------------------------- training and state dicts
+def _aliases(model: nn.Module) -> list[list[str]]:
+    """The names of each tied weight."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [some for some in names.values() if len(some) > 1]
 
 
 @on_ranks_each_way(2)
 def test_training_and_state_dicts(rank: int, world_size: int, way: str) -> None:
-    for tie in every(1 if way == "full" else 6, TIES.values(), start=list(BASIC).index(way)):
-        with naming(tie.name):
-            _train_and_load(rank, world_size, tie, way)
+    for case in every(1 if way == "full" else 6, TIES, start=list(BASIC).index(way)):
+        with naming(case.name):
+            _train_and_load(*pair(rank, world_size, way, case))
 
 
-def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
-    sharded, plain = _runs(rank, world_size, tie, way)
+def _train_and_load(sharded: Run, plain: Run) -> None:
+    case, aliases = sharded.case, _aliases(plain.model)
+    assert aliases
+    with naming("one object, and one place in memory, for all names"):
+        assert _aliases(sharded.model) == aliases
+        with ShardedWrapper.summon_full_params(sharded.model):
+            assert _aliases(sharded.model) == aliases
+        held = sum(flat.flat_layout.numel for flat in sharded.model.flat_parameters())
+        assert held in (0, sum(param.numel() for param in plain.model.parameters()))
+
     for run in (sharded, plain):
         run.train(0, 3)
-    _assert_same(sharded.model, plain.model, tie)
+    _assert_same(sharded.model, plain.model)
 
     with naming("an unwrapped model loads the state dict"):
-        reloaded = tie.case.model()
+        reloaded = case.model()
         reloaded.load_state_dict(sharded.model.state_dict())
-        _assert_same(reloaded, plain.model, tie)
+        _assert_same(reloaded, plain.model)
 
     with naming("the copy trains by itself"):
         copies = [
-            Run(copy.deepcopy(run.model), tie.case, rank, world_size) for run in (sharded, plain)
+            Run(copy.deepcopy(run.model), case, run.rank, run.world_size)
+            for run in (sharded, plain)
         ]
         for one, twin in zip((sharded, plain), copies, strict=True):
             one.train(3, 5)
             twin.train(10, 13)
-        _assert_same(sharded.model, plain.model, tie)
-        _assert_same(copies[0].model, copies[1].model, tie)
+        _assert_same(sharded.model, plain.model)
+        _assert_same(copies[0].model, copies[1].model)
 
     with naming("loading"):
         # Where aliases disagree, the last one in the model's order counts, as in a plain model.
@@ -287,18 +176,24 @@ def _train_and_load(rank: int, world_size: int, tie: Tie, way: str) -> None:
         }
         for run in (sharded, plain):
             run.model.load_state_dict(different)
-        _assert_same(sharded.model, plain.model, tie)
+        _assert_same(sharded.model, plain.model)
 
     with naming("loading one alias alone"):
-        for first, others in tie.aliases.items():
-            for alias in (first, *others):
-                part = {alias: different[alias] + 1}
-                answers = [r.model.load_state_dict(part, strict=False) for r in (sharded, plain)]
-                assert answers[0] == answers[1]
-                _assert_same(sharded.model, plain.model, tie)
-                for run in (sharded, plain):
-                    with pytest.raises(RuntimeError, match="Missing key"):
-                        run.model.load_state_dict(part)
+        for alias in itertools.chain.from_iterable(aliases):
+            part = {alias: different[alias] + 1}
+            answers = [r.model.load_state_dict(part, strict=False) for r in (sharded, plain)]
+            assert answers[0] == answers[1]
+            _assert_same(sharded.model, plain.model)
+            for run in (sharded, plain):
+                with pytest.raises(RuntimeError, match="Missing key"):
+                    run.model.load_state_dict(part)
+
+
+def _assert_same(sharded: nn.Module, plain: nn.Module) -> None:
+    assert_same(sharded, plain, rtol=0.0)
+    state = sharded.state_dict()
+    for first, *others in _aliases(plain):
+        assert all(torch.equal(state[first], state[other]) for other in others), first
 
 
 class _Views(nn.Module):

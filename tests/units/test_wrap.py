@@ -207,14 +207,6 @@ def trees(draw: st.DrawFn, depth: int = 4) -> nn.Module:
 roots = st.lists(trees(), min_size=1, max_size=4).map(lambda children: nn.Sequential(*children))
 
 
-@settings(max_examples=150, deadline=None)
-@given(root=roots, bound=st.integers(0, 200))
-def test_size_policy_on_random_trees(root: nn.Module, bound: int) -> None:
-    ours = functools.partial(size_based_auto_wrap_policy, min_num_params=bound)
-    theirs = functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=bound)
-    assert [plan.module for plan in find_units(root, ours)] == torch_choice(root, theirs)
-
-
 @settings(max_examples=100, deadline=None)
 @given(root=roots, data=st.data())
 def test_plans_are_named_once_and_in_post_order(root: nn.Module, data: st.DataObject) -> None:
@@ -243,13 +235,6 @@ def test_plans_are_named_once_and_in_post_order(root: nn.Module, data: st.DataOb
 
 
 # --- sizes ---
-
-
-def test_no_descent_means_no_unit() -> None:
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        return not (recurse and isinstance(module, Block))
-
-    assert names(find_units(mlp(), policy)) == ["0", "2"]
 
 
 def test_ignored_parameters_count_for_nothing() -> None:

@@ -95,19 +95,99 @@ def held(model: nn.Module, plans: list[ChosenModule]) -> dict[str, int]:
 # ---------------------------------------------------------------- builds of models
 
 
+class Group(Layer):
+    def __init__(self, width: int = 512, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.shrink = nn.LayerNorm(width)
+
+
+def with_cross_attention(width: int) -> Block:
+    block = Block(width)
+    block.cross = Attention(width)
+    return block
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(1000, size // 1000, bias=False) for size in sizes))
+
+
+def numbered(name: str, count: int) -> list[str]:
+    return [name.format(number) for number in range(count)]
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a tied embedding and head stay in the root": (
+        lambda: Gpt(tied=True),
+        ["positions", *numbered("blocks.{}", 4)],
+    ),
+    "torch's transformer": (
+        nn.Transformer,
+        numbered("encoder.layers.{}", 6) + numbered("decoder.layers.{}", 6),
+    ),
+    # Stage 0 is too small in all, so it is the root's; the others' blocks are units.
+    "stages of blocks": (
+        lambda: nn.Sequential(Group(64), Group(512, 4), Group(1024)),
+        numbered("1.blocks.{}", 4) + numbered("2.blocks.{}", 2),
+    ),
+    "blocks in groups that are small against the model": (
+        lambda: nn.Sequential(*(Group() for _ in range(10))),
+        numbered("{}", 10),
+    ),
+    "blocks in few groups": (
+        lambda: nn.Sequential(*(Group() for _ in range(3))),
+        [f"{i}.blocks.{j}" for i in range(3) for j in (0, 1)],
+    ),
+    # Although they are most of the block, and the block is half of the model.
+    "the two attentions of a decoder's block do not divide it": (
+        lambda: nn.Sequential(with_cross_attention(1024), with_cross_attention(1024)),
+        ["0", "1"],
+    ),
+    "blocks without a class": (
+        lambda: nn.Sequential(
+            *(nn.Sequential(*layers(2_000_000, 2_000_000), nn.GELU()) for _ in range(8))
+        ),
+        numbered("{}", 8),
+    ),
+    "an MLP": (lambda: layers(*[1_001_000] * 6, 3000), numbered("{}", 6)),
+    "an MLP in a module": (
+        lambda: nn.ModuleDict({"net": layers(*[1_001_000] * 6, 3000)}),
+        numbered("net.{}", 6),
+    ),
+    "one layer": (lambda: nn.Linear(10_000, 10_000), []),
+    "one large layer": (lambda: nn.Sequential(nn.Linear(10_000, 10_000), nn.Linear(9, 3)), []),
+    "nothing to shard": (lambda: nn.Sequential(nn.ReLU()), []),
+    "small blocks": (lambda: Gpt(depth=12, width=64, vocabulary=1000), []),  # 600,000 elements
+    "a layer at the bound": (
+        lambda: layers(MIN_UNIT_NUMEL, *[MIN_UNIT_NUMEL - 1000] * 2, *[4_000_000] * 2),
+        ["0", "3", "4"],
+    ),
+    "functions read the weights of attention's children": (
+        lambda: nn.Sequential(*(nn.MultiheadAttention(1024, 8) for _ in range(3))),
+        ["0", "1", "2"],
+    ),
+    "a small root takes the smallest first": (
+        lambda: layers(ROOT_TAKES_NUMEL + 1000, 400_000, 300_000, 5_000_000).append(
+            nn.LayerNorm(10)
+        ),
+        ["0", "1", "3"],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", CHOICES)
+def test_units_of_a_model(name: str) -> None:
+    build, expected = CHOICES[name]
+    assert names(find_units(build(), "auto")) == expected
+
+
 def test_gpt() -> None:
     assert auto(Gpt()) == {
         "embed": "policy 'auto': a large Embedding",
         **{f"blocks.{i}": REPEATED.format(4, "Block") for i in range(4)},
         "head": "policy 'auto': a large Linear",
     }  # positions are small enough to join the norm in the root
-
-
-def test_tied_embedding_and_head_stay_in_the_root() -> None:
-    assert names(find_units(Gpt(tied=True), "auto")) == [
-        "positions",
-        *(f"blocks.{i}" for i in range(4)),
-    ]
 
 
 def test_tie_inside_a_module_goes_with_it() -> None:
@@ -136,13 +216,6 @@ def test_model_inside_a_model() -> None:
     assert "model" not in auto(model)
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_torchs_transformer() -> None:
-    assert names(find_units(nn.Transformer(), "auto")) == [
-        f"{part}.layers.{i}" for part in ("encoder", "decoder") for i in range(6)
-    ]
-
-
 def test_resnet() -> None:
     resnet50 = pytest.importorskip("torchvision.models").resnet50()
     found = find_units(resnet50, "auto")
@@ -154,44 +227,6 @@ def test_resnet() -> None:
     ]
     assert held(resnet50, found)[""] < MIN_UNIT_NUMEL  # the stem and layer1
     assert held(resnet50, found)["layer2"] == 1_219_584
-
-
-def test_stages_of_blocks() -> None:
-    """Every stage is of one class, and so large that its blocks are units."""
-
-    class Stage(Layer):
-        def __init__(self, width: int, depth: int) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-            self.shrink = nn.Linear(width, width)
-
-    model = nn.Sequential(Stage(64, 2), Stage(512, 4), Stage(1024, 2))
-    found = find_units(model, "auto")
-    blocks = [f"1.blocks.{i}" for i in range(4)] + [f"2.blocks.{i}" for i in range(2)]
-    # Stage 0 is too small in all, so it is the root's, and stage 1's own layer joins it there.
-    assert names(found) == [*blocks, "2.shrink"]
-
-
-def test_blocks_in_blocks() -> None:
-    """Where the outer ones are small against the model, they are the units."""
-
-    class Group(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(Block(512), Block(512))
-
-    model = nn.Sequential(*(Group() for _ in range(10)))
-    assert names(find_units(model, "auto")) == [str(i) for i in range(10)]
-    few = nn.Sequential(*(Group() for _ in range(3)))
-    assert names(find_units(few, "auto")) == [f"{i}.blocks.{j}" for i in range(3) for j in (0, 1)]
-
-
-def test_the_two_attentions_of_a_decoders_block_do_not_divide_it() -> None:
-    """Although they are most of the block, and the block is half of the model."""
-    blocks = [Block(1024), Block(1024)]
-    for block in blocks:
-        block.cross = Attention(1024)
-    assert names(find_units(nn.Sequential(*blocks), "auto")) == ["0", "1"]
 
 
 class MixtureBlock(Layer):
@@ -229,43 +264,12 @@ def test_blocks_of_different_classes() -> None:
     }
 
 
-def test_blocks_without_a_class() -> None:
-    model = nn.Sequential(
-        *(
-            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).append(nn.GELU())
-            for _ in range(8)
-        )
-    )
-    assert names(find_units(model, "auto")) == [str(i) for i in range(8)]
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_mlp(nested: bool) -> None:
-    layers = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(6)), nn.Linear(1000, 3))
-    model = nn.ModuleDict({"net": layers}) if nested else layers
-    prefix = "net." if nested else ""
-    assert names(find_units(model, "auto")) == [f"{prefix}{i}" for i in range(6)]
-
-
 # ---------------------------------------------------------------- sizes
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_tiny_model_is_one_unit(case: object) -> None:
     assert auto(case.build()) == {}
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.Linear(10_000, 10_000),
-        lambda: nn.Sequential(nn.Linear(10_000, 10_000), nn.Linear(10_000, 3)),
-        lambda: nn.Sequential(nn.ReLU()),
-        lambda: Gpt(depth=12, width=64, vocabulary=1000),  # 600,000 elements in blocks
-    ],
-)
-def test_one_unit_is_enough(build: Callable[[], nn.Module]) -> None:
-    assert auto(build()) == {}
 
 
 def test_many_small_blocks_are_units_all_the_same() -> None:
@@ -288,24 +292,12 @@ def test_the_root_takes_in_no_large_module() -> None:
     assert {"embed", "head"} <= set(names(found))
 
 
-def test_the_bound_is_inclusive() -> None:
-    exact = nn.Linear(MIN_UNIT_NUMEL // 500, 500, bias=False)
-    below = [nn.Linear(MIN_UNIT_NUMEL // 500 - 1, 500, bias=False) for _ in range(2)]
-    model = nn.Sequential(exact, *below, nn.Linear(2000, 2000), nn.Linear(2000, 2000))
-    assert names(find_units(model, "auto")) == ["0", "3", "4"]
-
-
 def test_ignored_parameters_count_for_nothing() -> None:
     model = Gpt()
     found = find_units(model, "auto", Ignored(frozenset(model.blocks.modules())))
     assert names(found) == ["embed", "head"]
     found = find_units(model, "auto", Ignored(places=frozenset({(model.embed, "weight")})))
     assert "embed" not in names(found)
-
-
-def test_functions_read_the_weights_of_attentions_children() -> None:
-    model = nn.Sequential(*(nn.MultiheadAttention(1024, 8) for _ in range(3)))
-    assert names(find_units(model, "auto")) == ["0", "1", "2"]
 
 
 # ---------------------------------------------------------------- any model
@@ -343,10 +335,3 @@ def test_no_unit_is_too_small(children: list[nn.Module], data: st.DataObject) ->
     assert [(p.name, p.reason) for p in find_units(model, "auto")] == [
         (p.name, p.reason) for p in found
     ]
-
-
-def test_a_small_root_takes_the_smallest_first() -> None:
-    sizes = [ROOT_TAKES_NUMEL + 1000, 400_000, 300_000, 5_000_000]
-    model = nn.Sequential(*(nn.Linear(1000, size // 1000, bias=False) for size in sizes))
-    model.append(nn.LayerNorm(10))
-    assert names(find_units(model, "auto")) == ["0", "1", "3"]

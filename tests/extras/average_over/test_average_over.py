@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import flatshard
 from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
+from tests.combinations import usual_and_every
 from tests.comm_hooks import Averaging
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES, Case
@@ -82,7 +83,7 @@ def _train(
 
 
 @pytest.mark.by_turns
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", usual_and_every(2, WAYS))
 @on_ranks(ranks_of)
 def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()

@@ -86,7 +86,7 @@ def test_a_rank_with_another_wrapper(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
 @pytest.mark.uncoalesced  # the message names one layer
-@on_ranks(2, group_timeout=6)
+@on_ranks(2, group_timeout=4)
 def test_one_rank_runs_more(rank: int, world_size: int, phases: int) -> None:
     """Rank 1 begins another forward, or step, before the last backward, and the ranks part."""
     case = CASES["mlp"]

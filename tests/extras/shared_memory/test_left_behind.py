@@ -1,6 +1,5 @@
 """What shared memory takes while ranks train, and what is left of it when they are killed."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from flatshard import ShardedWrapper
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import ROOT, forked, run_ranks
+from tests.harness import ROOT, run_ranks
 from tests.scripts import fork_script
 
 MIB = 1 << 20
@@ -164,34 +161,3 @@ def test_resident_memory_of_mapped_shards() -> None:
 
 
 # ---------------------------------------------------------------- a rank that leaves
-
-
-def _exits_in_forward(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = ShardedWrapper(
-        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        coalesce_bytes=0,
-    )
-    model(torch.ones(1, 64)).sum().backward()
-    if rank == 0:
-        model.module[1].register_forward_hook(lambda *_: os._exit(3))  # and tells nobody
-    try:
-        for _ in range(2):
-            model(torch.ones(1, 64)).sum().backward()
-    except RuntimeError as error:
-        (folder / "error").write_text(str(error))
-    ctypes.pythonapi.Py_Exit(1)
-
-
-def test_rank_that_left_is_named_where_its_memory_is_read(tmp_path: Path) -> None:
-    ranks = [forked(_exits_in_forward, rank, tmp_path) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.join(30)
-        assert [rank.exitcode for rank in ranks] == [3, 1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert "rank 0 (process " in (tmp_path / "error").read_text()

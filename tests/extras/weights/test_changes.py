@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard.wrap import ModuleWrapPolicy
+from tests.combinations import usual_and_every
 from tests.harness import naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS
@@ -30,7 +31,7 @@ def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.by_turns
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", usual_and_every(3, WAYS))
 @on_ranks(ranks_of)
 def test_after_steps(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
@@ -40,7 +41,7 @@ def test_after_steps(rank: int, world_size: int, way: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         changes = flatshard.WeightChanges(model)
         received = _empty(model, torch.bfloat16)
-        for step in range(20):
+        for step in range(8):
             inputs, target = case.batch(10 * step + rank, ROWS, torch.float32)
             loss_of(model(inputs), target).backward()
             optimizer.step()
