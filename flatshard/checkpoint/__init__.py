@@ -12,7 +12,7 @@ from torch import nn
 from flatshard.checkpoint.folder import latest
 from flatshard.checkpoint.host_ranks import Optimizers
 from flatshard.checkpoint.loading import load
-from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
+from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.checkpoint.sources import convert
 from flatshard.extras.model_shards import model_shards

@@ -7,7 +7,7 @@ Entries per element are sharded like the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -172,15 +172,29 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
     """
     found: dict[str, Any] = {}
     for number, group in enumerate(params.groups):
-        options = state_dict["param_groups"][number]
         names = [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
-        for fqn in names:
-            state = named_values(state_dict["state"].get(fqn, {}))
-            found |= {f"state {name!r} of parameter {fqn!r}": one for name, one in state.items()}
-        named = named_values(_options(options) if names else {})
-        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor)}
-        found |= {f"option {name!r} of group {number}": one for name, one in tensors.items()}
+        states = {fqn: state_dict["state"].get(fqn, {}) for fqn in names}
+        found |= named_state(states, state_dict["param_groups"][number] if names else {}, number)
     return found
+
+
+def named_state(states: Mapping[str, StateDict], group: StateDict, number: int) -> StateDict:
+    """Return parameters' state, and the tensors in the options of their group, by name.
+
+    The names are for error messages. ``states``: keyed by parameter name. ``number``: the index of
+    ``group``.
+    """
+    found = {
+        f"state {name!r} of parameter {fqn!r}": value
+        for fqn, state in states.items()
+        for name, value in named_values(state).items()
+    }
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return found | {
+        f"option {name!r} of group {number}": value
+        for name, value in named_values(options).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _rest(state_dict: StateDict) -> StateDict:
