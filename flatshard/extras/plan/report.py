@@ -78,7 +78,6 @@ class Choice:
         sizes: dict[str, float] = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
         sizes["temporary"] = outcome.peak_bytes - sum(sizes.values())
         sizes |= {**outcome.persistent, "peak": outcome.peak_bytes}
-        sizes["reserved"] = outcome.reserved_bytes
         sizes["sent in node"], sizes["sent across"] = outcome.sent_bytes
         return {
             "ranks": str(self.ranks),
@@ -266,7 +265,7 @@ class TrainingPlan:
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
             "bytes between steps. Unsharded, activations, temporary: bytes at the peak.",
-            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 14)),
+            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 13)),
         ]
         if shown.fits:
             return "\n".join([*lines, f"Cheapest that fits: {shown}. {peak}", "", self.code()])
