@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import re
 import struct
 import time
 import zipfile
@@ -196,18 +197,12 @@ def load_torch(path: Path) -> Any:
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
     """
-    is_zip = zipfile.is_zipfile(path)
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        found = [one for one in found if one not in {name for _, name in STAND_INS}]
-        if found:
-            raise ValueError(
-                f"{path} contains objects such as {found[0]}, whose loading may run code, so the "
-                "file is not loaded. Save a state_dict() instead."
-            )
-        return load_safely(path, mmap=is_zip)
+        return load_safely(path, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            why = f"the file contains objects such as {found[1]}, whose loading may run code"
         text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
         raise ValueError(text) from error
 
