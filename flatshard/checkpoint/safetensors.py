@@ -600,13 +600,7 @@ def load_safetensors(
     def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
         entries, found = _entries_of(shards), find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
-        present = {one.key for name, one in entries.items() if name in places}
-        keys = _IncompatibleKeys(
-            [name for name, one in entries.items() if one.key not in present],
-            [name for name in places if name not in entries],
-        )
-        _check_fits(os.fspath(path), entries, places, keys, strict=strict)
-        return entries, places, keys
+        return entries, places, _check_fits(os.fspath(path), entries, places, strict=strict)
 
     entries, places, keys = ranks.agree(prepare, op_name)
     facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
@@ -634,26 +628,27 @@ def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
     entries: dict[str, EntryShard] = {}
     others = []
     for name, value in shards.state_dict().items():
-        is_sharded = isinstance(value, FlatShardTensor)
-        is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
-        if not is_sharded and not (is_plain and value.layout == torch.strided):
+        if isinstance(value, FlatShardTensor):
+            spec, local = value.spec, value.local
+            storage = local.untyped_storage()._cdata
+            if (replicas := replicas_of.get(storage)) is None:
+                others.append(f"{name!r} (replaced by a hook)")
+                continue
+            key: tuple[object, ...] = storage, spec.name
+            entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
+        elif (
+            not isinstance(value, Tensor)
+            or value.layout != torch.strided
+            or is_traceable_wrapper_subclass(value)
+        ):
             others.append(f"{name!r} ({type(value).__name__})")
-            continue
-        local = value.local if is_sharded else value
-        storage = local.untyped_storage()._cdata
-        replicas = replicas_of.get(storage)
-        if not is_sharded:
-            order = memory_order(value)
-            local = value.permute(order).reshape(-1)
+        else:
+            order, replicas = memory_order(value), replicas_of.get(value.untyped_storage()._cdata)
             # Tied entries have the same address. A tensor without elements has no address.
             place = (value.data_ptr(), *value.shape, *value.stride())
-            key: tuple[object, ...] = place if value.numel() else (id(value),)
+            key = place if value.numel() else (id(value),)
+            local = value.permute(order).reshape(-1)
             entries[name] = EntryShard(value, local, order, 0, replicas, key)
-        elif replicas is None:
-            others.append(f"{name!r} (replaced by a hook)")
-        else:
-            spec, key = value.spec, (storage, value.spec.name)
-            entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
     if others:
         raise ValueError(
             "a safetensors file can contain only tensors of the model, but the state dict also "
@@ -662,21 +657,27 @@ def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
     return entries
 
 
-def _check_fits(
-    path: str, entries: Entries, places: Places, keys: _IncompatibleKeys, *, strict: bool
-) -> None:
-    """Raise ValueError if tensors do not fit the model. The error lists all such tensors."""
-    expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
-    found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
+def _check_fits(path: str, entries: Entries, places: Places, *, strict: bool) -> _IncompatibleKeys:
+    """Return the names that only the model or only the files have.
+
+    Raises:
+        ValueError: tensors do not fit the model. The error lists all such tensors.
+    """
+    present = {one.key for name, one in entries.items() if name in places}
+    missing = [name for name, one in entries.items() if one.key not in present]
+    unexpected = [name for name in places if name not in entries]
     wrong = [n for n in places if n in entries and places[n].shape != tuple(entries[n].entry.shape)]
-    names = [*wrong, *keys.missing_keys, *keys.unexpected_keys] if strict else wrong
+    names = [*wrong, *missing, *unexpected] if strict else wrong
     if names:
+        expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
+        found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
         problems = (
             f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
             for name in names
         )
         remedy = "Load into the saved model" + ("." if wrong else ", or pass strict=False.")
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
+    return _IncompatibleKeys(missing, unexpected)
 
 
 def _read(entries: Entries, places: Places) -> None:

@@ -7,7 +7,7 @@ Entries per element are sharded like the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -172,29 +172,15 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
     """
     found: dict[str, Any] = {}
     for number, group in enumerate(params.groups):
+        options = state_dict["param_groups"][number]
         names = [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
-        states = {fqn: state_dict["state"].get(fqn, {}) for fqn in names}
-        found |= named_state(states, state_dict["param_groups"][number] if names else {}, number)
+        for fqn in names:
+            state = named_values(state_dict["state"].get(fqn, {}))
+            found |= {f"state {name!r} of parameter {fqn!r}": one for name, one in state.items()}
+        named = named_values(_options(options) if names else {})
+        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor)}
+        found |= {f"option {name!r} of group {number}": one for name, one in tensors.items()}
     return found
-
-
-def named_state(states: Mapping[str, StateDict], group: StateDict, number: int) -> StateDict:
-    """Return parameters' state, and the tensors in the options of their group, by name.
-
-    The names are for error messages. ``states``: keyed by parameter name. ``number``: the index of
-    ``group``.
-    """
-    found = {
-        f"state {name!r} of parameter {fqn!r}": value
-        for fqn, state in states.items()
-        for name, value in named_values(state).items()
-    }
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return found | {
-        f"option {name!r} of group {number}": value
-        for name, value in named_values(options).items()
-        if isinstance(value, Tensor)
-    }
 
 
 def _rest(state_dict: StateDict) -> StateDict:
@@ -329,10 +315,11 @@ def _loaded(
     spec, value = original.spec, original.spec.split(value)
     if not isinstance(value, Tensor):
         return copied(value)
-    is_number = value.numel() == 1 and not isinstance(value, FlatShardTensor)
-    if tuple(value.shape) != spec.shape or (is_number and name in numbers):
+    is_sharded = isinstance(value, FlatShardTensor)
+    is_number = value.numel() == 1 and name in numbers and not is_sharded
+    if tuple(value.shape) != spec.shape or is_number:
         # Only element-wise optimizers keep nothing but numbers and values per element.
-        if not elementwise or value.dim() == 0 or (is_number and name in numbers):
+        if not elementwise or value.dim() == 0 or is_number:
             return copied(value)
         raise ValueError(
             f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
@@ -344,12 +331,11 @@ def _loaded(
         # Copy the value into a tensor with the parameter's strides: optimizers use their fast
         # kernels only if state and parameter have equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Copy the part if it is a view of full state, because a view would keep the full state in
-    # memory. Use already sharded state without a copy, as torch's load_state_dict does.
-    is_full = not isinstance(value, FlatShardTensor)
+    # The part of full state is a copy. Use already sharded state without a copy, as torch's
+    # load_state_dict does.
     part = adapter.part_per_element(spec, value.detach(), is_number=False)
     assert part is not None, "state with the parameter's shape is per element"
-    return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{name} of")
+    return FlatShardTensor(part.to(device), spec, role=f"{name} of")
 
 
 def _facts(where: str, state: StateDict) -> Facts:

@@ -41,7 +41,6 @@ from flatshard.optimizer.adapter import (
     with_inner,
 )
 from flatshard.precision import set_grad
-from flatshard.state.optim_state import named_state
 from flatshard.tensor import reduction_ops, whole
 from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
 from flatshard.tensor.sharded_tensor import (
@@ -440,13 +439,19 @@ class WholeTensorAdapter(OptimizerAdapter):
 
         An optimizer that calls collectives itself may update a parameter's state on one rank only.
         """
-        values: dict[str, Any] = {}
-        for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta there
-            params = [param for param in group["params"] if param in self._params]
-            states = {param.spec.name: optimizer.state.get(param, {}) for param in params}
-            values |= named_state(states, group, number)
-        # Leave out state from a checkpoint, which is sharded.
-        values = {k: v for k, v in values.items() if not isinstance(v, FlatShardTensor)}
+        values = {
+            f"state {name!r} of parameter {param.spec.name!r}": value
+            for param in self._params
+            for name, value in named_values(optimizer.state.get(param, {})).items()
+            if not isinstance(value, FlatShardTensor)  # from a checkpoint
+        }
+        for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta here
+            options = {name: value for name, value in group.items() if name != "params"}
+            values |= {
+                f"option {name!r} of group {number}": value
+                for name, value in named_values(options).items()
+                if isinstance(value, Tensor)
+            }
         for comm in self._all_comms():
             check_same_state(values, comm.host.gather, comm.ranks, type(optimizer).__name__)
 
