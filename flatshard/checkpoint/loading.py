@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
-from flatshard.checkpoint.host_ranks import Optimizers, Training, joined
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
+from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
 from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def load(
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
-    state = dcp_files.unpack_optimizer(packed, rest) if kinds else {}
+    state = unpack_optimizer(packed, rest) if kinds else {}
     for name, (_, fqns) in kinds.items():
         part = state
         if len(kinds) > 1:

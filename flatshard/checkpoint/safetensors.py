@@ -37,7 +37,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatshard.checkpoint.folder import log_speed, sync
-from flatshard.checkpoint.host_ranks import sharded
+from flatshard.checkpoint.training import sharded
 from flatshard.comm.communicator import Communicator
 from flatshard.extras.model_shards import ModelShards
 from flatshard.options.extras import extra

@@ -27,8 +27,15 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
-from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training, class_and_text, joined
 from flatshard.checkpoint.sources import leaves
+from flatshard.checkpoint.training import (
+    HostRanks,
+    Optimizers,
+    Training,
+    class_and_text,
+    joined,
+    pack_optimizer,
+)
 from flatshard.comm.consistency import Facts, check_same_state
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
@@ -119,7 +126,7 @@ def save(
     """
     training = Training(model, optimizer, "checkpoint.save()")
     one = Save(Path(path), training.ranks, keep)
-    take = partial(one.take, training, scheduler, dict(extra or {}), copies=async_)
+    take = partial(one.take, training, scheduler, extra, copies=async_)
     return one.run(take, async_=async_)
 
 
@@ -273,7 +280,7 @@ class Save:
         return f"checkpoint.save({str(self.path)!r})"
 
     def take(
-        self, training: Training, scheduler: Any, extra: dict[str, Any], *, copies: bool
+        self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
     ) -> _Compared:
         """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
 
@@ -283,9 +290,6 @@ class Save:
             TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
                 whose loading would run code.
         """
-        # Import here, because torch.distributed.checkpoint loads slowly.
-        from flatshard.checkpoint.dcp_files import pack_optimizer
-
         rest = None
         self.tensors["model"] = training.model_state()
         states = training.optim_states()
@@ -293,7 +297,7 @@ class Save:
             self.tensors["optimizer"], rest = pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
         of_scheduler = None if scheduler is None else scheduler.state_dict()
-        of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, extra))
+        of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
         self.step = step if isinstance(step := extra.get("step"), int) else None
         named = {f"extra[{name!r}]": value for name, value in extra.items()}
         for name, value in {"the scheduler's state": of_scheduler, **named}.items():
