@@ -306,7 +306,7 @@ class Save:
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
         kinds = training.kinds(states)
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})
-        for names, leaf in leaves([self.tensors.get("optimizer"), rest]):
+        for names, leaf in leaves([self.tensors.get("optimizer", {}), rest or {}]):
             name = f"{_OPTIMIZERS}{'.'.join(names[1:])}"
             if type(leaf) not in _PLAIN:
                 _check_loads(name, leaf)
