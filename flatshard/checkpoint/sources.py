@@ -25,15 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import safetensors
-from flatshard.checkpoint.folder import (
-    check_lengths,
-    log_speed,
-    own_file,
-    read_marker,
-    sync,
-    zip_stream,
-)
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
 
@@ -226,7 +219,7 @@ def _dcp(folder: Path) -> Source:
     metadata = dcp_files.read_metadata(folder)
     for stored in metadata.storage_data.values():
         end = stored.offset + stored.length
-        check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
+        folders.check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
 
@@ -243,10 +236,10 @@ def _dcp(folder: Path) -> Source:
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)
             if names[0] in _PROGRESS_KEYS and source.tensors[names].numel() == 1:
                 source.facts[names[0]] = source.read(names).item()
-    if (marker := read_marker(folder)) is not None:
+    if (marker := folders.read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
-        if kinds := load_torch(folder / own_file(0)).get("optimizers"):
+        if kinds := load_torch(folder / folders.own_file(0)).get("optimizers"):
             shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
             source.facts["optimizers"] = ", ".join(shown)
     return source
@@ -328,7 +321,7 @@ def convert(
         return found.read(model[kept]).to(like[kept].dtype)
 
     write(final, like, ties, read)
-    log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
+    folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
 Read = Callable[[str], Tensor]
@@ -353,7 +346,7 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
     try:
-        with torch.serialization.skip_data(), zip_stream(beside) as stream:
+        with torch.serialization.skip_data(), folders.zip_stream(beside) as stream:
             torch.save(state, stream)
             # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
             # write to a mapped hole ends the process by SIGBUS.
@@ -363,7 +356,7 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
         for name in like:
             state[name].copy_(read(name))
         del state
-        sync(beside)
+        folders.sync(beside)
         beside.replace(final)
     except BaseException:
         beside.unlink(missing_ok=True)
