@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard.checkpoint.folder import latest
-from flatshard.checkpoint.host_ranks import Optimizers
 from flatshard.checkpoint.loading import load
-from flatshard.checkpoint.model_files import load_safetensors, save_safetensors
+from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.checkpoint.sources import convert
+from flatshard.checkpoint.training import Optimizers
 from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions, options_set

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import Marker
-from flatshard.checkpoint.host_ranks import Optimizers, Training
-from flatshard.checkpoint.nesting import unpack_optimizer
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
+from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
 from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def load(
     def own_file(rank: int) -> StateDict:
         return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
+    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
         if not is_given:
             raise FileNotFoundError(
                 "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
@@ -105,23 +104,25 @@ def load(
         # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
-        wanted = {"model": training.model_state(), "optimizer": training.optim_state()}
+        states = training.optim_states()
+        wanted = {"model": training.model_state(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
         incomplete = dcp_files.incomplete_tensors(found)
-        return marker, found, wanted, _targets(path, found, wanted, incomplete)
+        targets = _targets(path, found, wanted, incomplete)
+        return marker, found, wanted, targets, training.kinds(states)
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
-    marker, found, wanted, targets = ranks.agree(prepare, op_name)
+    marker, found, wanted, targets, kinds = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
     ranks.compare(saved_at, op_name, lambda _: f"Put {path} on a file system that all hosts share.")
     if verify:
-        mine = sorted(marker.files)[ranks.rank :: ranks.size]
+        mine = sorted(marker.files)[ranks.rank :: len(ranks.ranks)]
         ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)
 
     def read() -> tuple[StateDict | None, StateDict]:
         first = own_file(0)
-        _check_optimizers(path, first.get("optimizers"), training.kinds(wanted["optimizer"]))
+        _check_optimizers(path, first.get("optimizers"), kinds)
         dcp_files.read(path, found, targets)
         is_there = ranks.rank < marker.world_size
         return own_file(ranks.rank)["rng"] if is_there else None, first
@@ -131,7 +132,6 @@ def load(
         folders.log_speed("loaded", path, marker.bytes, begun)
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
-    kinds = training.kinds(wanted["optimizer"])
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
     state = unpack_optimizer(packed, rest) if kinds else {}
     for name, (_, fqns) in kinds.items():

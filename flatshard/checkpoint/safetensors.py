@@ -1,4 +1,8 @@
-"""The safetensors format: a JSON header and the tensors' bytes, and the index of several files.
+"""Safetensors files: a JSON header and the tensors' bytes, and the index of several files.
+
+Each rank of a sharded model computes from the layout where its elements lie in the files, and
+writes and reads its own ranges. So no tensor is gathered, and the ranks only exchange errors and
+compare their arguments.
 
 A file is written under a temporary name in the same folder, and renamed when all bytes are on the
 disk. So a reader finds either the old file or the new file.
@@ -19,16 +23,27 @@ import math
 import operator
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatshard.checkpoint.folder import sync
-from flatshard.units.layout import boxes_of, strides_of
+from flatshard.checkpoint.folder import log_speed, sync
+from flatshard.checkpoint.training import sharded
+from flatshard.comm.communicator import Communicator
+from flatshard.extras.model_shards import ModelShards
+from flatshard.options.extras import extra
+from flatshard.state.model_state import without_ddp_prefix
+from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.units.layout import boxes_of, memory_order, strides_of
 
 _WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 C64 complex64 BOOL bool
 I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32 U16 uint16 U8 uint8 F8_E4M3
@@ -40,6 +55,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # limit in the safetensors format
 _NAME, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+_REMEDY = "Make this call on all ranks, with the same model, path and options."
 
 # Size of the buffer for elements that are cast, copied to another device, or reordered.
 PIECE_BYTES = 16 << 20
@@ -108,6 +125,11 @@ class Plan:
                     what = f"{error.strerror}, for {end:,} bytes"
                     raise OSError(error.errno, what, file.name) from error
                 file.write(header)
+
+    def sync(self) -> None:
+        """Wait until all bytes that this rank has written are on the disk. Raises OSError."""
+        for path in {place.path for place in self.places.values()}:
+            sync(Path(path))
 
     def commit(self) -> None:
         """Rename the temporary files to their final names, and delete files that they replace.
@@ -330,19 +352,51 @@ def _pieces(
                 yield values[steps], sum(map(operator.mul, at, strides))
 
 
-def write_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Write a range of a tensor's elements into a file, cast to the dtype of ``place``.
+def move_range(
+    place: Place, part: Tensor, order: Sequence[int], start: int, *, to_file: bool
+) -> None:
+    """Write a range of a tensor's elements into the file, or overwrite the range from the file.
 
     Args:
-        file: descriptor of a file that is open for writing.
-        place: the place of the tensor in the file.
-        part: the elements to write, 1-D, in memory order.
+        place: the place of the tensor in the file. Elements are cast to or from its dtype.
+        part: the elements, 1-D, in memory order.
         order: the tensor's dimensions in memory, outermost first.
         start: index of the first element of ``part`` among all elements in memory order.
+        to_file: whether to write. By default, ``part`` is overwritten.
+
+    Raises:
+        OSError: the file cannot be written or read.
+        ValueError: the file ends before the last value.
     """
-    for values, first in _pieces(place, order, start, part):
-        source = values.to(place.dtype).cpu().contiguous()
-        _move(source, first, place, lambda data, at: os.pwrite(file, data, at))
+    file = open(place.path, "r+b" if to_file else "rb", buffering=0)
+    try:
+        with file:
+            for values, first in _pieces(place, order, start, part):
+                is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
+                moved = values if is_there else torch.empty(values.shape, dtype=place.dtype)
+                if to_file:
+                    moved.copy_(values)
+                file.seek(place.offset + first * place.dtype.itemsize)
+                _move_all(moved, file.write if to_file else file.readinto, place.path)
+                if not to_file:
+                    values.copy_(moved)
+    except OSError as error:  # reads and writes raise errors without the path
+        error.filename = error.filename or place.path
+        raise
+
+
+def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: str) -> None:
+    # A view of the tensor's bytes, without a copy. Numpy may not be installed.
+    array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    left = memoryview(array).cast("B")
+    while left:
+        count = move(left)
+        if not count:
+            raise ValueError(
+                f"{path} became shorter while it was read: {len(left)} bytes are missing. Restore "
+                "the file, and do not write to it during a load."
+            )
+        left = left[count:]
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -352,81 +406,293 @@ def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
         OSError: a file cannot be written.
     """
     problem: OSError | None = None
-    with OpenFiles(os.O_WRONLY) as files:
-        for name, tensor in tensors:
-            place = plan.places[name]
-            try:
-                if problem is None:
-                    flat, order = tensor.reshape(-1), range(tensor.dim())
-                    write_range(files[place.path], place, flat, order, 0)
-            except OSError as error:  # raised at the end: other ranks may wait for the next tensors
-                problem = error
-        files.sync()
-        if problem is not None:
-            raise problem
+    for name, tensor in tensors:
+        try:
+            if problem is None:
+                flat, order = tensor.reshape(-1), range(tensor.dim())
+                move_range(plan.places[name], flat, order, 0, to_file=True)
+        except OSError as error:  # raised at the end: other ranks may wait for the next tensors
+            problem = error
+    if problem is not None:
+        raise problem
+    plan.sync()
 
 
-def read_range(file: int, place: Place, part: Tensor, order: Sequence[int], start: int) -> None:
-    """Overwrite ``part`` with the values in the file, cast to the dtype of ``part``.
+# ---------------------------------------------------------------- files of a sharded model
 
-    The arguments are those of ``write_range``, with a file that is open for reading.
+
+@dataclass(frozen=True)
+class EntryShard:
+    """This rank's elements of one entry of a state dict.
+
+    Attributes:
+        entry: the tensor in the state dict, with the full shape.
+        local: the elements that this rank holds, 1-D.
+        order: the dimensions of the entry in memory, outermost first.
+        offset: index of the first element of ``local`` among all elements in memory order.
+        replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
+            parameter, and its values may differ between ranks.
+        key: identifies the tensor. If two entries (tied parameters) have the same tensor, their
+            keys are equal.
+    """
+
+    entry: Tensor
+    local: Tensor
+    order: Sequence[int]
+    offset: int
+    replicas: Communicator | None
+    key: tuple[object, ...]
+
+
+Entries = Mapping[str, EntryShard]
+Places = Mapping[str, Place]
+
+
+def save_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    merge_lora: bool = False,
+) -> None:
+    """Save the unwrapped model's state dict as safetensors; all ranks write into the same file.
+
+    ``safetensors.torch.load_file``, ``from_pretrained`` and ``load_safetensors`` read the file. No
+    tensor is gathered: each rank writes its own elements in place, and needs at most 16 MB of extra
+    memory. The file contains tied parameters once, under their first name. The metadata maps the
+    other names to the first name, as with ``safetensors.torch.save_model``. Buffers and ignored
+    parameters have rank 0's values.
+
+    Rank 0 first reserves room on the disk for all bytes, in files called ``*.incomplete``. When all
+    bytes are on the disk, rank 0 renames the files. If a rank fails, older files stay intact.
+
+    Collective: all ranks call it; no tensor is sent.
+
+    Example:
+        ```python
+        import safetensors.torch
+        from flatshard import checkpoint
+
+        checkpoint.save_safetensors(model, "model.safetensors", dtype=torch.bfloat16)
+
+        if dist.get_rank() == 0:
+            weights = safetensors.torch.load_file("model.safetensors")
+        ```
+
+    Args:
+        model: a wrapper, or a module that contains wrappers.
+        path: a file whose name ends with ``.safetensors``, or a folder for ``model.safetensors``,
+            which is made if necessary. All ranks must share the file system.
+        max_shard_size: largest size of a file in a folder, in bytes or as a text ("5GB"). Only a
+            file with a single tensor may be larger. Several files get the index
+            ``model.safetensors.index.json``.
+        metadata: strings for the header of each file; ``{"format": "pt"}`` is added.
+        dtype: the dtype in which floating point tensors are saved.
+        merge_lora: merge PEFT's LoRA adapters, and save the model without adapters, as an
+            inference engine loads it; see ``flatshard.full_tensors``. Then each unit is
+            all-gathered, and rank 0 writes all files.
 
     Raises:
-        ValueError: the file ends before the last value.
+        ValueError: on all ranks: safetensors does not support a dtype or an entry of the state
+            dict, or ranks passed different arguments or models.
+        OSError: on all ranks: on one of them the disk is full or fails, or permission is missing.
+        NotImplementedError: a unit trains only on some ranks, or an adapter is no plain LoRA.
+        RuntimeError: a forward or backward of the model is running.
     """
-    for values, first in _pieces(place, order, start, part):
-        is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
-        target = values if is_there else torch.empty(values.shape, dtype=place.dtype)
-        _move(target, first, place, lambda data, at: os.preadv(file, [data], at))
-        if target is not values:
-            values.copy_(target)
+    shards, ranks = sharded(model, "save_safetensors()")
+    weights = extra("weights", "save_safetensors(merge_lora=True)") if merge_lora else None
+    op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
+
+    def prepare() -> tuple[Entries, Plan]:
+        entries = _entries_of(shards)
+        if weights is not None:
+            name_of = weights.MergedLora(model).name_of
+            named = ((name_of(name), one) for name, one in entries.items())
+            entries = {name: one for name, one in named if name is not None}
+        first: dict[tuple[object, ...], str] = {}
+        for name, one in entries.items():
+            first.setdefault(one.key, name)
+        kept = {name: as_saved(entries[name].entry, dtype) for name in first.values()}
+        # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
+        # expects.
+        ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
+        more = {**ties, **(metadata or {})}
+        return entries, plan_files(kept, path, max_shard_size, more)
+
+    entries, plan = ranks.agree(prepare, op_name)
+    facts = {name: str(header) for name, header in plan.headers.items()}
+    ranks.compare({"the path": str(plan.folder), **facts}, op_name, lambda _: _REMEDY)
+    with ExitStack() as incomplete:
+        if is_first:
+            incomplete.callback(plan.discard)
+        ranks.on_first(plan.create, op_name)
+        if weights is None:
+            ranks.agree(lambda: _write(entries, plan, is_first), op_name)
+        else:
+            merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
+            ranks.agree(partial(write_whole, plan, merged), op_name)
+        ranks.on_first(plan.commit, op_name)
+        incomplete.pop_all()
+    if is_first:
+        log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
 
-def _move(values: Tensor, first: int, place: Place, move: Callable[[memoryview, int], int]) -> None:
-    """Write all of ``values`` into the file, or overwrite all of them with the file's values.
+def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
+    """Write this rank's elements of the planned tensors."""
+    with torch.no_grad():
+        for name, place in plan.places.items():
+            one = entries[name]
+            low, high = 0, one.local.numel()
+            # The ranks in `replicas` all hold these elements. Each of these ranks writes a part.
+            if one.replicas is not None:
+                rank, size = one.replicas.rank, one.replicas.size
+                low, high = high * rank // size, high * (rank + 1) // size
+            if low < high and (one.replicas is not None or is_first):
+                part = one.local[low:high]
+                move_range(place, part, one.order, one.offset + low, to_file=True)
+    plan.sync()
 
-    ``first``: index of the first element in the file's tensor. ``move`` writes or reads bytes at a
-    position in the file, and returns their number. It is called until no bytes are left.
+
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
+) -> _IncompatibleKeys:
+    """Load safetensors files of the unwrapped model; each rank reads only its own elements.
+
+    Values are read directly into the shards, and cast to the shards' dtype. Shards that
+    ``param_init_fn=leave_empty`` left empty are filled too. A rank needs at most 16 MB of extra
+    memory. For a tied parameter, the files need only one of the names. The prefix ``module.`` of
+    DistributedDataParallel is removed from names. Hooks and overrides of the modules'
+    ``load_state_dict`` are not called.
+
+    Collective: all ranks call it; no tensor is sent.
+
+    Example:
+        ```python
+        from flatshard import checkpoint
+
+        with torch.device("meta"):
+            model = Model()
+        model = ShardedWrapper(model, param_init_fn=flatshard.leave_empty)
+        checkpoint.load_safetensors(model, "model.safetensors")
+        ```
+
+    Args:
+        model: a wrapper, or a module that contains wrappers.
+        path: a file, the index of several files, or a folder with a file or an index.
+        strict: raise for tensors that only the model or only the files have. A different shape
+            always raises.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as from ``load_state_dict``.
+
+    Raises:
+        ValueError: on all ranks, before any tensor is loaded: tensors do not fit (the error lists
+            all of them), ``path`` has no safetensors file, or a file is truncated, corrupt or
+            missing.
+        OSError: on all ranks: a file cannot be read.
+        RuntimeError: a forward or backward of the model is running.
     """
-    at = place.offset + first * place.dtype.itemsize
-    # A view of the tensor's bytes, without a copy. Numpy may not be installed.
-    array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    left = memoryview(array).cast("B")
-    while left:
-        count = move(left, at)
-        if not count:
-            raise ValueError(
-                f"{place.path} became shorter while it was read: it now ends at byte {at}. "
-                "Restore the file, and do not write to it during a load."
-            )
-        left, at = left[count:], at + count
+    shards, ranks = sharded(model, "load_safetensors()")
+    op_name, begun = "load_safetensors", time.monotonic()
+
+    def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
+        entries, found = _entries_of(shards), find_tensors(path)
+        places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
+        return entries, places, _check_fits(os.fspath(path), entries, places, strict=strict)
+
+    entries, places, keys = ranks.agree(prepare, op_name)
+    facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
+    ranks.compare(facts, op_name, lambda _: _REMEDY)
+    try:
+        ranks.agree(lambda: _read(entries, places), op_name)
+    finally:
+        shards.mark_written()
+    if ranks.rank == 0:
+        num_bytes = sum(places[name].nbytes for name in entries if name in places)
+        log_speed("loaded", path, num_bytes, begun)
+    return keys
 
 
-class OpenFiles:
-    """Open files, keyed by path. A file is opened at its first use, with the flags of os.open."""
+def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
+    """Return this rank's elements of each entry of a model's state dict.
 
-    def __init__(self, flags: int) -> None:
-        self._flags = flags | os.O_CLOEXEC
-        self._files: dict[str, int] = {}
-        self._used = ""  # the most recently used path
+    The elements share memory with the model.
 
-    def __getitem__(self, path: str) -> int:
-        self._used = path
-        if path not in self._files:
-            self._files[path] = os.open(path, self._flags)
-        return self._files[path]
+    Raises:
+        ValueError: an entry is not a plain tensor, or a hook replaced a parameter by another
+            tensor.
+    """
+    replicas_of = shards.replicas()
+    entries: dict[str, EntryShard] = {}
+    others = []
+    for name, value in shards.state_dict().items():
+        if isinstance(value, FlatShardTensor):
+            spec, local = value.spec, value.local
+            storage = local.untyped_storage()._cdata
+            if (replicas := replicas_of.get(storage)) is None:
+                others.append(f"{name!r} (replaced by a hook)")
+                continue
+            key: tuple[object, ...] = storage, spec.name
+            entries[name] = EntryShard(value, local, spec.order, spec.offset, replicas, key)
+        elif (
+            not isinstance(value, Tensor)
+            or value.layout != torch.strided
+            or is_traceable_wrapper_subclass(value)
+        ):
+            others.append(f"{name!r} ({type(value).__name__})")
+        else:
+            order, replicas = memory_order(value), replicas_of.get(value.untyped_storage()._cdata)
+            # Tied entries have the same address. A tensor without elements has no address.
+            place = (value.data_ptr(), *value.shape, *value.stride())
+            key = place if value.numel() else (id(value),)
+            local = value.permute(order).reshape(-1)
+            entries[name] = EntryShard(value, local, order, 0, replicas, key)
+    if others:
+        raise ValueError(
+            "a safetensors file can contain only tensors of the model, but the state dict also "
+            f"has {', '.join(others)}. Use flatshard.checkpoint.save instead."
+        )
+    return entries
 
-    def sync(self) -> None:
-        """Wait until all written bytes are on the disk. Raises OSError."""
-        for path in self._files:
-            os.fsync(self[path])
 
-    def __enter__(self) -> OpenFiles:
-        return self
+def _check_fits(path: str, entries: Entries, places: Places, *, strict: bool) -> _IncompatibleKeys:
+    """Return the names that only the model or only the files have.
 
-    def __exit__(self, _: object, error: object, __: object) -> None:
-        for file in self._files.values():
-            os.close(file)
-        # Reads and writes of a descriptor raise errors without the path.
-        if isinstance(error, OSError):
-            error.filename = error.filename or self._used
+    Raises:
+        ValueError: tensors do not fit the model. The error lists all such tensors.
+    """
+    present = {one.key for name, one in entries.items() if name in places}
+    missing = [name for name, one in entries.items() if one.key not in present]
+    unexpected = [name for name in places if name not in entries]
+    wrong = [n for n in places if n in entries and places[n].shape != tuple(entries[n].entry.shape)]
+    names = [*wrong, *missing, *unexpected] if strict else wrong
+    if names:
+        expected = {n: f"{tuple(one.entry.shape)} {one.entry.dtype}" for n, one in entries.items()}
+        found = {name: f"{place.shape} {place.dtype}" for name, place in places.items()}
+        problems = (
+            f"{name!r}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
+            for name in names
+        )
+        remedy = "Load into the saved model" + ("." if wrong else ", or pass strict=False.")
+        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}. {remedy}")
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _read(entries: Entries, places: Places) -> None:
+    """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
+    with torch.inference_mode(False), torch.no_grad():
+        for name, one in entries.items():
+            if name not in places:
+                continue
+            local = one.local
+            if local.numel():
+                move_range(places[name], local, one.order, one.offset, to_file=False)
+            if one.replicas is None:
+                # If the tensor has gaps in memory, `local` is a flat copy of the tensor. Then copy
+                # the values from `local` into the tensor.
+                if local.data_ptr() != one.entry.data_ptr():
+                    permuted = one.entry.permute(tuple(one.order))
+                    permuted.copy_(local.view(permuted.shape))
+                torch.autograd.graph.increment_version(one.entry)

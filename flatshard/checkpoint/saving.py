@@ -12,9 +12,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,16 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.folder import FileRecord, Marker
-from flatshard.checkpoint.host_ranks import HostRanks, Optimizers, Training, class_and_text
-from flatshard.checkpoint.nesting import pack_optimizer
 from flatshard.checkpoint.sources import leaves
-from flatshard.comm.consistency import check_same_state
+from flatshard.checkpoint.training import (
+    HostRanks,
+    Optimizers,
+    Training,
+    class_and_text,
+    joined,
+    pack_optimizer,
+)
+from flatshard.comm.consistency import Facts, check_same_state
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -118,88 +124,10 @@ def save(
         NotImplementedError: on all ranks: a unit trains only on some of the ranks.
         CollectiveError: another rank has ended. Earlier checkpoints stay intact.
     """
-
-    def take() -> Snapshot:
-        tensors: dict[str, Any] = {"model": training.model_state()}
-        rest = None
-        if (state := training.optim_state()) is not None:
-            tensors["optimizer"], rest = pack_optimizer(state)
-        kinds, rng = training.kinds(state), generators(training.device)
-        states = None if scheduler is None else scheduler.state_dict()
-        states, more = pytree.tree_map(python_number, (states, dict(extra or {})))
-        whole = training.unsharded_state(state)
-        return Snapshot(tensors, rng, states, more, kinds, rest, whole)
-
     training = Training(model, optimizer, "checkpoint.save()")
-    return Save(Path(path), training.ranks, keep).run(take, async_=async_)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The values that this rank saves.
-
-    Attributes:
-        tensors: nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
-        rng: the states of this rank's random number generators.
-        scheduler: the state of the scheduler; None without a scheduler.
-        extra: the user's values, the same on all ranks.
-        optimizers: for each optimizer, its class and the names of its parameters.
-        optimizer: the part of the optimizers' state that DCP would not restore.
-        unsharded: for each optimizer, its class, and state that must be equal on all ranks.
-    """
-
-    tensors: dict[str, Any]
-    rng: dict[str, Any]
-    scheduler: dict[str, Any] | None
-    extra: dict[str, Any]
-    optimizers: dict[str, list[Any]]
-    optimizer: dict[str, Any] | None
-    unsharded: list[tuple[str, dict[str, Any]]]
-
-    def own_file(self, rank: int) -> bytes:
-        """Return this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
-
-        The random number generators; on rank 0 also ``extra``, the scheduler, the kinds of the
-        optimizers, and their state that DCP would not restore.
-
-        Raises:
-            TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
-                whose loading would run code.
-        """
-        own: dict[str, Any] = {"rng": self.rng}
-        if rank == 0:
-            own |= {"scheduler": self.scheduler, "extra": self.extra}
-            own |= {"optimizers": self.optimizers, "optimizer": self.optimizer}
-        others = {f"extra[{name!r}]": value for name, value in self.extra.items()}
-        for name, value in {"the scheduler's state": self.scheduler, **others}.items():
-            _check_loads(name, value)
-        for name, leaf in self._of_optimizer():
-            if type(leaf) not in _PLAIN:
-                _check_loads(name, leaf)
-        return _saved(own)
-
-    def _of_optimizer(self) -> Iterator[tuple[str, Any]]:
-        """Yield all values in the optimizer's state, each with a name for errors."""
-        for part in (self.tensors.get("optimizer"), self.optimizer):
-            for names, leaf in leaves(part or {}):
-                yield f"{_OPTIMIZERS}{'.'.join(names)}", leaf
-
-    def sharded(self) -> dict[str, str]:
-        """Return a text with the shape of each sharded tensor, by name. Ranks compare the texts."""
-        return {
-            ".".join(names): f"a sharded tensor of shape {tuple(leaf.shape)}"
-            for names, leaf in leaves(self.tensors)
-            if isinstance(leaf, FlatShardTensor)
-        }
-
-    def numbers(self) -> dict[str, str]:
-        """Return the numbers in the optimizer's state as texts, which ranks compare."""
-        return {
-            name: repr(leaf.tolist() if isinstance(leaf, Tensor) else leaf)
-            for name, leaf in self._of_optimizer()
-            if not isinstance(leaf, Tensor)
-            or (leaf.numel() == 1 and not isinstance(leaf, FlatShardTensor))
-        }
+    one = Save(Path(path), training.ranks, keep)
+    take = partial(one.take, training, scheduler, extra, copies=async_)
+    return one.run(take, async_=async_)
 
 
 def _check_loads(name: str, value: object) -> None:
@@ -240,10 +168,15 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
+# Texts that must be equal on all ranks, by name; and for each optimizer, its class, and state that
+# must be equal on all ranks.
+_Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
+
+
 def _remedy(name: str) -> str:
     if name.startswith(("the list of optimizers", _OPTIMIZERS)):
         return "Every rank must step the same optimizer, with the same options."
-    return _TENSORS if name.startswith(("model.", "optimizer.")) else _ARGUMENTS
+    return _ARGUMENTS
 
 
 class PendingSave:
@@ -306,74 +239,114 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Save:
-    """Saves one checkpoint: holds its folder, the ranks, and how many checkpoints to keep."""
+    """Saves one checkpoint.
+
+    Attributes:
+        path: the folder of the checkpoint.
+        ranks: the ranks that train the model.
+        keep: number of checkpoints to keep.
+        tensors: nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
+        own: this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
+        step: the user's ``extra["step"]``; None if it is no number.
+    """
 
     path: Path
     ranks: HostRanks
     keep: int | None
+    tensors: dict[str, Any] = field(default_factory=dict)
+    own: bytes = b""
+    step: int | None = None
 
-    def run(self, take: Callable[[], Snapshot], *, async_: bool) -> PendingSave | None:
-        """Write the snapshot that ``take`` returns, at once or in a thread. Collective."""
+    def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
+        """Write the values that ``take`` sets, at once or in a thread. Collective."""
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.
-        snapshot, own = self.ranks.agree(partial(self._prepare, take, async_), self.op_name)
-        self._check_same(snapshot)
+        self._check_same(*self.ranks.agree(take, self.op_name))
         self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
-        write = partial(self._write, snapshot, own)
-        _pending = PendingSave(self.path, write) if async_ else None
+        _pending = PendingSave(self.path, self._write) if async_ else None
         if not async_:
             # `dcp_files.Files` computes checksums already. An async save leaves the setting alone:
             # the program may call torch.save meanwhile.
             config: Any = serialization.config
             with config.patch("save.compute_crc32", False):
-                write()
+                self._write()
         return _pending
 
     @property
     def op_name(self) -> str:
         return f"checkpoint.save({str(self.path)!r})"
 
-    def _prepare(self, take: Callable[[], Snapshot], async_: bool) -> tuple[Snapshot, bytes]:
-        snapshot = take()
-        own = snapshot.own_file(self.ranks.rank)
-        if async_:  # training continues, so the thread saves copies in host memory
-            snapshot = replace(snapshot, tensors=copied(snapshot.tensors, torch.device("cpu")))
-        return snapshot, own
+    def take(
+        self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
+    ) -> _Compared:
+        """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
 
-    def _check_same(self, snapshot: Snapshot) -> None:
-        """Raise ValueError, on all ranks, if arguments differ or a rank lacks a sharded tensor.
+        With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
 
-        Collective.
+        Raises:
+            TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
+                whose loading would run code.
         """
-        mine = {f"extra[{key!r}]": repr(value) for key, value in snapshot.extra.items()}
-        mine |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        kinds = {name: kind for name, (kind, _) in snapshot.optimizers.items()}
-        mine |= {"the list of optimizers": str(kinds)} | snapshot.sharded() | snapshot.numbers()
-        self.ranks.compare(mine, self.op_name, _remedy)
-        for kind, values in snapshot.unsharded:
+        rest = None
+        self.tensors["model"] = training.model_state()
+        states = training.optim_states()
+        if (state := joined(states)) is not None:
+            self.tensors["optimizer"], rest = pack_optimizer(state)
+        own: dict[str, Any] = {"rng": generators(training.device)}
+        of_scheduler = None if scheduler is None else scheduler.state_dict()
+        of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
+        self.step = step if isinstance(step := extra.get("step"), int) else None
+        named = {f"extra[{name!r}]": value for name, value in extra.items()}
+        for name, value in {"the scheduler's state": of_scheduler, **named}.items():
+            _check_loads(name, value)
+        facts = {name: repr(value) for name, value in named.items()}
+        facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
+        kinds = training.kinds(states)
+        facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})
+        for names, leaf in leaves([self.tensors.get("optimizer", {}), rest or {}]):
+            name = f"{_OPTIMIZERS}{'.'.join(names[1:])}"
+            if type(leaf) not in _PLAIN:
+                _check_loads(name, leaf)
+            if not isinstance(leaf, Tensor):
+                facts[name] = repr(leaf)
+            elif leaf.numel() == 1 and not isinstance(leaf, FlatShardTensor):
+                facts[name] = repr(leaf.tolist())
+        if self.ranks.rank == 0:
+            own |= {"scheduler": of_scheduler, "extra": extra}
+            own |= {"optimizers": kinds, "optimizer": rest}
+        self.own = _saved(own)
+        same = training.unsharded_state(states)
+        if copies:
+            self.tensors = copied(self.tensors, torch.device("cpu"))
+        return facts, same
+
+    def _check_same(self, facts: Facts, states: list[tuple[str, dict[str, Any]]]) -> None:
+        """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
+        self.ranks.compare(facts, self.op_name, _remedy)
+        for kind, values in states:
             # A rank may have no state of a parameter: DCP then saves the state of another rank.
             gather, ranks = self.ranks.gather, self.ranks.ranks
             check_same_state(values, gather, ranks, kind, some_may_lack=True)
 
-    def _write(self, snapshot: Snapshot, own: bytes) -> None:
+    def _write(self) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""
         try:
-            self._write_files(snapshot, own)
+            self._write_files()
         except Exception as error:
             # Do not delete files after a CollectiveError: remaining ranks may still be writing.
             if not isinstance(error, CollectiveError) and self.ranks.rank == 0:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
             outcome = f"{self.path} was not saved. Last complete checkpoint: {last or 'none'}."
-            if self.ranks.group is not None and not dist.is_initialized():
+            if self.ranks.process_group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
             raise
 
-    def _write_files(self, snapshot: Snapshot, own: bytes) -> None:
+    def _write_files(self) -> None:
         # Import here, because torch.distributed.checkpoint loads slowly.
         from torch.distributed.checkpoint import api, state_dict_saver
 
@@ -382,14 +355,14 @@ class Save:
         ranks, folder = self.ranks, folders.incomplete(self.path)
         writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
-            where = named(f"{self.op_name}, rank {ranks.global_rank}")
+            where = named(f"{self.op_name}, rank {ranks.ranks[ranks.rank]}")
             # DCP warns in a single process, where saving without others is intended.
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
-                    snapshot.tensors,
+                    self.tensors,
                     storage_writer=writer,
-                    process_group=ranks.group,
-                    no_dist=ranks.group is None,
+                    process_group=ranks.process_group,
+                    no_dist=ranks.process_group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
@@ -399,7 +372,7 @@ class Save:
         def sum_up() -> dict[str, FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
             with writer.fs.create_stream(own_file, "wb") as stream:
-                stream.write(own)
+                stream.write(self.own)
             folders.sync(own_file)
             folders.sync(folder)
             return writer.fs.records
@@ -413,8 +386,7 @@ class Save:
                     f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}
-            step = snapshot.extra.get("step")
-            marker = Marker(ranks.size, step if isinstance(step, int) else None, files)
+            marker = Marker(len(ranks.ranks), self.step, files)
             folders.finish(self.path, marker, self.keep)
             folders.log_speed("saved", self.path, marker.bytes, begun)
 

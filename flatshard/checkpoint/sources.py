@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import re
 import struct
 import time
 import zipfile
@@ -24,15 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import safetensors
-from flatshard.checkpoint.folder import (
-    check_lengths,
-    log_speed,
-    own_file,
-    read_marker,
-    sync,
-    zip_stream,
-)
 
 Names = tuple[str, ...]  # keys of a value in nested dictionaries, the outermost key first
 
@@ -133,8 +127,7 @@ def _safetensors(path: Path) -> Source:
     def read(names: Names) -> Tensor:
         place = places[names[0]]
         value = torch.empty(place.shape, dtype=place.dtype)
-        with safetensors.OpenFiles(os.O_RDONLY) as files:
-            safetensors.read_range(files[place.path], place, value.view(-1), range(value.dim()), 0)
+        safetensors.move_range(place, value.view(-1), range(value.dim()), 0, to_file=False)
         return value
 
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}
@@ -197,18 +190,12 @@ def load_torch(path: Path) -> Any:
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
     """
-    is_zip = zipfile.is_zipfile(path)
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        found = [one for one in found if one not in {name for _, name in STAND_INS}]
-        if found:
-            raise ValueError(
-                f"{path} contains objects such as {found[0]}, whose loading may run code, so the "
-                "file is not loaded. Save a state_dict() instead."
-            )
-        return load_safely(path, mmap=is_zip)
+        return load_safely(path, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            why = f"the file contains objects such as {found[1]}, whose loading may run code"
         text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
         raise ValueError(text) from error
 
@@ -232,7 +219,7 @@ def _dcp(folder: Path) -> Source:
     metadata = dcp_files.read_metadata(folder)
     for stored in metadata.storage_data.values():
         end = stored.offset + stored.length
-        check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
+        folders.check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
     paths, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     names_of = {tuple(map(str, paths.get(name, (name,)))): name for name in entries}
 
@@ -249,10 +236,10 @@ def _dcp(folder: Path) -> Source:
             source.tensors[names] = _meta(entries[name].size, entries[name].properties.dtype)
             if names[0] in _PROGRESS_KEYS and source.tensors[names].numel() == 1:
                 source.facts[names[0]] = source.read(names).item()
-    if (marker := read_marker(folder)) is not None:
+    if (marker := folders.read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
-        if kinds := load_torch(folder / own_file(0)).get("optimizers"):
+        if kinds := load_torch(folder / folders.own_file(0)).get("optimizers"):
             shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
             source.facts["optimizers"] = ", ".join(shown)
     return source
@@ -334,7 +321,7 @@ def convert(
         return found.read(model[kept]).to(like[kept].dtype)
 
     write(final, like, ties, read)
-    log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
+    folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
 Read = Callable[[str], Tensor]
@@ -359,7 +346,7 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
     try:
-        with torch.serialization.skip_data(), zip_stream(beside) as stream:
+        with torch.serialization.skip_data(), folders.zip_stream(beside) as stream:
             torch.save(state, stream)
             # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
             # write to a mapped hole ends the process by SIGBUS.
@@ -369,7 +356,7 @@ def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], rea
         for name in like:
             state[name].copy_(read(name))
         del state
-        sync(beside)
+        folders.sync(beside)
         beside.replace(final)
     except BaseException:
         beside.unlink(missing_ok=True)

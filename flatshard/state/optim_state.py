@@ -315,10 +315,11 @@ def _loaded(
     spec, value = original.spec, original.spec.split(value)
     if not isinstance(value, Tensor):
         return copied(value)
-    is_number = value.numel() == 1 and not isinstance(value, FlatShardTensor)
-    if tuple(value.shape) != spec.shape or (is_number and name in numbers):
+    is_sharded = isinstance(value, FlatShardTensor)
+    is_number = value.numel() == 1 and name in numbers and not is_sharded
+    if tuple(value.shape) != spec.shape or is_number:
         # Only element-wise optimizers keep nothing but numbers and values per element.
-        if not elementwise or value.dim() == 0 or (is_number and name in numbers):
+        if not elementwise or value.dim() == 0 or is_number:
             return copied(value)
         raise ValueError(
             f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
@@ -330,12 +331,11 @@ def _loaded(
         # Copy the value into a tensor with the parameter's strides: optimizers use their fast
         # kernels only if state and parameter have equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # Copy the part if it is a view of full state, because a view would keep the full state in
-    # memory. Use already sharded state without a copy, as torch's load_state_dict does.
-    is_full = not isinstance(value, FlatShardTensor)
+    # The part of full state is a copy. Use already sharded state without a copy, as torch's
+    # load_state_dict does.
     part = adapter.part_per_element(spec, value.detach(), is_number=False)
     assert part is not None, "state with the parameter's shape is per element"
-    return FlatShardTensor(part.to(device, copy=is_full), spec, role=f"{name} of")
+    return FlatShardTensor(part.to(device), spec, role=f"{name} of")
 
 
 def _facts(where: str, state: StateDict) -> Facts:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import CPUOffload, ShardedWrapper
-from flatshard.checkpoint import load_safetensors, model_files, save_safetensors
+from flatshard.checkpoint import load_safetensors, save_safetensors
+from flatshard.checkpoint import safetensors as files
 from flatshard.collectives import record
 from tests.harness import allow_warnings, full_disk, naming, on_ranks, run_ranks
 from tests.models import CASES
@@ -295,7 +296,7 @@ def test_a_rank_that_cannot_read(rank: int, world_size: int, tmp_path: Path) -> 
         for parameter in model.parameters():
             parameter.zero_()
         assert not model(inputs).any()
-    failing = mock.patch.object(model_files, "_read", side_effect=OSError("the disk is gone"))
+    failing = mock.patch.object(files, "_read", side_effect=OSError("the disk is gone"))
     with failing if rank == 1 else nullcontext():
         with pytest.raises(OSError, match=r"rank 1: the disk is gone"):
             load_safetensors(model, tmp_path)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import random
 from pathlib import Path
 from unittest import mock
@@ -15,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.safetensors import (
     DTYPES,
-    OpenFiles,
     Place,
     find_tensors,
+    move_range,
     plan_files,
-    read_range,
-    write_range,
 )
 from flatshard.units.layout import strides_of
 from tests.harness import naming
@@ -45,16 +42,14 @@ def _ranges_make_the_tensor(tmp_path: Path, seed: int) -> None:
     Path(place.path).write_bytes(b"-" * 7)
     cuts = [0, *sorted(draw.randint(0, numel) for _ in range(3)), numel]
     with mock.patch.object(safetensors, "PIECE_BYTES", draw.choice([8, 16, 64, 1 << 20])):
-        with OpenFiles(os.O_WRONLY) as files:
-            for low, high in itertools.pairwise(cuts):
-                write_range(files[place.path], place, flat[low:high].clone(), order, low)
+        for low, high in itertools.pairwise(cuts):
+            move_range(place, flat[low:high].clone(), order, low, to_file=True)
         written = bytearray(Path(place.path).read_bytes()[7:])
         assert torch.equal(torch.frombuffer(written, dtype=dtype).view(shape), full.to(dtype))
-        with OpenFiles(os.O_RDONLY) as files:
-            for low, high in itertools.pairwise(cuts):
-                part = torch.zeros(high - low)
-                read_range(files[place.path], place, part, order, low)
-                assert torch.equal(part, flat[low:high].to(dtype).float())
+        for low, high in itertools.pairwise(cuts):
+            part = torch.zeros(high - low)
+            move_range(place, part, order, low, to_file=False)
+            assert torch.equal(part, flat[low:high].to(dtype).float())
 
 
 def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
@@ -69,11 +64,10 @@ def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
     plan = plan_files(tensors, tmp_path / "ours.safetensors")
     plan.create()
     assert not (tmp_path / "ours.safetensors").exists()
-    with OpenFiles(os.O_WRONLY) as files:
-        for name, place in plan.places.items():
-            assert place.offset % place.dtype.itemsize == 0
-            order = range(tensors[name].dim())
-            write_range(files[place.path], place, tensors[name].reshape(-1), order, 0)
+    for name, place in plan.places.items():
+        assert place.offset % place.dtype.itemsize == 0
+        order = range(tensors[name].dim())
+        move_range(place, tensors[name].reshape(-1), order, 0, to_file=True)
     plan.commit()
     ours = load_file(tmp_path / "ours.safetensors")
     assert all(

@@ -25,10 +25,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Hashable, Set
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -331,41 +332,24 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
     }
     # Keep no frame while the slow `_can_wait` runs: it would keep the function's variables alive,
-    # for example a view of a parameter that is about to be sharded.
+    # for example a view of a parameter that is about to be sharded. The last element maps the code
+    # of all functions in the stack to the ids of their frames.
     stacks = [
-        _Stack.of(other, frame)
+        (
+            *(other, id(frame), frame.f_code, frame.f_lasti),
+            {one.f_code: id(one) for one, _ in traceback.walk_stack(frame)},
+        )
         for other, frame in sys._current_frames().items()
         if other == thread or other not in of_python
     ]
-    for one in stacks:
-        if one.polls:
-            return one.thread, one.polls, _IN_POLLS
-        if one.in_collective or _can_wait(one.code, one.offset):
-            return one.thread, one.frame, one.offset
+    for other, frame_id, code, offset, frames in stacks:
+        for one, polling_id in frames.items():
+            if one.co_name == _POLLS:
+                return other, polling_id, _IN_POLLS
+        in_collective = any(one.co_filename == distributed_c10d.__file__ for one in frames)
+        if in_collective or _can_wait(code, offset):
+            return other, frame_id, offset
     return None
-
-
-class _Stack(NamedTuple):
-    """The properties of a thread's stack that `_place_of` needs."""
-
-    thread: int
-    frame: int  # id of the innermost frame
-    code: CodeType  # of the innermost frame
-    offset: int  # offset of the innermost frame's instruction
-    polls: int  # id of the frame of the function `_POLLS`; 0: there is none
-    in_collective: bool  # whether some frame runs a function of ``torch.distributed``
-
-    @classmethod
-    def of(cls, thread: int, innermost: FrameType) -> _Stack:
-        polls, in_collective = 0, False
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == _POLLS:
-                polls = id(frame)
-            in_collective |= frame.f_code.co_filename == distributed_c10d.__file__
-            frame = frame.f_back
-        code, offset = innermost.f_code, innermost.f_lasti
-        return cls(thread, id(innermost), code, offset, polls, in_collective)
 
 
 def _can_wait(code: CodeType, offset: int) -> bool:

@@ -21,7 +21,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -76,8 +75,9 @@ def own_collective(thread: int) -> OwnCollective | None:
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
     # The outermost function of `torch.distributed`: collectives of objects call those of tensors.
-    in_torch = takewhile(lambda one: one.f_code.co_filename.startswith(_TORCH), _outwards(frame))
-    names = [one.f_code.co_name for one in in_torch if one.f_code.co_filename == _C10D]
+    codes = (one.f_code for one, _ in traceback.walk_stack(frame))
+    in_torch = takewhile(lambda code: code.co_filename.startswith(_TORCH), codes)
+    names = [code.co_name for code in in_torch if code.co_filename == _C10D]
     return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
 
 
@@ -153,7 +153,7 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
             continue
         # Look at every frame: a function of the program that waits for a DataLoader has a harmless
         # innermost frame, and may begin a collective afterwards.
-        paths = (one.f_code.co_filename for one in _outwards(frame))
+        paths = (one.f_code.co_filename for one, _ in traceback.walk_stack(frame))
         if other in began or any(map(_may_begin, paths)):
             return False
     return True
@@ -171,12 +171,6 @@ def _is_in_backward(frame: FrameType) -> bool:
 def _may_begin(path: str) -> bool:
     """Whether code in the file ``path`` may begin a collective."""
     return is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _sequence_number(group: dist.ProcessGroup) -> int:

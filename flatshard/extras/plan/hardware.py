@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 
 from flatshard.extras import show_bytes
 from flatshard.extras.plan.trace import Op
@@ -147,37 +142,3 @@ class Machine:
         rate = min(self.node_link, self.link * in_node if size > in_node else math.inf)
         # Several rings or trees run at once, so latency grows slowly with the number of ranks.
         return nbytes * (size - 1) / size / rate + self.latency * (size - 1).bit_length()
-
-
-def calibrate(device: str) -> tuple[float, float, float]:
-    """Measure the speeds of a device of this machine, in about three seconds.
-
-    Returns the ``flops``, ``attention_flops`` and ``memory_rate`` of a ``Device``. Ranks on one
-    machine share its memory and caches, so in training each rank is slower.
-    """
-    on_gpu = device != "cpu"
-    dtype, width = (torch.bfloat16, 8192) if on_gpu else (torch.float32, 1024)
-    matrix = torch.randn(width, width, device=device, dtype=dtype)
-    heads = torch.randn(1, 16, width // 4, 64, device=device, dtype=dtype)
-    # The tensors are larger than the caches of CPUs (tens of megabytes), because the optimizer's
-    # state is larger, too.
-    source = torch.ones(2**28 if on_gpu else 2**26, device=device)
-    # Write to a second tensor, as most operators do. A write in place would be faster: CPUs read
-    # memory before they write to it, and an operator in place has read the memory already.
-    out = torch.empty_like(source)
-
-    def rate(run: Any, work: float) -> float:
-        run()
-        count, began = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - began) < 1.0:
-            run()
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            count += 1
-        return work * count / elapsed
-
-    return (
-        rate(lambda: matrix @ matrix, 2.0 * width**3),
-        rate(lambda: F.scaled_dot_product_attention(heads, heads, heads), 256.0 * width**2),
-        rate(lambda: torch.mul(source, 1.0, out=out), 2.0 * source.nbytes),
-    )

@@ -13,9 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flatshard.extras.plan.allocator import LARGE_PAGE, SMALL_BYTES, SMALL_PAGE, Held, Pool
 from flatshard.extras.plan.hardware import Machine
-from flatshard.extras.plan.shards import FlatMemory
+from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
 # The same threshold as in ``engine.gradients``: gradients of at least this size are copied into the
@@ -35,7 +34,6 @@ class Outcome:
         highest: largest number of bytes of each category at any moment. "gradients" includes the
             buffers of reductions, and temporary tensors.
         persistent: bytes of parameters, gradients and optimizer state between steps.
-        reserved_bytes: bytes that torch's allocator has reserved at the end of the step.
         seconds: duration of one step.
         compute_seconds: duration of the step's operators and of the optimizer.
         sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
@@ -46,7 +44,6 @@ class Outcome:
     peak_at: str = ""
     highest: dict[str, int] = field(default_factory=dict)
     persistent: dict[str, int] = field(default_factory=dict)
-    reserved_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -86,7 +83,6 @@ class Replay:
         self, trace: StepTrace, flats: Sequence[FlatMemory], machine: Machine, accumulate: int = 1
     ) -> None:
         self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
-        self._small, self._large = Pool(SMALL_PAGE), Pool(LARGE_PAGE)
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)
         self._now, self._place = "start", ""
@@ -136,12 +132,11 @@ class Replay:
         gradients = sum(self.totals[kind] for kind in _GRADIENTS)
         for kind, total in ((category, self.totals[category]), ("gradients", gradients)):
             self.outcome.highest[kind] = max(self.outcome.highest.get(kind, 0), total)
-        return (self._small if nbytes <= SMALL_BYTES else self._large).allocate(nbytes, category)
+        return Held(category, nbytes)
 
     def free(self, *blocks: Held | None) -> None:
         for held in filter(None, blocks):
             self.totals[held.category] -= held.nbytes
-            held.pool.free(held)
 
     def send(self, nbytes: float, size: int, in_node: int) -> float:
         """Start a collective, and return the time at which the collective ends."""
@@ -185,7 +180,6 @@ class Replay:
             self.outcome.seconds = self.clock
         kinds = ("parameters", "gradients", "optimizer")
         self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
-        self.outcome.reserved_bytes = self._small.reserved_bytes + self._large.reserved_bytes
         return self.outcome
 
     def play(self) -> None:

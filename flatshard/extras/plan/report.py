@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatshard.extras import tabulate
-from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, calibrate, show
+from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome, Replay
@@ -78,7 +78,6 @@ class Choice:
         sizes: dict[str, float] = {kind: outcome.peak.get(kind, 0) for kind in _CATEGORIES}
         sizes["temporary"] = outcome.peak_bytes - sum(sizes.values())
         sizes |= {**outcome.persistent, "peak": outcome.peak_bytes}
-        sizes["reserved"] = outcome.reserved_bytes
         sizes["sent in node"], sizes["sent across"] = outcome.sent_bytes
         return {
             "ranks": str(self.ranks),
@@ -266,7 +265,7 @@ class TrainingPlan:
         lines = [
             f"{self.name}, batch {self.target.batch} per rank. Parameters, gradients, optimizer: "
             "bytes between steps. Unsharded, activations, temporary: bytes at the peak.",
-            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 14)),
+            tabulate([[*rows[0]], *([*row.values()] for row in rows)], numbers=range(2, 13)),
         ]
         if shown.fits:
             return "\n".join([*lines, f"Cheapest that fits: {shown}. {peak}", "", self.code()])
@@ -371,35 +370,22 @@ _CHOICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
-    add("spec", nargs="?", help="a preset (llama3-8b), a config.json, or package.module:function")
+    add("spec", help="a preset (llama3-8b), a config.json, or package.module:function")
     # The docstring of `plan` explains each option in an item of a list: "- ``name``: text".
     items = re.findall(r"- ``(\w+)``: (.*?)(?=\n +- ``|\n\n)", plan.__doc__ or "", re.DOTALL)
     texts = {name: " ".join(text.replace("`", "").split()) for name, text in items}
     for one in dataclasses.fields(Target):
-        name, kind = one.name, {"int": int, "bool": bool}.get(str(one.type), str)
+        name, kind = one.name, int if one.type == "int" else str
         if name in ("build", "step", "auto_wrap_policy"):
             continue  # no value of this field can be written on a command line
         more: Any = {"choices": _CHOICES[name]} if name in _CHOICES else {"type": kind}
         more |= {"nargs": "+"} if name == "strategy" else {}
-        more = {"action": "store_true"} if kind is bool else more
         add(f"--{name.replace('_', '-')}", default=one.default, help=texts.get(name), **more)
     add("--json", action="store_true", help="print JSON")
-    add("--calibrate", action="store_true", help="measure this machine's speed, and print --flops")
 
 
 def run(options: dict[str, Any]) -> None:
     """Print the plan for ``options``. Raises ValueError if the options cannot be used."""
-    as_json, measures, spec = (options.pop(name) for name in ("json", "calibrate", "spec"))
-    if measures:
-        if spec is not None:
-            raise ValueError("--calibrate measures this machine and takes no SPEC. Leave out SPEC.")
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        flops, attention, memory = calibrate(name)
-        print(f"{name}: --flops {flops / 1e12:.2f}T")
-        print(f"{name}: attention {attention / 1e12:.2f} TFLOP/s")
-        print(f"{name}: memory {memory / 1e9:.1f} GB/s")
-    elif spec is None:
-        raise ValueError("expected a SPEC or --calibrate. Option --help lists the kinds of SPEC.")
-    else:
-        made = plan(spec, **options)
-        print(json.dumps(made.to_dict(), indent=1) if as_json else made)
+    as_json = options.pop("json")
+    made = plan(**options)
+    print(json.dumps(made.to_dict(), indent=1) if as_json else made)

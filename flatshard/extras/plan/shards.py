@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,13 +12,20 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
 from flatshard.comm.settings import Settings, read_strategy, read_values
 from flatshard.engine.handle import LOOKUPS
-from flatshard.extras.plan.allocator import Held
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.options import ShardingStrategy, TransportOptions
 from flatshard.options.precision import MixedPrecision
 from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.policies import Policy
+
+
+@dataclass(eq=False)
+class Held:
+    """A block of memory that is currently allocated."""
+
+    category: str
+    nbytes: int
 
 
 class FlatMemory:

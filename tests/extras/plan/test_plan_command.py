@@ -80,7 +80,7 @@ def test_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_have_the_names_of_the_keywords() -> None:
     parser = ArgumentParser()
     add_arguments(parser)
-    options = set(vars(parser.parse_args([]))) - {"json", "calibrate"}
+    options = {*vars(parser.parse_args(["llama3-8b"]))} - {"json"}
     keywords = {one.name for one in fields(Target)} | {"spec"}
     assert options <= keywords
     # Only these keywords have no option: their values cannot be written on a command line.
@@ -132,8 +132,6 @@ def test_what_to_change_and_the_code_to_paste() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan"], "expected a SPEC or --calibrate"),
-        (["plan", SPEC, "--calibrate"], "takes no SPEC"),
         (["plan", f"{__name__}:Nothing"], "is neither a preset"),
         (["plan", "os.path"], "os.path is a module"),
         (["plan", "nowhere.json"], "cannot be read as a configuration"),

@@ -27,7 +27,7 @@ from flatshard import (
     checkpoint,
     collectives,
 )
-from flatshard.extras.weights import reading
+from flatshard.extras import weights as weights_extra
 from tests.combinations import every
 from tests.forked_python import PYTHON
 from tests.harness import naming, on_ranks, run_ranks
@@ -248,7 +248,7 @@ def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
 
     if rank == 0:
         with (
-            mock.patch.object(reading, "_finish", finish),
+            mock.patch.object(weights_extra, "_finish", finish),
             pytest.raises(torch.OutOfMemoryError, match="no memory"),
         ):
             _tensors(model)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from flatshard.extras.whole_tensors.owners import choose_owners, step_cost
+from flatshard.extras.whole_tensors import choose_owners, step_cost
 from flatshard.units.layout import FlatLayout
 
 

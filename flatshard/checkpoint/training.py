@@ -1,18 +1,25 @@
 """``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
 
 The exchanges use a separate process group, so a thread may exchange while training continues.
+
+[Note: values that DCP would lose]
+DCP stores tensors of lists and dicts by themselves. But it pickles a tuple or a deque as a whole,
+turns keys into texts, and leaves out empty dicts. So ``pack`` turns nested values into dicts with
+texts as keys, in which DCP keeps every value, and ``unpack`` restores the values from ``pack``'s
+``Form``.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, differing_fact, sendable
 from flatshard.comm.host_exchange import HostExchange
@@ -24,41 +31,37 @@ from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
-# The exchange for each process group that trains a model. It is made once, and used by later calls.
-_exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref.WeakKeyDictionary()
+# The ranks for each process group that trains a model. Made once, and used by later calls.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
 
 
-class HostRanks:
+class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group.
 
     Attributes:
+        process_group: the process group for these exchanges; None if this rank is alone.
         rank: this rank's index in the group.
-        size: number of ranks.
-        global_rank: this rank's number in the default group.
         ranks: the ranks' numbers in the default group.
-        group: the process group for these exchanges, made in addition to the given group; None if
-            this rank is alone.
-        gather: ``HostExchange.gather``, which returns the values of all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare exchanges between the ranks of ``group``; None: this rank is the only rank.
+        """Make the exchange. No other code may run collectives on ``group``."""
+        super().__init__(group, torch.device("cpu"))
+        self.process_group, self.ranks = group, self._ranks
+        self.rank = 0 if group is None else group.rank()
 
-        Collective at the first call for a group: all ranks of the group.
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
+        """Return the ranks of ``group``, with a process group in addition to ``group``.
+
+        None: this rank is the only rank. Collective at the first call for a group: all ranks.
         """
-        self.rank, self.size, self.global_rank, self.ranks = 0, 1, 0, [0]
-        self.group: dist.ProcessGroup | None = None
-        exchange = HostExchange(None, torch.device("cpu"))
-        if group is not None and group.size() > 1 and not is_fake(group):
-            self.rank, self.size, self.global_rank = group.rank(), group.size(), dist.get_rank()
-            self.ranks = dist.get_process_group_ranks(group)
-            if group not in _exchanges:
-                with named(f"flatshard.checkpoint, rank {self.global_rank}: meeting the ranks"):
-                    own = new_group(group, on_host=True)
-                _exchanges[group] = HostExchange(own, torch.device("cpu"))
-            exchange = _exchanges[group]
-            self.group = exchange.group
-        self.gather = exchange.gather
+        if group is None or group.size() == 1 or is_fake(group):
+            return cls(None)
+        if group not in _known:
+            with named(f"flatshard.checkpoint, rank {dist.get_rank()}: meeting the ranks"):
+                _known[group] = cls(new_group(group, on_host=True))
+        return _known[group]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
@@ -148,7 +151,7 @@ class Training:
             group = self.shards.world.group
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             self.plain, group = model.module, model.process_group
-        self.ranks = HostRanks(group)
+        self.ranks = HostRanks.of(group)
 
     @property
     def device(self) -> torch.device:
@@ -158,56 +161,44 @@ class Training:
         """Return the model's sharded state dict, whose tensors share memory with the model."""
         return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
 
-    def optim_state(self) -> dict[str, Any] | None:
-        """Return the optimizers' sharded state dicts, joined, or None if there is no optimizer.
-
-        As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers.
-
-        Raises:
-            ValueError: a parameter belongs to several optimizers.
-        """
-        if not self.optimizers:
-            return None
+    def optim_states(self) -> dict[str, dict[str, Any]]:
+        """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""
         with ShardedWrapper.state_dict_type(self.model, "SHARDED_STATE_DICT"):
-            states = {
+            return {
                 name: ShardedWrapper.optim_state_dict(self.plain, one, offload_to_cpu=False)
                 for name, one in self.optimizers.items()
             }
-        return joined(states)
 
-    def kinds(self, state: dict[str, Any] | None) -> dict[str, list[Any]]:
-        """Return each optimizer's class, and its parameters' names in the joined state dict."""
+    def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+        """Return each optimizer's class, and the names of its parameters."""
         return {
-            name: [type(one).__name__, sorted(chain(*(group["params"] for group in groups)))]
-            for name, one, groups in self._groups(state)
+            name: [type(self.optimizers[name]).__name__, sorted(_fqns(state))]
+            for name, state in states.items()
         }
 
-    def unsharded_state(self, state: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    def unsharded_state(
+        self, states: dict[str, dict[str, Any]]
+    ) -> list[tuple[str, dict[str, Any]]]:
         """Return each optimizer's class, and the state that ranks must have in common.
 
-        See the function ``unsharded_state``. ``state`` is the joined state dict.
+        See the function ``unsharded_state``.
         """
         units = [] if self.shards is None else [part.unit for part in self.shards.parts]
         return [
-            (
-                type(one).__name__,
-                unsharded_state(
-                    {"state": state and state["state"], "param_groups": groups},
-                    OptimParams(self.plain, one, units),
-                ),
-            )
-            for _, one, groups in self._groups(state)
+            (type(one).__name__, unsharded_state(states[name], OptimParams(self.plain, one, units)))
+            for name, one in self.optimizers.items()
         ]
 
-    def _groups(self, state: dict[str, Any] | None) -> Iterator[tuple[str, Any, list[Any]]]:
-        """Yield each optimizer's name, the optimizer, and its groups in the joined state dict."""
-        groups = iter(() if state is None else state["param_groups"])
-        for name, one in self.optimizers.items():
-            yield name, one, list(islice(groups, len(one.param_groups)))
+
+def _fqns(state: dict[str, Any]) -> Iterator[str]:
+    return chain.from_iterable(group["params"] for group in state["param_groups"])
 
 
-def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Join the state dicts of several optimizers, keyed by parameter name, into one.
+
+    As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers. None
+    if there is no optimizer.
 
     Raises:
         ValueError: a parameter belongs to several optimizers, or an optimizer has state that
@@ -215,14 +206,14 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     owner: dict[str, str] = {}
     for name, state in states.items():
-        for fqn in chain(*(group["params"] for group in state["param_groups"])):
+        for fqn in _fqns(state):
             if owner.setdefault(fqn, name) != name:
                 raise ValueError(
                     f"parameter {fqn!r} belongs to optimizers {owner[fqn]!r} and {name!r}. Give "
                     "each parameter to one optimizer."
                 )
-    if len(states) == 1:
-        return next(iter(states.values()))
+    if len(states) < 2:
+        return next(iter(states.values()), None)
     whole: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, state in states.items():
         if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:
@@ -248,3 +239,90 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
             f"unwrapped {type(model).__name__}. For unwrapped models, use safetensors.torch."
         )
     return training.shards, training.ranks
+
+
+# ---------------------------------------------------------------- values that DCP would lose
+
+Form = list[Any] | None
+"""None: DCP restores the value. Otherwise: name of the type, keys (of a deque: its ``maxlen``), and
+a form for each value inside. A file keeps these lists without objects of other types.
+"""
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
+
+
+def pack(value: Any) -> tuple[Any, Form]:
+    """Return ``value`` with dicts in place of containers of tensors, and a form for ``unpack``."""
+    if isinstance(value, Mapping):
+        keys, values = list(value), list(value.values())
+        if any(isinstance(key, Tensor) for key in keys):
+            raise TypeError(
+                "the optimizer keeps a dict with tensors as keys, which a checkpoint cannot restore"
+            )
+        is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
+        names = keys if is_plain else [str(number) for number in range(len(keys))]
+        packed, forms = zip(*map(pack, values), strict=True) if values else ((), ())
+        is_kept = is_plain and not any(forms)
+        form = None if is_kept else ["dict", keys, list(forms)]
+        return dict(zip(names, packed, strict=True)), form
+    kind = type(value).__name__
+    if type(value) is not _SEQUENCES.get(kind) or (kind != "deque" and not _has_tensors(value)):
+        return value, None
+    packed, forms = zip(*map(pack, value), strict=True) if value else ((), ())
+    length = value.maxlen if kind == "deque" else None
+    return {str(number): one for number, one in enumerate(packed)}, [kind, length, list(forms)]
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping | deque):
+        # also if the value has no tensors: a file must not contain deques and keys as objects
+        return True
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
+
+
+def unpack(packed: Any, form: Form) -> Any:
+    """Undo ``pack``. ``packed`` is None for empty dicts, which DCP leaves out."""
+    if form is None:
+        return packed
+    kind, keys, forms = form
+    packed = packed or {}
+    if kind == "dict":
+        is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
+        names = keys if is_plain else map(str, range(len(keys)))
+    else:
+        names = map(str, range(len(forms)))
+    values = [unpack(packed.get(name), one) for name, one in zip(names, forms, strict=True)]
+    if kind == "dict":
+        return dict(zip(keys, values, strict=True))
+    return deque(values, keys) if kind == "deque" else _SEQUENCES[kind](values)
+
+
+def pack_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a sharded state dict of an optimizer into a part for DCP, and the rest.
+
+    The rest are forms, state of the whole optimizer (keys that are no parameters), and entries that
+    the optimizer's own ``state_dict()`` adds.
+    """
+    names = {name for group in state["param_groups"] for name in group["params"]}
+    states = {name: pack(one) for name, one in state["state"].items() if name in names}
+    groups = [pack(group) for group in state["param_groups"]]
+    rest = {
+        "forms": {name: form for name, (_, form) in states.items() if form},
+        "groups": [form for _, form in groups],
+        "state": {key: one for key, one in state["state"].items() if key not in names},
+        "entries": {k: one for k, one in state.items() if k not in ("state", "param_groups")},
+    }
+    packed = {name: one for name, (one, _) in states.items()}
+    return {"state": packed, "param_groups": [one for one, _ in groups]}, rest
+
+
+def unpack_optimizer(packed: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Undo ``pack_optimizer``. ``rest`` is empty if an earlier release saved the checkpoint."""
+    states, groups = dict(packed.get("state", {})), packed.get("param_groups", [])
+    for name, form in rest.get("forms", {}).items():
+        states[name] = unpack(states.get(name), form)
+    forms = rest.get("groups") or [None] * len(groups)
+    groups = [unpack(group, form) for group, form in zip(groups, forms, strict=True)]
+    states.update(rest.get("state", {}))
+    return {**rest.get("entries", {}), "state": states, "param_groups": groups}
