@@ -229,9 +229,8 @@ class Backward:
         # Begin the backward first: `begin` drops the gradients of a backward that failed.
         if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
-        more_to_come = unit.sync is GradSync.ACCUMULATE
         if index in grads.held:  # this backward has computed two gradients of the parameter
-            grads.receive_held(more_to_come=more_to_come)
+            grads.receive_held(more_to_come=unit.sync is GradSync.ACCUMULATE)
         # This function runs for each parameter. To save time, hold small gradients until all
         # gradients of the flat parameter have arrived.
         held = grads.held
@@ -240,7 +239,7 @@ class Backward:
             watcher.on_grad(unit, handle.params[index], grad)
         if len(held) + len(grads.arrived) < handle.num_trainable and index not in grads.large:
             return
-        grads.receive_held(more_to_come=more_to_come)
+        grads.receive_held(more_to_come=unit.sync is GradSync.ACCUMULATE)
         if len(grads.arrived) < handle.num_trainable:
             return
         if unit.sync is not GradSync.ACCUMULATE:

@@ -166,7 +166,6 @@ class GradReduce:
             self._computed = torch.Event(plan.device)
             self._computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
-        self._work = AsyncWork([], plan.flat.unit_name)
         # `to_come`: functions that start the later stages. `_turns`: the reductions, also of other
         # models, whose second stage uses the same group and has not started, in the order of start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
@@ -177,7 +176,7 @@ class GradReduce:
             self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
             self._work = self._reduce_scatter(intra_group, full, plan.tags[0])
         else:
-            self._out = full
+            self._out, self._work = full, AsyncWork([], plan.flat.unit_name)
         self._works = [self._work]
         if second.size == 1 or is_intra_only:
             return
