@@ -136,7 +136,8 @@ class Forward:
             return None
         call = self.enter(unit)
         changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
-        if not torch.is_grad_enabled() or self.saved.ends_with_gradients(unit, call):
+        call.ends_with_gradients = self.saved.ends_with_gradients(unit, call)
+        if not torch.is_grad_enabled() or call.ends_with_gradients:
             return changed
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed

@@ -193,7 +193,7 @@ class SavedTensors:
     def ends_with_gradients(self, unit: Unit, call: Call) -> bool:
         """Whether the backward of ``call`` is over once all gradients of parameters have arrived.
 
-        Otherwise it is over once the gradients of the call's inputs have arrived, too.
+        If not, the gradients of the call's inputs must have arrived, too.
         """
         return not (call.has_hooks or unit.is_read_late) and unit.trains_all
 

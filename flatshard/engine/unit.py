@@ -74,6 +74,9 @@ class Call:
     # gradients are computed.
     num_inputs: int = 0
     has_begun: bool = False  # whether the call's backward has begun
+    # Whether the call's backward is over once all gradients of parameters have arrived. Then no
+    # inputs are counted.
+    ends_with_gradients: bool = False
 
     # For `SavedTensors`: the number of autograd's next node when the call began, or -1; whether the
     # forward has saved-tensor hooks; if not, `Unit.saved_versions` when the forward ended.
@@ -450,7 +453,7 @@ class Unit:
             self.outstanding_backwards -= 1
         if call.num_inputs:
             self._outstanding_inputs[call] = call.num_inputs
-        else:
+        elif not (call.ends_with_gradients and self.trains_all):
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:

@@ -15,6 +15,7 @@ begins them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +67,8 @@ class _Message:
             peer: the other rank, within the process group.
             tag: number by which gloo matches the send to the receive.
         """
-        self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
         self._begun: Future[Any] | None = Future()
+        self._ask = partial(begin, [as_bytes(tensor)], peer, tag)
 
     def begin(self) -> None:
         """Begin the send or receive. ``wait`` raises errors of gloo."""
@@ -89,6 +90,14 @@ class _Message:
         # collective is complete.
         del self._ask
         self._begun = None
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # If the program drops a model during an all-gather, after a backward that failed for
+        # example, keep the tensor until the message has arrived: if a receive is freed before,
+        # gloo stops reading from that rank, and all later collectives of the ranks wait for ever.
+        if not is_ending() and self._begun is not None and self._begun.done():
+            with contextlib.suppress(RuntimeError):  # near the end of Python, no thread can start
+                _dropped.put(partial(_end_dropped, self._begun, self._ask))
 
 
 def _begin(messages: Sequence[_Message]) -> None:
@@ -320,6 +329,14 @@ class _Thread:
             weakref.finalize(self, tasks.put, None)
             self._tasks = tasks
         self._tasks.put(task)
+
+
+_dropped = _Thread("dropped messages")
+
+
+def _end_dropped(begun: Future[Any], _: object) -> None:
+    with contextlib.suppress(Exception):  # gloo's errors concern only the dropped model
+        begun.result().wait()
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
