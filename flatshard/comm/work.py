@@ -280,9 +280,9 @@ class watched:
             _own.waits.pop()
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        """Return an error to raise instead of ``error``, which code in the block raised, or None.
+        """Return the error that replaces ``error``, or None to let ``error`` pass unchanged.
 
-        Must be called before the block has ended.
+        Code in the ``with`` block raised ``error``. Call this before the block has ended.
         """
         return None
 

@@ -74,7 +74,7 @@ class ForwardEdits:
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         for handle in unit.handles:
-            # If the shard itself is the buffer, an edit is not lost.
+            # If the shard is the unsharded buffer, an edit changes the shard and is not lost.
             if handle.is_aliased:
                 continue
             is_close = handle in self._rewritten or not handle.num_trainable

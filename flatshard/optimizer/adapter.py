@@ -450,8 +450,8 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
-        # The same condition as in `_flat_grad`, without a call. Padding between neighbours is
-        # stepped, too.
+        # Repeat the condition of `_flat_grad`, because a call for each parameter is slow. A gap
+        # smaller than `padding` is allowed: the optimizer steps the padding elements, too.
         grad, spec = get_grad(param), param.spec
         is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
         if not is_view or grad.shard_flat is not flat_grad or not 0 <= spec.start - end < padding:

@@ -223,7 +223,7 @@ def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]
 def with_shared(
     optimizer: Optimizer, state_dict: StateDict, shared: dict[FlatShardTensor, StateDict]
 ) -> StateDict:
-    """Return a copy of ``state_dict``, in which ``shared`` replaces the state of its parameters.
+    """Return a copy of ``state_dict`` in which parameters in ``shared`` have the state from there.
 
     ``shared``: result of ``adapter.shared_state``, for parameters with state only on their owner.
     """

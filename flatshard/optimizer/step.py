@@ -46,9 +46,9 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
     Otherwise a program that catches the error could make a new optimizer of the plain parameters in
     ``param_groups``, which would train nothing.
     """
-    # Torch has no hook for a step that raises. But the wrapper that calls the hooks (torch's
-    # `profile_hook_step`) reads the function `func` from its closure after the hooks before the
-    # step. Without such a wrapper, `restore_all` is still called before the next forward or step.
+    # Torch has no hook for a step that raises. So replace the step function, `func`, in the closure
+    # of torch's wrapper (`profile_hook_step`). The wrapper reads `func` after the pre-hooks, so the
+    # current step changes, too. Without a wrapper, the next forward or step calls `restore_all`.
     step: Any = type(optimizer).step
     while isinstance(step, FunctionType):
         cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=False))

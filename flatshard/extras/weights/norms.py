@@ -83,7 +83,10 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
 
 
 def _tensors(kind: str, handles: list[FlatParamHandle], chunks: dict[Any, Tensor]) -> list[Any]:
-    """Return a tensor or None for each parameter; for updates, only this rank's elements."""
+    """Return each parameter's ``kind`` of tensor (gradient, value or update), or None if absent.
+
+    An update is a plain tensor: the change of this rank's elements since the last update call.
+    """
     found: list[Any] = [param.sharded for handle in handles for param in handle.params]
     if kind == "grad":
         # Call the getter of `Tensor`, because the property of `FlatShardTensor` takes longer.
