@@ -16,7 +16,7 @@ REPEATED_NAMES: set[str] = set()
 """Names that several files of the package have; no name may be added."""
 
 STEP = {
-    "native": {"files": 33, "functions": 217, "lines": 1133},
+    "native": {"files": 32, "functions": 217, "lines": 1133},
     "sockets": {"files": 33, "functions": 239, "lines": 1187},
     "auto": {"files": 34, "functions": 226, "lines": 1187},
 }
