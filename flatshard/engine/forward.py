@@ -384,7 +384,7 @@ class Forward:
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
     """Let autograd call ``hook``, the last hook of ``tensor``, before the tensor's other hooks."""
-    hooks: Any = tensor._backward_hooks
+    hooks: Any = tensor._backward_hooks or {}
     # Autograd ignores the order that `OrderedDict.move_to_end` makes.
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)
