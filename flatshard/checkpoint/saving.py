@@ -168,8 +168,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Texts that must be equal on all ranks, by name; and for each optimizer, its class, and state that
-# must be equal on all ranks.
+# The facts that all ranks compare: texts, by name, and for each optimizer its class and the state
+# that every rank holds.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
 
 

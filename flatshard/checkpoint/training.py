@@ -39,7 +39,7 @@ class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group.
 
     Attributes:
-        process_group: the process group for these exchanges; None if this rank is alone.
+        process_group: the group that exchanges objects. None: this rank is the only one.
         rank: this rank's index in the group.
         ranks: the ranks' numbers in the default group.
     """

@@ -48,8 +48,8 @@ class BufferMemory:
     that is not sharded.
     """
 
-    # Memory for this rank's shard, (shard_numel,), also mapped into the buffer, so that an
-    # all-gather need not copy it. None: the shard has memory of its own.
+    # Memory for this rank's shard, `(shard_numel,)`, which is also mapped into the buffer. So an
+    # all-gather does not copy this rank's shard. None: the shard has memory of its own.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer: an all-gather copies nothing, and
     # the unit need not stay unsharded between forward and backward.

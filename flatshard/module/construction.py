@@ -232,11 +232,12 @@ def leave_empty(module: nn.Module) -> None:
 
 
 class InitialValues:
-    """The decision which values parameters and buffers start with; the same on all ranks.
+    """The ranks' decision about the initial values of parameters and buffers.
 
-    All ranks take rank 0's values if ``sync_module_states`` is True, or if it is None and the
-    checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
-    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
+    All ranks decide the same. They take rank 0's values if ``sync_module_states`` is True, or if
+    the keyword is None and the checksums of the values differ between ranks. With
+    ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
+    in DistributedDataParallel.
     """
 
     def __init__(self, plan: ModelPlan) -> None:

@@ -357,9 +357,8 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state that is one number per parameter. For a parameter of one element, the
-# shape of a state tensor does not show whether the tensor has one number per parameter or one value
-# per element.
+# Names of optimizer state with one number per parameter. For a parameter of one element, a state
+# tensor's shape does not distinguish one number per parameter from one value per element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -369,14 +368,15 @@ class BucketState(dict[str, Any]):
     # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
 
-class _Made:
-    """Some ``BucketState``s, and their values when this object was made."""
+class _AsMade:
+    """Remembers the values of some ``BucketState``s, to notice later changes by the program."""
 
     def __init__(self, states: Sequence[BucketState]) -> None:
         self._states = states
         self._contents = self._find()
 
-    # These two call few Python functions, because they run for each parameter in each step.
+    # `_find` and `is_unchanged` call few Python functions, because each step checks the state of
+    # each parameter.
     def _find(self) -> list[object]:
         return [*map(len, self._states), *chain(*map(dict.values, self._states))]
 
@@ -478,7 +478,7 @@ class ParamBucket:
         # State of each member: views of the bucket's state.
         self._states = [BucketState() for _ in params]
         self._shared = BucketState()
-        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
+        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
         local = local_range(first).detach()
@@ -493,9 +493,9 @@ class ParamBucket:
         return slice(start, start + param.spec.numel)
 
     def begins_at(self, params: Sequence[Any], position: int) -> bool:
-        """Whether the members follow at ``position``, and their gradients are neighbours, too.
+        """Whether ``params`` has the members at ``position``, and their gradients are neighbours.
 
-        False for a bucket of one parameter, which further parameters may join.
+        False for a bucket of one parameter, because more parameters may join the bucket.
         """
         members = params[position : position + self.num_members]
         if self.num_members == 1 or not self.is_of(members):
@@ -536,7 +536,7 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
         # step, and after somebody has assigned or loaded state.
-        if not self._made.is_unchanged(map(present.get, map(id, self._params))):
+        if not self._states_made.is_unchanged(map(present.get, map(id, self._params))):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -564,7 +564,7 @@ class ParamBucket:
         if shared is None:
             return
         # Views from the last step are still right if the optimizer updates its state in place.
-        if not self._made_shared.is_unchanged([shared]):
+        if not self._shared_made.is_unchanged([shared]):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
             for number, param in enumerate(self._params):
@@ -614,7 +614,7 @@ class ParamBucket:
         for one in self._params:
             views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             self._states.append(BucketState(views))
-        self._made, self._made_shared = _Made(self._states), _Made([self._shared])
+        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:

@@ -324,7 +324,7 @@ class TransportOptions:
 
     @property
     def needs_gloo(self) -> str:
-        """The user's option that only gloo supports, as text for an error; "" if there is none."""
+        """Text of the user's option that only gloo supports, for an error. "": no such option."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""

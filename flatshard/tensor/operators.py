@@ -1,4 +1,4 @@
-"""Operations on sharded tensors (``FlatShardTensor``): the functions that run torch's operators.
+"""Functions that run torch's operators on sharded tensors (``FlatShardTensor``).
 
 An element-wise operation needs no communication: each rank runs it only on its own range of the
 elements. For random numbers, every rank draws the numbers of the full tensor, and keeps the numbers

@@ -36,8 +36,8 @@ IGNORED = {
     "shard_placement_fn": "flat parameters are split into equal ranges",
 }
 
-# Keywords of torch's wrappers that raise NotImplementedError, unless their value is None, False or
-# 0, with the reason.
+# For each keyword of torch's wrappers that flatshard refuses, the reason. Values other than None,
+# False and 0 raise NotImplementedError.
 REFUSED = {
     "dim": "inputs are not scattered, so dim can only be 0",
     "delay_all_reduce_named_params": "make these parameters' module a unit of its own instead",

@@ -50,10 +50,10 @@ class Record:
     """The sketches, costs and remarks of a rank, and how its run ended."""
 
     failure: tuple[float, str] = math.inf, ""  # time, because the first failure is the cause
-    events: dict[Key, Sketch] = field(default_factory=dict)  # without gradients that are None
-    # How often the program's lines made calls that need every rank. Keys: line, advice.
+    events: dict[Key, Sketch] = field(default_factory=dict)  # without missing gradients
+    # Numbers of calls that need every rank. Keys: the calling line of the program, and the advice.
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # Other lines to report. Keys: line, what the line does or what to write.
+    # Other lines to report. Keys: the line, and its fault or the text to write instead.
     remarks: Counter[tuple[str, str]] = field(default_factory=Counter)
     costs: list[tuple[float, int, int]] = field(default_factory=list)  # see `Recorder._add_costs`
 

@@ -371,12 +371,12 @@ class WeightChange(NamedTuple):
     """The changed values of one parameter or buffer.
 
     Attributes:
-        name: the name in the unwrapped model; of a tied parameter, the first name.
-        indices: indices of the changed elements, int64, 1-D, as ``Tensor.put_`` takes them. None:
-            ``values`` are all elements.
+        name: the name in the unwrapped model. A tied parameter has its first name.
+        indices: indices of the changed elements, int64, 1-D, for ``Tensor.put_``. None: ``values``
+            has all elements.
         values: the new values, 1-D, or in the tensor's shape if ``indices`` is None.
         digest: checksum of the full tensor with the new values, for ``apply_changes``; None if
-            ``digests`` was not asked for, and for buffers.
+            ``digests`` is False, and for buffers.
     """
 
     name: str
