@@ -355,14 +355,14 @@ def _pieces(
 def move_range(
     place: Place, part: Tensor, order: Sequence[int], start: int, *, to_file: bool
 ) -> None:
-    """Write a range of a tensor's elements into the file, or overwrite the range from the file.
+    """Write ``part``, a range of a tensor's elements, to the file, or read ``part`` from the file.
 
     Args:
         place: the place of the tensor in the file. Elements are cast to or from its dtype.
         part: the elements, 1-D, in memory order.
         order: the tensor's dimensions in memory, outermost first.
         start: index of the first element of ``part`` among all elements in memory order.
-        to_file: whether to write. By default, ``part`` is overwritten.
+        to_file: whether to write ``part`` into the file. If False, ``part`` is overwritten.
 
     Raises:
         OSError: the file cannot be written or read.

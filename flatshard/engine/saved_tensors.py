@@ -320,7 +320,7 @@ class SavedTensors:
 
 
 def _keeps_tensor(unit: Unit) -> bool:
-    """Whether a module in ``unit`` has kept a tensor of its forward, where a backward may start."""
+    """Whether a module in ``unit`` keeps a tensor with a graph, from which a backward may start."""
     inside = [one for module in unit.modules for one in module.modules()]
     kept = [value for one in inside for name, value in vars(one).items() if name not in _REGISTERED]
     return any(tensor.grad_fn is not None for tensor in tensors_in(kept, depth=0))

@@ -187,7 +187,8 @@ class OffloadTarget:
     """A place where tensors lie between uses. In this base class the place is the device itself."""
 
     is_device = True
-    # Methods of a target on a disk, which make and map a file. None: files are made in memory.
+    # Methods with which a target on a disk makes and maps files. None: `create` and `mapped` of
+    # `mapped_files` make and map files in memory.
     create: Any = None
     mapped: Any = None
 
@@ -210,7 +211,7 @@ class OffloadTarget:
         """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve space on the disk for later tensors, which an error calls ``what``."""
+        """Reserve disk space for later tensors. ``what`` describes these tensors in the error."""
 
     def keep_state_of(self, param: Tensor) -> None:
         """Make optimizers keep per-element state of the plain parameter ``param`` in the target.

@@ -31,11 +31,13 @@ class _Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.times = 1
-        self.keeps = self.keeps_view = self.has_hooks = False
+        self.keeps = self.keeps_view = self.has_hooks = self.reads_late = False
 
     def forward(self, x: Tensor) -> Tensor:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.has_hooks = top is not None
+        if self.reads_late:  # backward reads the weights after all of their gradients have arrived
+            x = F.linear(F.linear(x, self.up.weight.detach()), self.down.weight.detach())
         hidden = torch.tanh(self.up(x))
         inner = [self.down(hidden) for _ in range(self.times)]
         _inner[self] = inner[-1]
@@ -139,12 +141,18 @@ _RIGHT = (
 
 
 def _trained(
-    sharded: bool, strategy: str, last: _Program, first: _Program = _plainly, *, keeps: bool = False
+    sharded: bool,
+    strategy: str,
+    last: _Program,
+    first: _Program = _plainly,
+    *,
+    keeps: bool = False,
+    reads_late: bool = False,
 ) -> dict[str, Tensor]:
     """Train for three steps whose backward is ``first``, and for two whose backward is ``last``."""
     module = _Model()
     for block in module.blocks:
-        block.keeps = keeps
+        block.keeps, block.reads_late = keeps, reads_late
     model: nn.Module = module
     if sharded:
         model = ShardedWrapper(
@@ -173,6 +181,14 @@ def test_programs_that_change(rank: int, world_size: int, strategy: str) -> None
         with naming(last.__name__), allow_warnings(UserWarning, ".* outside of the unit"):
             expected = _trained(False, strategy, last)
             assert_same(_trained(True, strategy, last), expected)
+
+
+@on_ranks(2)
+def test_weights_that_are_read_after_their_gradients(rank: int, world_size: int) -> None:
+    for last in (_plainly, _with_inner_loss, _twice, _second_order):
+        with naming(last.__name__):
+            expected = _trained(False, "FULL_SHARD", last, reads_late=True)
+            assert_same(_trained(True, "FULL_SHARD", last, reads_late=True), expected)
 
 
 @on_ranks(2)

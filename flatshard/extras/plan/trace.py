@@ -230,7 +230,8 @@ class _Recorder(TorchDispatchMode):
                 for tensor in _with_gradients((args, kwargs)):
                     self._mark("input", unit)
                     hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
-                    # As in `Forward.before_module`, before the hook of the tensor's own unit.
+                    # Like `Forward.before_module`, make this mark before the hook of the unit that
+                    # made the tensor marks "enter backward".
                     call_first(hook, tensor)
             return args, kwargs
 

@@ -117,7 +117,7 @@ class Recorder:
     def end(self, failure: str = "") -> NoReturn:
         """Write the record, and end the process.
 
-        Without a failure, the script must have wrapped a model and taken all steps.
+        If ``failure`` is empty, checks that the script has wrapped a model and taken all steps.
         """
         if not failure and not self.names:
             failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"

@@ -1,10 +1,11 @@
 """The command ``flatshard try``: compares the records of runs, and reports the verdict.
 
 [Note: units]
-The unit of a tensor at a step is the largest of three numbers. First: the norm of the difference,
-up to this step, between the tensor in the reference and in the third run, whose weights were
-changed by one unit in the last place. Second: the median of these differences, relative to the
-tensors' norms, over all tensors of the same kind. Third: twice the precision of the dtype.
+The unit of a tensor at a step is the largest of three numbers. First: the largest norm, up to this
+step, of the tensor's difference between the reference and the third run, whose weights were changed
+by one unit in the last place. Second: the largest median, up to this step, of these differences
+relative to the tensors' norms, over all tensors of the same kind, times the tensor's norm. Third:
+twice the precision of the dtype, times the tensor's norm.
 """
 
 import argparse
@@ -205,8 +206,8 @@ def units_of(noise: list[Difference]) -> tuple[dict[Place, float], Difference | 
     scale: dict[str, float] = defaultdict(float)
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]
-        # In step 1, inputs depend on no weight, or only slightly (the output of a generator model),
-        # so any larger difference of inputs has another cause than rounding.
+        # In step 1, no weight affects the inputs, or only slightly (inputs from a generator model).
+        # So a larger difference of inputs has a cause other than rounding.
         limit = _CHAOS if step > 1 else 1e-3
         for one in here:
             own[one[1:4]] = max(own[one[1:4]], one.gap)

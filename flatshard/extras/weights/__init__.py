@@ -314,7 +314,8 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
     # Memory for the last, the present and the next flat parameter. A cache does not reuse memory in
     # which the consumer still holds a tensor.
     caches = cycle([BufferCache(), BufferCache(), BufferCache()])
-    sent = None if options.merge_lora else options.dtype  # each rank casts before it sends
+    # Dtype to which each rank casts before sending. With `merge_lora`, the cast follows the merge.
+    sent = None if options.merge_lora else options.dtype
     started = (_start(handle, next(caches), sent) for handle in flats)
     following = next(started, None)
     for handle, some in flats.items():
@@ -625,10 +626,10 @@ def _active(layer: Any) -> list[str]:
 
 
 def _taking_the_place_of(module: Any, path: str) -> str | None:
-    """Return the submodule that takes the place of ``module`` in the merged model.
+    """Return the path of the submodule that takes the place of ``module`` in the merged model.
 
-    None: ``module`` is no module of PEFT. Raises NotImplementedError if ``module`` has adapters
-    that cannot be merged.
+    None: ``module`` is no module of PEFT. The path is relative to ``module``. Raises
+    NotImplementedError if ``module`` has adapters that cannot be merged.
     """
     peft = import_module("peft")
     tuners, others = peft.tuners.tuners_utils, peft.utils.other
