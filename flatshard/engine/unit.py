@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.settings import Settings
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.precision import UnitCasts
@@ -105,7 +104,7 @@ class Unit:
         self,
         modules: Mapping[nn.Module, UnitCasts],
         names: Sequence[str],
-        settings: Settings,
+        settings: Any,  # `Settings` (`module.settings`)
         ignored: Ignored,
     ) -> None:
         # For each module of the unit, how inputs and outputs are cast.

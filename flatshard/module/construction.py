@@ -35,7 +35,6 @@ from flatshard.comm import consistency
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
-from flatshard.comm.settings import Settings
 from flatshard.engine.backward import Backward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.hooks import register_forward_hooks
@@ -43,6 +42,7 @@ from flatshard.engine.unit import Unit
 from flatshard.memory import OffloadTargets
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
+from flatshard.module.settings import Settings
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options import OffloadError

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from flatshard.comm.settings import as_flag
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
@@ -24,6 +23,7 @@ from flatshard.engine.unit import Unit
 from flatshard.memory import prepare_allocator
 from flatshard.module import wrappers
 from flatshard.module.model_plan import check_frozen
+from flatshard.module.settings import as_flag
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra

@@ -19,7 +19,6 @@ from flatshard import MixedPrecision
 from flatshard.comm import transports
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
-from flatshard.comm.settings import find_device
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, gradients, reduce_queue
@@ -28,6 +27,7 @@ from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.engine.gradients import Gradients
 from flatshard.memory import HostMemory
 from flatshard.module import model_plan
+from flatshard.module.settings import find_device
 from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
