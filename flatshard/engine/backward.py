@@ -125,7 +125,7 @@ class Backward:
         ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
-            handle.reduce_plan.is_unordered for handle in self._state.handles
+            handle.grads.plan.is_unordered for handle in self._state.handles
         )
 
     def run_empty(self) -> None:
@@ -348,8 +348,7 @@ class Backward:
                             param.run_hooks()
         finally:
             for handle in self._state.handles:
-                if handle.is_aliased:
-                    handle.give_hooks_back()
+                handle.give_hooks_back()
 
     def _fail(self, _: object) -> None:
         """Let the modules hold sharded parameters again, because this backward has failed.

@@ -81,7 +81,7 @@ class Forward:
     def give_back(self) -> None:
         """Free the memory that is cached for the gradients and buffers of the next step."""
         for handle in self._state.handles:
-            handle.reduce_plan.give_back()
+            handle.grads.plan.give_back()
         for give_back in give_back_kept:
             give_back()
 

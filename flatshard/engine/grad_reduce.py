@@ -65,6 +65,7 @@ class ReducePlan:
             hook: the user's communication hook, if any.
         """
         self.flat, self.device, self.tags = flat, device, tags
+        self.comm_hook = hook
         reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
         self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
         # Reuses the memory of published gradients once users have dropped them. None: published

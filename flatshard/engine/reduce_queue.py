@@ -127,7 +127,7 @@ class ReduceQueue:
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
-            sizes[handle if on_accelerator else handle.unit] += handle.reduce_plan.full_bytes
+            sizes[handle if on_accelerator else handle.unit] += handle.grads.plan.full_bytes
         self.max_bytes_in_flight = 2 * max(sizes.values(), default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
@@ -143,7 +143,7 @@ class ReduceQueue:
                 # This backward does not reduce the flat parameter, so later flat parameters must
                 # not wait for it.
                 self._order.ready(number)
-            elif handle.reduce_plan.hook is not None:
+            elif handle.grads.plan.hook is not None:
                 self.asks_hooks = True
 
     def add(self, handle: FlatParamHandle) -> None:
@@ -171,7 +171,7 @@ class ReduceQueue:
 
     def _allows(self, number: int) -> bool:
         handle = self._handles[number]
-        is_hooked = handle.reduce_plan.hook is not None and handle.reduces
+        is_hooked = handle.grads.plan.hook is not None and handle.reduces
         is_agreed = not is_hooked or self._order.num_taken < self._num_agreed
         return is_agreed and not handle.unit.may_diverge
 
@@ -190,7 +190,7 @@ class ReduceQueue:
     def _start(self, handle: FlatParamHandle) -> None:
         """Start to reduce the gradients of a flat parameter. Collective."""
         with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
-            reduction = handle.start_reduction()
+            reduction = handle.grads.start_reduction(handle.unit.sync)
         if reduction is None:  # a communication hook has reduced the gradients already
             self._tell_reduced(handle)
         else:
@@ -218,7 +218,7 @@ class ReduceQueue:
         while self._in_flight:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
-                in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
+                in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
                 # A peer that lacks a gradient starts this reduction only at the end of its
                 # backward, after the time limit of a wait. This is likely if a peer lacked such a
                 # gradient lately, or if some ranks compute no gradients at all (`join`).
@@ -235,7 +235,7 @@ class ReduceQueue:
         handle = next(iter(self._in_flight))
         reduction = self._in_flight.pop(handle)
         with self._state.span(Kind.REDUCE_WAIT, handle.unit):
-            handle.finish_reduction(reduction)
+            handle.grads.finish_reduction(reduction)
 
     # ------------------------------------------------------------ the end of backward
 

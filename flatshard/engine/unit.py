@@ -13,7 +13,6 @@ other unit: when no computation can need the parameters any more.
 
 from __future__ import annotations
 
-import copy
 import enum
 import weakref
 from collections import Counter
@@ -175,19 +174,6 @@ class Unit:
         """
         self.loads[what] += 1
         self.loads_sum += crc32(f"{self.name}: {what}".encode())
-
-    def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
-        """Make ``twin`` a copy of this unit. ``memo`` maps ids of modules to copied modules.
-
-        The copied unit owns no parameters yet.
-        """
-        twin.__dict__.update(self.__dict__)
-        twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
-        twin.names, twin.loads = list(self.names), self.loads.copy()
-        twin.phase, twin.index, twin._kept_version = Phase.IDLE, -1, -1
-        twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
-        twin.roots, twin.ignored = WeakSet(), copy.deepcopy(self.ignored, memo)
-        twin.state_dict = copy.deepcopy(self.state_dict, memo)
 
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
@@ -494,8 +480,7 @@ class Unit:
         """
         for handle in self.handles:
             handle.grads.leave_failed_backward()
-            if handle.is_aliased:
-                handle.give_hooks_back()
+            handle.give_hooks_back()
         if not self.running:  # otherwise the forward around the failed backward may go on
             self.put_back()
 
@@ -523,7 +508,7 @@ class Unit:
         """Return to IDLE after a failed step, and drop the step's gradients."""
         self.forget_calls()
         for handle in self.handles:
-            handle.drop_gradients()
+            handle.grads.drop()
         self.reshard()
 
 

@@ -94,7 +94,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         targets.state.trim()
     # `connect` is collective, so all ranks must use the same order (`sorted`).
     for unit in units:
-        for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
+        for fixed_order in sorted({handle.grads.plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision_plan.install()
     for unit in units_in(root):  # includes modules that were wrapped earlier

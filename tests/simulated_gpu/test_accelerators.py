@@ -380,7 +380,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
     context, sizes = model._sharded_unit.context, []
     for handle in _handles(model):
         handle.device = torch.device("cuda", 0)
-        sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
+        sizes.append(handle.layout.padded_numel * handle.grads.plan.dtypes.reduce_dtype.itemsize)
     context.refresh()
     assert len(context.root.handles) > 1, "the root's large parameters are apart"
     assert context.backward.queue.max_bytes_in_flight == 2 * max(sizes)

@@ -82,7 +82,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
-            handle.set_comm_hook(its)
+            handle.grads.use(handle.plan_gradients(handle.flat_param.dtype, its))
     if any(its.reduce is not None for its in planned.values()):
         # Create the side group now, because that is collective. Ranks exchange numbers there before
         # they call the hook.
@@ -134,7 +134,7 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -> None:
     """Raise if the unit cannot use the hook."""
     where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
-    if any(handle.comm_hook is not None for handle in unit.handles):
+    if any(handle.grads.plan.comm_hook is not None for handle in unit.handles):
         raise RuntimeError(
             f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
             "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "

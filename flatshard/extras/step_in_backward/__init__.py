@@ -216,7 +216,7 @@ class SteppedInBackward(StepExtension):
         # must not be unsharded again in this backward, because some ranks would send old shards,
         # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
-            not (handle.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
+            not (handle.grads.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
             # Before the user froze a parameter, another rank may have accumulated a gradient.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
