@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.engine.hooks import register_forward_hooks
+from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.model_plan import ModelPlan, read_ignored

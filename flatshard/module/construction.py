@@ -36,8 +36,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Checksum, checksum
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.engine.backward import Backward
+from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.memory import OffloadTargets
 from flatshard.module.model_plan import ModelPlan

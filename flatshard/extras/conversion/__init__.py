@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
+from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.gradients import edited
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
