@@ -7,16 +7,16 @@ ranks would wait for this rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import digest_of
-from flatshard.units.layout import as_bytes, memory_order, strides_of
+from flatshard.units.layout import as_bytes
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
 Facts = dict[str, str]
@@ -26,49 +26,6 @@ T = TypeVar("T")
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10  # number of columns of the table in `checksum`
-
-
-def check_same_model(
-    tensors: Mapping[str, Tensor],
-    settings: str,
-    units: Iterable[str],
-    ignored: Iterable[str],
-    comm: Communicator,
-) -> None:
-    """Check that all ranks wrap the same model with the same settings.
-
-    Collective: all ranks of ``comm``.
-
-    Args:
-        tensors: the parameters and buffers, keyed by name. Ranks compare names, shapes, dtypes and
-            ``requires_grad``, and for parameters also the memory format.
-        settings: text with all settings of the wrapper, separated by ``", "``.
-        units: descriptions of the units.
-        ignored: names of the tensors of ignored modules. Ranks compare only the names.
-        comm: communicator of all ranks of the model.
-
-    Raises:
-        ValueError: the ranks' models or settings differ. All ranks raise, with the first
-            difference.
-    """
-    # A position in the name of each fact: ranks also compare the order.
-    facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
-    facts["the list of ignored tensors"] = repr(list(ignored))
-    for number, (name, tensor) in enumerate(tensors.items()):
-        facts[f"tensor {number}"] = f"{name!r} ({_describe(tensor)})"
-    facts |= {f"unit {number}": unit for number, unit in enumerate(units)}
-    remedy = "Every rank must wrap the same modules in the same order with the same settings."
-    differ = "the ranks build different models. First difference"
-    agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)
-
-
-def _describe(tensor: Tensor) -> str:
-    shape = tuple(tensor.shape)
-    text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
-    if isinstance(tensor, nn.Parameter):
-        # Strides of parameters decide the order of elements in the flat parameter.
-        text += f", strides {strides_of(shape, memory_order(tensor))}"
-    return text
 
 
 def raise_everywhere(

@@ -172,10 +172,6 @@ class Backward:
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # Call the user's communication hooks here, where all ranks meet anyway: a hook is
-            # collective, like the all-gather below.
-            if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
-                self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
             self._state.unshard(unit, "backward")
         else:

@@ -38,10 +38,11 @@ class CommHook:
 
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the unit's
-    # name. Returns this rank's shard of the average over all ranks, `(shard_numel,)` in any dtype,
-    # once it is complete. Collective. None: the usual reduction.
-    reduce: Callable[[Tensor, str], Tensor] | None = None
+    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
+    # the flat parameter. Returns this rank's shard of the average over all ranks,
+    # `(shard_numel,)` in any dtype, once it is complete. The padding must be zero. Collective.
+    # None: the usual reduction.
+    reduce: Callable[[Tensor, FlatParamPlan], Tensor] | None = None
 
 
 class ReducePlan:
@@ -124,27 +125,6 @@ class ReducePlan:
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
-
-    def zero_padding(self, part: Tensor, position: int) -> Tensor:
-        """Zero the padding in ``part``, and return ``part``.
-
-        ``position`` is the index of ``part`` among the equal parts of the flat parameter.
-        """
-        first, numel = position * part.numel(), part.numel()
-        inside = ([min(max(x - first, 0), numel) for x in gap] for _, *gap in self.flat.layout.gaps)
-        zero([part[start:end] for start, end in inside if start < end])
-        return part
-
-    def reduce_by_hook(self, full: Tensor) -> Tensor:
-        """Average ``full``, ``(padded_numel,)``, with the user's communication hook. Collective.
-
-        Returns this rank's shard of the average, ``(shard_numel,)``.
-        """
-        assert self.hook is not None, "a plan with a communication hook"
-        with torch.no_grad():
-            # A hook may have added noise to all elements, but padding must stay zero.
-            reduced = self.hook(full, self.flat.unit_name)
-            return self.zero_padding(reduced, self.flat.topology.index)
 
 
 class GradReduce:

@@ -359,7 +359,8 @@ class Gradients:
         full, earlier = self.take(), None
         if self.plan.hook is not None:
             assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
-            self.add_reduced(self.plan.reduce_by_hook(full))
+            with torch.no_grad():
+                self.add_reduced(self.plan.hook(full, self.plan.flat))
             return None
         if sync is GradSync.FULL:
             earlier, self.intra_reduced = self.intra_reduced, None

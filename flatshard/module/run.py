@@ -69,6 +69,8 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
+    if any(handle.grads.plan.hook is not None for handle in context.handles):
+        extra("reduction", "register_comm_hook()").call_hooks(context)
     if world.size > 1 and (compared := default_extra("compared_steps")):
         context.steps = compared.ComparedSteps(context)
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
