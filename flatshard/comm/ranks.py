@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from flatshard.comm.communicator import ALONE, AUTO, Communicator, Topology
-from flatshard.comm.process_groups import (
-    abort,
-    come_to_rest,
-    made_here,
-    new_group,
-    ranks_text,
-)
+from flatshard.comm.process_groups import abort, come_to_rest, made_here, new_group, ranks_text
 from flatshard.comm.work import named
 from flatshard.options import Placement, TransportOptions
 

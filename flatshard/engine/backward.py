@@ -31,6 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import compress, count
 from types import NoneType
 
 import torch
@@ -192,17 +193,6 @@ class Backward:
         if self.begin():
             unit.phase = Phase.BACKWARD
 
-    def bring_back(self, unit: Unit) -> bool:
-        """Unshard parameters that backward was not expected to read, and return True.
-
-        An example is an embedding table that an operation other than a lookup used. If the unit's
-        backward is not running, do nothing and return False.
-        """
-        if unit.phase is not Phase.BACKWARD or not self.is_running:
-            return False
-        self.unshard_again(unit)
-        return True
-
     @staticmethod
     @untraced
     def receive(owner: weakref.ref[FlatParamHandle], index: int, full: Tensor) -> None:
@@ -300,10 +290,9 @@ class Backward:
         self._end_callback = NoneType
         if is_outermost:
             state.forward.saved.backward_has_ended = True
-        # Wait until the other ranks have received this rank's data: the optimizer may write the
-        # shards next. If this backward is inside a forward, the end of that forward waits.
-        if is_outermost:
-            with self._state.span(Kind.RANKS_WAIT):
+            # Wait until the other ranks have received this rank's data: the optimizer may write the
+            # shards next. If this backward is inside a forward, the end of that forward waits.
+            with state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
         for handle in state.handles:
@@ -329,7 +318,8 @@ class Backward:
             if handle.unit.sync is GradSync.FULL:
                 handle.grads.publish(agreed.used[handle])
             elif handle.unit.sync is GradSync.SHARD_ONLY:
-                handle.grads.mark_used(agreed.used[handle])
+                # The result contains gradients also of parameters that only other ranks used.
+                handle.grads.used_by_rank.update(compress(count(), agreed.used[handle]))
         for extension in self._state.extensions:
             extension.reduced_late([handle.unit for handle in agreed.left_over])
         return agreed.used

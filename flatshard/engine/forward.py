@@ -47,7 +47,6 @@ from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory import give_back_kept
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
-from flatshard.units.module_tree import unit_text
 
 
 class Forward:
@@ -81,7 +80,8 @@ class Forward:
     def give_back(self) -> None:
         """Free the memory that is cached for the gradients and buffers of the next step."""
         for handle in self._state.handles:
-            handle.grads.plan.give_back()
+            if (output := handle.grads.plan.output) is not None:
+                output.give_back()
         for give_back in give_back_kept:
             give_back()
 
@@ -182,7 +182,7 @@ class Forward:
         finally:
             error = sys.exc_info()[1] if output is None else None
             if error is not None:
-                _explain(error, unit.name)
+                self._root_module.explain(error, unit.name)
             self.leave(unit, changed, failed=error is not None)
         return changed
 
@@ -448,28 +448,3 @@ def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
     # Autograd ignores the order that `OrderedDict.move_to_end` makes.
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)
-
-
-# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
-_NOTES = {
-    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
-    "don't yet support saved tensor hooks": (
-        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
-        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
-        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
-        "of forward, with p.full_tensor() for each parameter."
-    ),
-    "a parametrized element with name": (
-        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
-        "parameters of its own. Register it before wrapping. If a library registers it in forward "
-        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
-        "the parametrized module and its caller."
-    ),
-}
-
-
-def _explain(error: BaseException, unit_name: str) -> None:
-    """Add a note to an error of torch whose text does not say what to do here."""
-    for text, note in _NOTES.items():
-        if text in str(error) and not hasattr(error, "__notes__"):
-            error.add_note(f"{unit_text(unit_name)} {note}")

@@ -19,6 +19,7 @@ gradients, raises an error.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatshard.comm.work import CollectiveError
 from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
 from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
@@ -306,13 +308,6 @@ class Gradients:
         total = self.intra_reduced
         self.intra_reduced = part if total is None else total.add_(part)
 
-    def mark_used(self, used: list[bool]) -> None:
-        """Record which parameters were used on any rank, after a ``GradSync.SHARD_ONLY`` reduction.
-
-        After the reduction, this rank has gradients also of parameters that only other ranks used.
-        """
-        self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
-
     def forget(self, index: int) -> None:
         """Drop the accumulated gradient of a parameter."""
         self.slots.pop(index, None)
@@ -588,9 +583,11 @@ class Gradients:
     def drop(self) -> None:
         """After a backward that failed, drop all gradients that are not published in ``.grad``."""
         reduction, self.reduction = self.reduction, None
-        if reduction is not None:
-            # A running collective may still write into the memory that is freed next.
-            reduction.abandon()
+        if reduction is not None and not reduction.is_finished:
+            # A running collective may still write into the memory that is freed next. An error of
+            # the collective would hide the error that made the backward fail.
+            with contextlib.suppress(CollectiveError):
+                reduction.finish()
         self._empty()
         self.intra_reduced = self._reduced = None
         for marks in (self.held, self.arrived, self.used_by_rank):

@@ -22,7 +22,7 @@ never reads freed memory or later values.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -121,11 +121,6 @@ class FlatParamHandle:
     @property
     def unit_name(self) -> str:
         return self.plan.unit_name
-
-    def rename(self, strip: Callable[[str], str]) -> None:
-        """Rename the parameters, if the unit was renamed; ``strip`` maps old names to new names."""
-        for param in self.params:
-            param.spec.name, param.spec.unit = strip(param.spec.name), self.plan.unit_name
 
     # ------------------------------------------------------------ memory
 

@@ -178,7 +178,7 @@ class ReduceQueue:
         """
         self._state.pending_sends.drop_sent()
         for reduction in self._in_flight.values():
-            if reduction.has_stages:
+            if reduction.to_come:
                 with self._state.span(Kind.STARTING, purpose="reduce"):
                     has_crossed = reduction.advance()
                 # A second stage (between nodes, for example) starts after all earlier second
@@ -234,7 +234,7 @@ class ReduceQueue:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start all second stages (between nodes, for example) first, so that they overlap.
         for handle, reduction in self._in_flight.items():
-            if reduction.has_stages:
+            if reduction.to_come:
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
                     reduction.cross()
         while self._in_flight:
@@ -271,13 +271,13 @@ def wait_until_reduced(reduction: GradReduce) -> bool:
     A peer that lacks a gradient takes part only at the end of its backward, so a wait without a
     limit could be a deadlock.
     """
-    if not reduction.tells_when_done():
+    if not reduction.work.reports_end:  # with gloo, only a wait notices the end of a collective
         return False
     # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
     # deadlock with a peer that starts this reduction only at the end of its backward.
     deadline = time.monotonic() + _STALL_SECONDS
     while not (reduction.advance() and reduction.done()):
-        if not reduction.is_computed():
+        if reduction.computed is not None and not reduction.computed.query():
             # The device has not computed the gradients yet. Count the time from then on.
             deadline = time.monotonic() + _STALL_SECONDS
         elif time.monotonic() > deadline:

@@ -77,7 +77,8 @@ class Call:
     ends_with_gradients: bool = False
 
     # For `SavedTensors`: the number of autograd's next node when the call began, or -1; whether the
-    # forward has saved-tensor hooks; if not, `Unit.saved_versions` when the forward ended.
+    # forward has saved-tensor hooks; if not, the versions of the
+    # buffers that backward reads through saved views, when the forward ended.
     first_node: int = -1
     has_hooks: bool = True
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
@@ -194,7 +195,8 @@ class Unit:
         self.may_diverge = self.placement.may_diverge and not is_root
         for handle in self.handles:
             handle.plan.unit_name = self.name
-            handle.rename(strip)
+            for param in handle.params:
+                param.spec.name, param.spec.unit = strip(param.spec.name), self.name
 
     def own(
         self,
@@ -233,11 +235,6 @@ class Unit:
     def is_current(self) -> bool:
         """Whether all parameters are unsharded, with the present values of the shards."""
         return all(handle.is_current for handle in self.handles)
-
-    @property
-    def saved_versions(self) -> dict[FlatParamHandle, int]:
-        """Versions of the unsharded buffers that backward reads through saved views."""
-        return {handle: handle.clean_version for handle in self.for_backward if handle.was_read}
 
     @property
     def is_prefetched(self) -> bool:

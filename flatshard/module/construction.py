@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Checksum, agreed, checksum, raise_everywhere
+from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
-from flatshard.memory import OffloadTargets
+from flatshard.memory import Checksum, OffloadTargets, checksum
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings

@@ -113,6 +113,24 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
 
 
+# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
+_NOTES = {
+    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
+    "don't yet support saved tensor hooks": (
+        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
+        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
+        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
+        "of forward, with p.full_tensor() for each parameter."
+    ),
+    "a parametrized element with name": (
+        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
+        "parameters of its own. Register it before wrapping. If a library registers it in forward "
+        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
+        "the parametrized module and its caller."
+    ),
+}
+
+
 # ------------------------------------------------------------ before each forward
 
 
@@ -173,6 +191,12 @@ class RootChecks:
             self._num_registered = _num_registered
         if self._shared:
             check_frozen(self._shared)
+
+    def explain(self, error: BaseException, unit_name: str) -> None:
+        """Add a note to an error of torch whose text does not say what to do here."""
+        for text, note in _NOTES.items():
+            if text in str(error) and not hasattr(error, "__notes__"):
+                error.add_note(f"{unit_text(unit_name)} {note}")
 
     def _check_modules(self, root: ModuleProxy) -> None:
         """Raise if a parameter was added after wrapping: no unit would average its gradients.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatshard.comm.consistency import checksum
+from flatshard.memory import checksum
 from flatshard.optimizer import adapter
 from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_state, with_inner
 from flatshard.tensor import whole

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.consistency import sample
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
+from flatshard.memory import sample
 from flatshard.tensor.flat_parameter import OriginalParam
 
 

@@ -43,15 +43,10 @@ class _Reduce:
     is_finished = False
 
     def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
-        self._computed = chain(repeat(False, computed_after), repeat(True))
+        computed = chain(repeat(False, computed_after), repeat(True))
+        self.computed = SimpleNamespace(query=lambda: next(computed))
         self._done = chain(repeat(False, done_after), repeat(True))
-        self._tells = tells
-
-    def tells_when_done(self) -> bool:
-        return self._tells
-
-    def is_computed(self) -> bool:
-        return next(self._computed)
+        self.work = SimpleNamespace(reports_end=tells)
 
     def advance(self) -> bool:
         return True
