@@ -143,9 +143,9 @@ class GradReduce:
             self.computed = torch.Event(plan.device)
             self.computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
-        # `to_come`: functions that start the stages that have not started yet. `_turns`:
-        # the reductions, also of other models, whose second stage uses the same group and has not started, in the
-        # order of start.
+        # `to_come`: functions that start the stages that have not started yet. `_turns`: the
+        # reductions, also of other models, whose second stage uses the same group and has not
+        # started, in the order of start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = second.second_stages
         self._read_on_side_stream: list[object] = []
