@@ -332,6 +332,28 @@ class OriginalParam:
         origin = Origin(Source.GRADIENTS, is_fixed=True)
         return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
 
+    def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
+        """Return a tensor for ``.grad`` that shows ``grad``, this rank's unreduced gradient.
+
+        ``grad_dtype``: the dtype of published gradients.
+        """
+        dtype, device, kept = self.sharded.dtype, self.sharded.device, self.kept_grad
+        if not self.is_sharded:
+            return grad.to(device, dtype).view(grad.shape)
+        # Published gradients use the same Python object, if they have the same dtype.
+        keeps = dtype is grad_dtype
+        if not keeps or kept is None or kept.__dict__:
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            kept = FlatShardTensor(nothing, self.spec, role=sharded_tensor.GRADIENT)
+            self.kept_grad = kept if keeps else None
+        kept.__dict__ = {
+            "shard_unreduced": grad,
+            "shard_spec": self.spec,
+            "shard_origin": Origin(),
+            **({"is_kept": True} if keeps else {}),
+        }
+        return kept  # type: ignore[no-any-return]
+
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
 
