@@ -1,7 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
-After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
-ranks would wait for this rank.
+After a check, either all ranks continue or all ranks raise. If only one rank raised, the others
+would wait for this rank in their next collective.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import digest_of
 from flatshard.units.layout import as_bytes, memory_order, strides_of
 
-# Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
+# Facts that must be equal on all ranks: a text for each fact, keyed by the fact's name.
 Facts = dict[str, str]
 T = TypeVar("T")
 
-# The result of `checksum`. Tensors with different bytes almost always have different checksums.
+# The result of `checksum`. Different tensors almost always have different checksums.
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10  # number of columns of the table in `checksum`
@@ -48,10 +48,10 @@ def check_same_model(
         comm: communicator of all ranks of the model.
 
     Raises:
-        ValueError: the ranks' models or settings differ. All ranks raise, with the first
+        ValueError: models or settings differ between ranks. All ranks raise, and name the first
             difference.
     """
-    # A position in the name of each fact: ranks also compare the order.
+    # Put a position into the name of each fact, so that ranks also compare the order.
     facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
     facts["the list of ignored tensors"] = repr(list(ignored))
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -66,7 +66,7 @@ def _describe(tensor: Tensor) -> str:
     shape = tuple(tensor.shape)
     text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     if isinstance(tensor, nn.Parameter):
-        # Strides of parameters decide the order of elements in the flat parameter.
+        # A parameter's strides decide the order of its elements in the flat parameter.
         text += f", strides {strides_of(shape, memory_order(tensor))}"
     return text
 
@@ -80,11 +80,11 @@ def raise_everywhere(
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comms: communicators whose ranks all raise. A rank that hears of an error in one
-            communicator passes the error on to the ranks of the next communicators.
+        comms: communicators whose ranks all raise. A rank that receives an error in one
+            communicator sends the error to the ranks of the next communicators.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
+    # All communicators give the rank of this process, except `ALONE`, which gives 0.
     me = max(comm.global_rank for comm in comms)
     told = None if error is None else (*sendable(error), me)
     for comm in comms:
@@ -95,11 +95,11 @@ def raise_everywhere(
 
 
 def sendable(error: Exception) -> tuple[type[Exception], str]:
-    """Return a class and a text, from which every rank can build the error."""
+    """Return a class and a text from which every rank can make a copy of ``error``."""
     try:
         kind, text = pickle.loads(pickle.dumps((type(error), str(error))))
         kind(text)
-    except Exception:  # a class in a function, or a class that takes other arguments
+    except Exception:  # the class is local to a function, or takes other arguments than a text
         return RuntimeError, f"{type(error).__name__}: {error}"
     return kind, text
 
@@ -119,15 +119,15 @@ def agreed(
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree. A rank that hears of a problem in one
-            communicator passes the problem on to the ranks of the next communicators.
+        comms: communicators whose ranks must agree. A rank that receives a problem in one
+            communicator sends the problem to the ranks of the next communicators.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
 
     Raises:
         ValueError: ``prepare`` raised on at least one rank, or facts differ. All ranks raise. A
-            rank on which ``prepare`` raised an error of another type raises this error instead.
+            rank on which ``prepare`` raised another type of error raises this error instead.
     """
     result: T | None = None
     facts: Facts = {}
@@ -136,14 +136,13 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # The facts of a large model take megabytes, and are almost always equal: compare digests first.
+    # Compare digests first: the facts of a large model take megabytes, and are almost always equal.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
+    # All communicators give the rank of this process, except `ALONE`, which gives 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
-        # Exchange even after a problem: if this rank raised before the exchange, the other ranks
-        # would wait.
+        # Exchange even if `prepare` has raised: without this rank, the other ranks would wait.
         answers = dict.fromkeys(comm.host.gather((text, digest), op_name))
         text = next((theirs for theirs, _ in answers if theirs is not None), None)
         if text is None and len(answers) > 1:
@@ -159,13 +158,10 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
-    """Return the first fact with different values on different ranks, as a pair of texts, or None.
+    """Return the first fact that differs between ranks, as a pair of texts, or None.
 
     The first text is the name of the fact. The second text contains two ranks and their values.
-
-    Args:
-        everyone: the facts of each rank.
-        ranks: the number of each rank, in the same order.
+    ``everyone``: the facts of each rank. ``ranks``: the number of each rank, in the same order.
     """
     if everyone.count(everyone[0]) == len(everyone):
         return None  # all ranks agree: skip the loop over their facts
@@ -179,16 +175,16 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Return two weighted sums over the bytes of a tensor, to compare tensors between ranks.
+    """Return two weighted sums over a tensor's memory, to find out whether two tensors differ.
 
-    Unlike plain sums, the weighted sums change if two elements are exchanged.
+    Unlike plain sums, weighted sums change if two elements are exchanged.
     """
     if tensor.numel() == 0:
         return (0, 0)
     words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. The first result multiplies the sum
-    # of each column by the column's number, and adds up the products. The second result does the
-    # same for the rows. Words that do not fill a row are added separately.
+    # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of all
+    # columns, each column's sum multiplied by the column's number. The second result is the same
+    # for rows. Words that do not fill a row are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (
@@ -199,10 +195,10 @@ def checksum(tensor: Tensor) -> Checksum:
 
 
 def sample(tensor: Tensor) -> list[int]:
-    """Return a few words of a tensor's memory, to find out later whether the tensor was written.
+    """Return up to 32 words of a tensor's memory, to find out later whether the tensor was written.
 
-    The words are spread over the memory. This takes a few microseconds. Empty for a tensor on an
-    accelerator, because a read would wait for the device.
+    The words are spread over the memory. Reading them takes a few microseconds. Empty for a tensor
+    on an accelerator, because a read would wait for the device.
     """
     words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()

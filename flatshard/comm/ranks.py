@@ -32,33 +32,30 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The user's shard group and replicate group. None: HYBRID strategies shard within a node, and
-    # replicate across nodes.
+    # The shard group and replicate group that the user has passed. None: HYBRID strategies shard
+    # within a node, and replicate across nodes.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
 
-    # Cache of the results of `resolve`.
+    # Results of `resolve`, by strategy.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Return a text about the division of the ranks into groups, to compare between ranks."""
+        """Return a text about the division into groups, which must be the same on all ranks."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """Return the groups of ranks for a sharding strategy.
+        """Return the groups of ranks for a sharding strategy, whose properties are ``placement``.
 
         Collective at the first call for each placement, which makes the groups: all ranks.
 
-        Args:
-            placement: properties of the strategy.
-
         Raises:
-            ValueError: the ranks cannot be divided as the placement requires, or the user chose a
-                ``wire_dtype`` and the placement averages gradients over replicas.
+            ValueError: the ranks cannot be divided into such groups, or the user chose a
+                ``wire_dtype``, and the strategy averages gradients over replicas.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -76,7 +73,7 @@ class Ranks:
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
         if not placement.sharded:
-            # Every rank holds all parameters, and gradients are all-reduced over all ranks.
+            # NO_SHARD: every rank holds all parameters. Gradients are all-reduced over all ranks.
             return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
             group = _post_forward_group(world, placement)
@@ -91,7 +88,7 @@ class Ranks:
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return the group of this node's ranks, and the group of one rank of each node.
+        """Return the group of this node's ranks, and a group of one rank of each node.
 
         Collective at the first call: all ranks.
         """
@@ -137,11 +134,8 @@ def _rows_and_columns(
 ) -> tuple[Communicator, Communicator]:
     """Return the communicators of this rank's row and of this rank's column in a grid of ranks.
 
-    Collective: all ranks of the grid.
-
-    Args:
-        parent: communicator of all ranks of the grid.
-        rows: the ranks of each row, as ranks in the default group.
+    Collective: all ranks of the grid. ``parent``: communicator of all ranks of the grid. ``rows``:
+    the ranks of each row, as ranks in the default group.
     """
     me = dist.get_rank()
     row = next(row for row in rows if me in row)
@@ -149,7 +143,7 @@ def _rows_and_columns(
     return subgroup(parent, row), subgroup(parent, column)
 
 
-# ---------------------------------------------------------------- what the user says
+# ---------------------------------------------------------------- arguments of the user
 
 
 def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) -> Ranks:
@@ -165,7 +159,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
         mode: the user's choice of transport.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has a wrong type.
         ValueError: both a process group and a mesh were passed, the mesh has other dimensions, or
             the groups of all ranks do not form a grid.
     """
@@ -183,7 +177,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups in the user's argument ``process_group``: none, one, or two groups.
+    """Return the groups in the user's argument ``process_group``: zero, one or two groups.
 
     Raises:
         TypeError: the argument is not None, a process group or a pair of process groups.
@@ -226,8 +220,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # Without names, assume the order of torch's FSDP. Refuse other names, such as a dimension for
-    # tensor parallelism, whose ranks hold different parameters or compute on the same inputs.
+    # If dimensions have no names, assume the order of torch's FSDP. Refuse other names: the ranks
+    # of a dimension for tensor parallelism, for example, hold different parameters.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -243,8 +237,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # SLURM also sets these variables in the shell of a job, in which torchrun or a script may start
-    # another number of ranks. srun started the ranks if SLURM_NTASKS equals the world size.
+    # Use SLURM's variables only if srun has started the ranks: then SLURM_NTASKS is the world size.
+    # SLURM also sets them in the shell of a job, where torchrun may start other numbers of ranks.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -255,14 +249,10 @@ def _ranks_per_node() -> int | None:
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
-    """Return the communicator of all ranks of the user's grid of groups.
+    """Return the communicator of all ranks of the user's groups, which form a grid.
 
-    Collective: all ranks of the grid.
-
-    Args:
-        shard: this rank's shard group.
-        replicate: this rank's replicate group.
-        rows: the ranks of all shard groups.
+    Collective: all ranks of the grid. ``shard`` and ``replicate``: the groups of this rank.
+    ``rows``: the ranks of all shard groups.
     """
     size = shard.size * replicate.size
     for group in (shard, replicate):
@@ -273,9 +263,9 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
     return subgroup(shard, sorted(chain.from_iterable(rows)))
 
 
-# ---------------------------------------------------------------- what other ranks were given
+# ---------------------------------------------------------------- comparison between ranks
 
-_Group = tuple[int, ...]  # the global ranks of a group
+_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
 _COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"
@@ -284,14 +274,14 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
     """Check that all ranks passed the same options, and that their groups form a grid.
 
-    In a grid the rows are the shard groups and the columns are the replicate groups. A rank sends
-    the members of its replicate group to its shard group, and the reverse. So each rank checks all
-    groups that share a rank with its own, and no rank needs every group.
+    In a grid, the rows are the shard groups, and the columns are the replicate groups. Each rank
+    sends the members of its replicate group to its shard group, and the reverse. Then each rank
+    checks all groups that share a rank with its own groups. Together, the ranks check all groups.
 
     Collective: all ranks of the groups.
 
     Args:
-        groups: this rank's process groups: none, one, or (shard group, replicate group).
+        groups: this rank's process groups: zero, one, or (shard group, replicate group).
         mode: the user's choice of transport.
 
     Returns:
@@ -300,8 +290,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: options differ, or groups form no grid. All ranks of the groups raise.
     """
-    # Compare the modes before making communicators: with another mode, a rank would make fewer
-    # process groups, and the other ranks would wait for ever.
+    # Compare the transport options before making communicators: with other options, a rank would
+    # make fewer process groups, and the other ranks would wait forever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -323,8 +313,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Perhaps only some ranks see a problem. Tell all ranks: otherwise the others would wait for
-    # ever in their next collective.
+    # Perhaps only some ranks see a problem. Tell all ranks, so that all ranks raise: otherwise the
+    # others would wait forever in their next collective.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
@@ -342,7 +332,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
-    # Make each set once: the intersection of two sets iterates only over the smaller.
+    # Convert each group to a set once, because the loop uses each group many times.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (
@@ -355,21 +345,21 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
 
 # ---------------------------------------------------------------- communicators of groups
 
-# The communicator of each process group and choice of transport, for all models on the group.
+# Communicators, keyed by process group and transport options. All models on a group share them.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
     """Return the communicator of a process group, or ``ALONE`` if ``group`` is None.
 
-    Collective at the first call for a group and a mode, which makes the communicator: all ranks of
+    Collective at the first call with these arguments, which makes the communicator: all ranks of
     the group.
     """
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Users may destroy and make process groups many times. Without this call, the threads of
-        # the destroyed groups' transports would stay alive.
+        # Free the communicators of destroyed groups, because their transports have threads. A
+        # program may make and destroy process groups many times.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
@@ -385,9 +375,9 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # Abort the groups: after an error, this rank may have begun a collective that another
-            # rank never begins, and the destructor of a gloo group would wait for this collective
-            # until the timeout.
+            # Abort the collectives of flatshard's groups. After an error, this rank may have begun
+            # a collective that another rank never begins, and the destructor of a gloo group would
+            # wait for it until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
@@ -397,17 +387,17 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # perhaps the user's group, which `made_here` leaves out
+            groups.add(one.gather_group)  # `made_here` leaves it out if the user has made it
     come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Return the communicator of some of the ranks of ``parent``.
+    """Return a communicator of some of the ranks of ``parent``.
 
-    Collective at the first call with the same ``ranks``, which makes the group: all ``ranks``.
+    Collective at the first call with these ``ranks``, which makes the group: all ``ranks``.
 
     Args:
-        parent: communicator whose backend, timeout and options the result gets.
+        parent: communicator with the backend, timeout and options for the result.
         ranks: the members, as ranks in the default group. This rank must be a member.
     """
     if len(ranks) == 1:
