@@ -65,7 +65,7 @@ def transport_kinds() -> list[type[Transport]]:
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
-@cache  # every all-gather and reduction of every step needs this context
+@cache  # because each all-gather and reduction of each step needs such a context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
     """Return a context in which to begin a collective. Errors in it name the collective."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
@@ -160,7 +160,7 @@ class Communicator(Members):
         shard, out = request.shard, request.out
         assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
         action = f"all-gathering parameters for {request.purpose}"
-        if request.reduced:  # `reduce_scatter` has told the listeners about this all-reduce
+        if request.reduced:  # `reduce_scatter` has told the listeners about the whole all-reduce
             action = _ALL_REDUCING
         elif LISTENERS:
             self.note("gather", request.unit_fqn, out.nbytes)

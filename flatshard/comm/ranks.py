@@ -387,7 +387,7 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # `made_here` leaves it out if the user has made it
+            groups.add(one.gather_group)  # missing in `made_here()` if the user made the group
     come_to_rest(groups)
 
 

@@ -118,7 +118,7 @@ class History:
         # Whether ranks may compare descriptions before they begin a collective. False inside of
         # `join()`: a rank without input begins a collective only after another rank has begun it.
         self.announces = True
-        self.described: Hashable = None  # kind (see `begin`) of the collectives with descriptions
+        self.described: Hashable = None  # the kind (see `begin`) of collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
         # Time at which this rank began the first collective that ranks have not compared yet, or 0.

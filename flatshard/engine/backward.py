@@ -57,7 +57,7 @@ class Backward:
         self.queue = ReduceQueue(state)
         # Whether a backward has begun but not ended: the backward is running, or has failed.
         self.is_active = False
-        self.is_empty = False  # whether `run_empty` has started the backward
+        self.is_empty = False  # whether this rank computes no gradients (`run_empty`)
         self._graph_task = -1  # autograd's ID of this backward's graph task
 
         # Weak reference to the callback (`_end`) that autograd calls after the last node. Returns
@@ -226,10 +226,11 @@ class Backward:
         # Empty `.grad`: otherwise autograd would add the next gradient in place, into a tensor that
         # `grads` keeps without a copy.
         full.grad = None
-        # Call `begin` before storing the gradient: it drops the gradients of a failed backward.
+        # Call `begin` before storing the gradient, because it may drop all stored gradients (of a
+        # failed backward).
         if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
-        if index in grads.pending:  # this backward has computed two gradients of the parameter
+        if index in grads.pending:  # second gradient of the parameter: first store the earlier one
             grads.receive_pending(more_to_come=unit.sync is GradSync.ACCUMULATE)
         # To save time, only collect small gradients, until the flat parameter has all gradients.
         pending = grads.pending
@@ -278,7 +279,7 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            # If a flat parameter lacks a gradient, its other gradients are still pending.
+            # Receive the gradients that still wait because their flat parameter lacks a gradient.
             for handle in state.handles:
                 handle.grads.receive_pending(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):

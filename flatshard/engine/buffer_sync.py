@@ -98,7 +98,10 @@ class BufferSync:
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
-        """Receive, for each byte of ``votes``, the maximum over all ranks."""
+        """Adopt the present buffers' sizes, if all ranks have the same.
+
+        ``maxima``: the maximum over the ranks for each byte of ``votes``.
+        """
         if not any(differ(maxima)):
             self._agreed = self._voted
         self._has_run = False

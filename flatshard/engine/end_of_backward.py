@@ -130,8 +130,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
     """Exchange flags of a flat parameter between the ranks that train its unit. Collective.
 
-    Returns, for each original parameter, whether any of these ranks used it, and whether all of
-    these ranks have frozen the same parameters.
+    Returns a list that says for each original parameter whether any of these ranks used it, and a
+    flag: whether all of these ranks have frozen the same parameters.
     """
     number, used = len(handle.params), handle.grads.used_by_rank
     flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)
@@ -149,7 +149,7 @@ def _program(state: RunState) -> bytes:
     ``differ`` finds the bytes in which ranks differ.
     """
     loads = sum([unit.loads_sum for unit in state.units])
-    # Leave out units that train only on some ranks (experts): the other ranks have different units.
+    # Compare only the flat parameters that all ranks train. Experts may train only on some ranks.
     whole = [h for h in state.handles if h.topology.world.size == state.world.size]
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in whole])
     trained = bytes(chain(*(h.trained for h in whole)))

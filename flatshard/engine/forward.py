@@ -64,7 +64,7 @@ class Forward:
         self._used_outside: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
-        """Rebuild saved-tensor hooks and lists of units, after buffers were reallocated."""
+        """Rebuild saved-tensor hooks and lists of units, after unsharded buffers were replaced."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(self._state, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -167,7 +167,7 @@ class Forward:
         Returns the changed output. If the forward raised an exception, torch calls this hook with
         ``output=None``.
         """
-        if not unit.running:  # `before_module` raised before recording a call
+        if not unit.running:  # `before_module` has raised, so no call is recorded
             return None
         call = unit.running.pop()
         changed = output
@@ -445,7 +445,7 @@ class _ModuleHook:
 
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
-    """Let autograd call ``hook``, the last hook of ``tensor``, before the tensor's other hooks."""
+    """Move ``hook``, the latest hook of ``tensor``, to the front: autograd calls it first."""
     hooks: Any = tensor._backward_hooks or {}
     # Do not use `OrderedDict.move_to_end`: autograd ignores the order that it makes.
     for key in [key for key in hooks if key != hook.id]:

@@ -48,7 +48,7 @@ class ParamGather:
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, plan.layout.shard_numel)
-        # The `SecondaryShard`. None: every all-gather sends the shards.
+        # The larger part that this rank keeps for all-gathers with nearby ranks, or None.
         self.secondary: Any = None
         if topology.post_forward_group is not None or inter_group.size > 1:
             options = "HYBRID_SHARD_OP or reshard_after_forward=k"
@@ -158,7 +158,7 @@ class ParamGather:
 
         Raises CollectiveError if the all-gather failed.
         """
-        if self._work is not None:  # None: the user interrupted an earlier call after the wait
+        if self._work is not None:  # None: an earlier call has waited, and was interrupted
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:

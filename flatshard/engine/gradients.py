@@ -116,11 +116,11 @@ class Gradients:
         spans = enumerate(self._layout.spans)
         self.large = {index for index, span in spans if span.numel >= min_numel}
         for param in self._params:
-            param.kept_grad = None  # of the previous dtype and device
+            param.kept_grad = None  # it has the dtype and device of the previous plan
         with torch.no_grad():
             for index, slot in slots.items():
                 self.receive(index, slot.to(plan.device), more_to_come=True)
-            self.arrived.clear()  # `receive` has filled it, but these gradients are not new
+            self.arrived.clear()  # these gradients did not arrive in a backward
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
         self.show()
@@ -177,9 +177,9 @@ class Gradients:
                 is_dropped = param.grad is None
                 is_replaced = not is_dropped and param.grad is not shown
                 if is_replaced or (not is_dropped and local._version != version):
-                    # If all values are zero, the edit was zero_grad(set_to_none=False). Any other
-                    # edit is an error: gradients are averaged later, so the edit changed only this
-                    # rank's contribution to the average.
+                    # The user has edited the unreduced gradient. If all values are zero now, this
+                    # was zero_grad(set_to_none=False). Any other edit is an error: the average is
+                    # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local.any()
                     self.was_edited |= not is_dropped
                 if is_view and not is_replaced:
@@ -210,7 +210,7 @@ class Gradients:
             # As in DistributedDataParallel, the assigned gradient is averaged together with the
             # gradients of this backward.
             self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
-            self.arrived.clear()  # `receive` has filled it, but autograd has computed nothing yet
+            self.arrived.clear()  # this gradient was assigned, and did not arrive in a backward
             param.sharded.grad = None
 
     # ------------------------------------------------------------ accumulate

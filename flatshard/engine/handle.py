@@ -37,7 +37,7 @@ from flatshard.tensor import sharded_tensor, unsharded
 from flatshard.tensor.flat_parameter import FlatParameter, FlatParamPlan, OriginalParam
 from flatshard.units.layout import as_bytes, view_of
 
-# A module, and the name of its attribute that is the given original parameter.
+# A place of a parameter in the model: the module, the module's attribute, the original parameter.
 Place = tuple[nn.Module, str, OriginalParam]
 
 
@@ -234,7 +234,8 @@ class FlatParamHandle:
             self._free_buffer()
             raise
         if self.clean_version < 0:
-            # Choose a version that neither the buffer nor a saved view has had before.
+            # The buffer has new values. So choose a version that it never had before: then autograd
+            # raises if backward reads a view that was saved with other values.
             self._last_version = max(self._last_version, self.buffer._version) + 1
             self.clean_version = self._last_version
         torch._C._autograd._unsafe_set_version_counter((self.buffer,), (self.clean_version,))
@@ -401,7 +402,7 @@ class FlatParamHandle:
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:
-        """Put the tensors ``shown``, one for each original parameter, into the modules."""
+        """Put unsharded parameters, one for each original parameter, into the modules."""
         if self._splits is not None:
             splits = enumerate(self._splits)
             shown = [

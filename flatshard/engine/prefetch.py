@@ -112,8 +112,9 @@ class Prefetch:
     def in_backward(self, unit: Unit, *, is_over: bool) -> None:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``.
 
-        Called at the beginning of the unit's backward (``is_over=False``), when all settings but
-        ``BACKWARD_POST`` start all-gathers, and at its end, when ``BACKWARD_POST`` starts one.
+        Called at the beginning (``is_over=False``) and at the end of the unit's backward. With
+        ``BACKWARD_POST``, the next unit's all-gather starts at the end. With other settings,
+        all-gathers start at the beginning.
         """
         is_post = self._backward is BackwardPrefetch.BACKWARD_POST
         if self._backward is not None and is_post is is_over:

@@ -194,7 +194,7 @@ class ReduceQueue:
         """Start to reduce the gradients of a flat parameter. Collective."""
         with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
             reduction = handle.grads.start_reduction(handle.unit.sync)
-        if reduction is None:  # a communication hook has reduced the gradients already
+        if reduction is None:  # the user's communication hook has already reduced the gradients
             self._tell_reduced(handle)
         else:
             self._in_flight[handle] = reduction

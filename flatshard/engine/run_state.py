@@ -108,7 +108,7 @@ class RunState:
         # `under_no_sync`: whether a forward that begins now is under `no_sync` (of any unit).
         # `accumulates`: whether the last forward with gradients was under `no_sync`.
         self.under_no_sync = self.accumulates = False
-        self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
+        self.lacks_ranks = False  # whether some rank has no more input (`join`)
         self.is_converting = False  # whether modules are being converted (dtype or device)
         self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled

@@ -10,8 +10,8 @@ receive every tensor that is not a view of an unsharded buffer.
 
 [Note: forwards without hooks]
 Autograd calls the hooks for every saved tensor, which takes a fifth of the host's time for a step.
-So later steps run without hooks if the hooks have made no difference in three consecutive rounds. A
-round begins with the first forward after a backward, and includes the next backward. The hooks make
+So later steps run without hooks if the hooks have made no difference in three consecutive steps. (A
+step begins with the first forward after a backward, and includes the next backward.) The hooks make
 no difference if backward reads every ``SavedView``, and the unit is unsharded at each read, because
 ``Backward.enter`` has unsharded it. Then plain views work too, because a buffer is filled again at
 the same address and with the same version.
@@ -47,13 +47,13 @@ from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-CLEAN_ROUNDS = 3
-"""After this number of rounds in which hooks made no difference, forwards run without hooks.
+CLEAN_STEPS = 3
+"""After this number of steps in which hooks made no difference, forwards run without hooks.
 
 More than one, because a program may do something different in every second step, for example.
 """
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of an `nn.Module`
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of each `nn.Module`
 
 # If more than this number of forwards without hooks have differed from all earlier forwards, all
 # later forwards have hooks.
@@ -70,7 +70,7 @@ class SavedView:
     # the buffer is filled again. None: `unpack` makes a new view at `place`.
     param: nn.Parameter | None
     place: tuple[Any, ...] = ()  # size, stride and offset of the view
-    round: int = -1  # the round in which the view was saved; -1 once the view was read
+    step: int = -1  # the step in which the view was saved; -1 once the view was read
 
 
 class SavedDTensor(NamedTuple):
@@ -98,16 +98,16 @@ class SavedTensors:
             for handle in state.handles
             if handle.buffer_bytes
         }
-        # For each running forward of a unit, whether the forward installed hooks. False if it needs
-        # no hooks, or if the hooks of an outer forward are active already.
+        # For each running forward of a unit, whether the forward has installed saved-tensor hooks.
+        # False if it needs no hooks, or if an outer forward has installed the hooks already.
         self.active: list[bool] = []
         self._installed: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._usual_pair = self._pair(None)
         # The attributes below are for [Note: forwards without hooks].
         self.has_hooks = bool(self._owners)  # whether forwards have hooks now
-        self.had_hooks = True  # whether all forwards of this round have had hooks
-        # Forwards that need no hooks, and forwards with hooks since hooks last made a difference:
-        # the unit, and the number of graph nodes that autograd made in the forward.
+        self.had_hooks = True  # whether all forwards of this step have had hooks
+        # Two sets of forwards: those that need no hooks, and those with hooks, since hooks last
+        # made a difference. For each: the unit, and the number of graph nodes that autograd made.
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that differed from all earlier forwards
@@ -115,13 +115,13 @@ class SavedTensors:
         # The hooks on modules inside of units, by which the program may keep tensors inside of a
         # unit, or read parameters in backward.
         self._hooks: list[Mapping[int, Any]] = []
-        # `_num_unread`: number of views saved in this round that were not read in the unit's own
+        # `_num_unread`: number of views saved in this step that were not read in the unit's own
         # backward yet, plus the number of reads at other times. If it is 0, hooks made no
-        # difference. `_round`: number of the present round.
-        self._num_unread = self._round = 0
-        # number of consecutive rounds, up to now, in which hooks made no difference
+        # difference. `_step`: number of the present step.
+        self._num_unread = self._step = 0
+        # number of consecutive steps, up to now, in which hooks made no difference
         self._num_clean = 0
-        self.backward_has_ended = False  # whether a backward has ended in this round
+        self.backward_has_ended = False  # whether a backward has ended in this step
 
     def _owner(self, tensor: Tensor) -> tuple[FlatParamHandle, bool] | None:
         plain: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", None)
@@ -145,7 +145,7 @@ class SavedTensors:
         return output
 
     def begin_forward(self) -> None:
-        """Prepare for a forward of the model. Begins a new round after a backward.
+        """Prepare for a forward of the model. The first forward after a backward begins a new step.
 
         Decides whether forwards have hooks from now on ([Note: forwards without hooks]).
         """
@@ -153,9 +153,9 @@ class SavedTensors:
         if is_new:
             is_clean = self.had_hooks and self._new and not self._num_unread
             self._num_clean = self._num_clean + 1 if is_clean else 0
-            if self._num_clean >= CLEAN_ROUNDS:
+            if self._num_clean >= CLEAN_STEPS:
                 self._learn()
-            self._num_unread, self._round = 0, self._round + 1
+            self._num_unread, self._step = 0, self._step + 1
             if not self._num_clean:
                 self._new.clear()
             for unit in self._state.units:
@@ -190,7 +190,7 @@ class SavedTensors:
     def ends_with_gradients(self, unit: Unit, call: Call) -> bool:
         """Whether the backward of ``call`` is over once it has computed all parameters' gradients.
 
-        True without hooks, if in the rounds with hooks backward read no parameter after the last
+        True without hooks, if in earlier steps with hooks backward read no parameter after the last
         gradient. If False, the gradients of the call's inputs must have been computed, too.
         """
         return not (call.has_hooks or unit.is_read_late) and unit.trains_all
@@ -202,8 +202,8 @@ class SavedTensors:
             return
         if call.has_hooks:
             self._new.add((unit, num_nodes))
-            if self._num_clean == CLEAN_ROUNDS - 1:
-                self._num_unread += _keeps_tensor(unit)  # counts as a difference, so hooks stay
+            if self._num_clean == CLEAN_STEPS - 1:
+                self._num_unread += _keeps_tensor(unit)  # if so, later forwards have hooks, too
             return
         call.versions = unit.saved_versions
         if self._known and (unit, num_nodes) not in self._known:
@@ -274,14 +274,14 @@ class SavedTensors:
             if handle.buffer._version != handle.clean_version:
                 state.edits.check_values(handle)
             if type(tensor) is nn.Parameter and not copies:
-                return SavedView(handle, handle.gathered_version, tensor, round=self._round)
+                return SavedView(handle, handle.gathered_version, tensor, step=self._step)
             # Copy views that `as_strided` cannot rebuild: in another dtype, conjugated or negated.
             reinterprets = tensor.dtype != handle.buffer.dtype
             if reinterprets or tensor.is_conj() or tensor.is_neg() or copies:
-                copy = tensor.clone()  # rare, so the memory of the copies is small
+                copy = tensor.clone()  # happens rarely, so these copies need little memory
                 return (copy, copy._version) if outer is None else outer[0](copy)
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            return SavedView(handle, handle.gathered_version, None, place, self._round)
+            return SavedView(handle, handle.gathered_version, None, place, self._step)
 
         def unpack(packed: Any) -> Tensor:
             kind = type(packed)
@@ -302,9 +302,9 @@ class SavedTensors:
                 backward.unshard_again(handle.unit)
                 version = handle.version
             if not is_current or handle.unit.phase is not Phase.BACKWARD:
-                self._num_unread += 1  # so hooks stay: without hooks, this read would fail
-            elif packed.round == self._round:
-                packed.round, handle.was_read = -1, True
+                self._num_unread += 1  # without hooks, this read would fail, so hooks stay
+            elif packed.step == self._step:
+                packed.step, handle.was_read = -1, True
                 self._num_unread -= 1
                 handle.unit.is_read_late |= handle.unit.has_all_gradients
             if version != packed.version:

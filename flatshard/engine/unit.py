@@ -257,7 +257,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no later backward through earlier forwards can need the unsharded parameters."""
+        """Whether no further backward of the unit's earlier calls can need the parameters."""
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
@@ -388,7 +388,7 @@ class Unit:
                     handle.reshard()
 
     def end_iteration(self) -> None:
-        """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
+        """Reset the counts of outstanding backwards, after the end of the model's backward."""
         self.is_used_outside = False
         self.outstanding_backwards = self._outstanding_before = 0
 
@@ -424,7 +424,7 @@ class Unit:
             # checked (`install_unsharded`).
             if handle.shard_is_buffer or self.may_diverge:
                 handle.check_places()
-                handle.count_trainable()  # also if this rank has skipped the unit in forward
+                handle.count_trainable()  # not done yet if this rank skipped the unit in forward
             handle.grads.arrived.clear()
             # Unreduced gradients stay in `handle.grads`, and backward adds to them there.
             if handle.grads.shown or ASSIGNED:
@@ -463,7 +463,7 @@ class Unit:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether the rest of this backward cannot need the parameters."""
+        """Whether the rest of this backward cannot need the unit's parameters."""
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
