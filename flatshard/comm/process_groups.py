@@ -125,7 +125,7 @@ _controls = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return a group for small values, with the ranks of ``group``, and the device to send from.
+    """Return a process group of the same ranks, for small values, and the device to send from.
 
     The device is the CPU, unless torch was built without gloo. Collective at the first call for a
     group that cannot send CPU tensors: all ranks of ``group``.

@@ -180,7 +180,10 @@ class History:
         return not self.announces or self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record that ``what`` follows the last two collectives. All ranks have compared it."""
+        """Record that ``what`` follows the last two collectives.
+
+        Must be called after all ranks have compared ``what``.
+        """
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
         # Limit the size: each new model adds entries. All ranks drop the same entry, the oldest.
@@ -300,7 +303,7 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """A ``watched`` block that replaces errors of the backend by errors that name the operation.
+    """Like ``watched``, but replaces errors of the backend by errors that name the operation.
 
     Raises:
         CollectiveError: the backend raised an error in the block (the ``__cause__``).

@@ -164,7 +164,7 @@ class StepExtension:
 
 
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
-    """Mark a range ``flatshard::label (unit)`` in torch's profile, if a profiler runs."""
+    """Return a context that torch's profiler, if it runs, shows as ``flatshard::label (unit)``."""
     # Check for a profiler first, because a range takes microseconds even without a profiler.
     if not torch._C._autograd._profiler_enabled():
         return NOTHING

@@ -309,8 +309,8 @@ class Forward:
             unit.running.clear()
         if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
             return
-        # First put sharded parameters into all modules, without a wait. Then reshard, which waits
-        # for all-gathers: the user may interrupt these waits, too.
+        # First put sharded parameters into all modules, which needs no wait. Resharding waits for
+        # all-gathers, and the user may interrupt these waits, too.
         for unit in state.units:
             unit.put_back()
         for unit in state.units:

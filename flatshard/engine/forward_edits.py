@@ -138,8 +138,8 @@ def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
     """
     installed, fulls, spans = handle.installed or handle.fulls, handle.fulls, handle.layout.spans
     address, itemsize = handle.buffer.data_ptr(), handle.buffer.element_size()
-    # Usually, compare the addresses of all parameters at once, which is faster. Not in a unit of
-    # several modules, for each of which this function is called.
+    # Usually, compare the addresses of all parameters at once, which is faster. In a unit of
+    # several modules, compare only `places`, because this function is called for each module.
     are_in_place = len(handle.unit.modules) == 1 and (
         [*map(Tensor.data_ptr, fulls)] == [address + itemsize * span.start for span in spans]
     )

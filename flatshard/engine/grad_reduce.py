@@ -287,7 +287,7 @@ class GradReduce:
         return self._work.reports_end
 
     def is_computed(self) -> bool:
-        """Whether the device has computed the gradients, and not only queued the kernels."""
+        """Whether the device has computed the gradients. The host may have run far ahead."""
         return self._computed is None or self._computed.query()
 
     def finish(self) -> Tensor:

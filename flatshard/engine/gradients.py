@@ -566,8 +566,8 @@ class Gradients:
             if isinstance(before, FlatShardTensor) and not before.is_alike:
                 raise RuntimeError(
                     f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                    "before backward, and may hold another gradient on each rank. Expected None, "
-                    "an averaged gradient, or a full tensor of this rank, which backward averages."
+                    "before backward, but may differ between ranks. Expected None, an average, or a "
+                    "full tensor of this rank, which backward averages. Call zero_grad() before."
                 )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))

@@ -125,7 +125,7 @@ class RunState:
 
     def refresh(self) -> None:
         """Recompute cached sizes and storages, after unsharded buffers were reallocated."""
-        # A single rank communicates only with itself, to fill unsharded buffers, if there are any.
+        # On a single rank, a flat parameter without a separate unsharded buffer never communicates.
         is_alone = self.world.size == 1
         devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)

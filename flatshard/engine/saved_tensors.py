@@ -140,7 +140,7 @@ class SavedTensors:
         if any(map(self._owner, tensors_in(output))):
             raise RuntimeError(
                 f"{unit_text(unit_name)} returns a view of its parameters in an object that is no "
-                "tuple, list or dict. Resharding after forward frees the view: return a clone()."
+                "tuple, list or dict. Resharding frees the view after forward. Return a clone()."
             )
         return output
 

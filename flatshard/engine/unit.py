@@ -484,7 +484,8 @@ class Unit:
         for handle in self.handles:
             handle.grads.leave_failed_backward()
             handle.give_hooks_back()
-        if not self.running:  # otherwise a forward around the failed backward may continue
+        # If the backward failed inside of a forward of the unit, the forward may continue.
+        if not self.running:
             self.put_back()
 
     def put_back(self) -> None:

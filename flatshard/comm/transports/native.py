@@ -18,7 +18,7 @@ from flatshard.units.layout import as_bytes, as_real
 # Dtypes that all backends can all-gather. Tensors of other dtypes are sent as bytes.
 _USUAL = {torch.float32, torch.float64}
 
-# Number of elements of a tensor for which every backend uses its algorithm for large tensors.
+# Number of elements that makes every backend use its algorithm for large tensors.
 _LARGE_NUMEL = 1 << 20
 
 
