@@ -213,9 +213,9 @@ class Communicator(Members):
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
         """All-reduce a few numbers, in place, and wait for the result.
 
-        If ranks pass different ``op_name``, all ranks raise CollectiveError if the host waits for
-        the result (numbers on the CPU, or gloo). If a CUDA stream waits (NCCL), all ranks get NaN
-        (-1 for integers), and the end of the next backward raises.
+        Ranks compare ``op_name``. If names differ where the host waits for the result (numbers on
+        the CPU, or gloo), all ranks raise CollectiveError. If they differ where a CUDA stream waits
+        (NCCL), all ranks get NaN (-1 for integers), and the end of the next backward raises.
 
         Collective: all ranks of the group, in the same order of calls.
 
@@ -263,9 +263,10 @@ class Communicator(Members):
         ``tensor`` must be contiguous. Collective: all ranks of the group, in the same order of
         calls.
 
-        If ranks pass different ``op_name``, all ranks raise CollectiveError if the host waits for
-        the result. If a CUDA stream waits (NCCL), all bytes of ``tensor`` become 255 (NaN for
-        floating-point numbers, -1 for signed integers), and the end of the next backward raises.
+        Ranks compare ``op_name``. If names differ where the host waits for the result, all ranks
+        raise CollectiveError. If they differ where a CUDA stream waits (NCCL), all bytes of
+        ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed integers), and the end
+        of the next backward raises.
         """
         if self.size == 1:
             return

@@ -194,7 +194,7 @@ class Gradients:
         self.was_edited &= bool(self.accumulated)
 
     def take_assigned_of_whole(self) -> None:
-        """Take gradients that the program assigned to ``.grad``, and average them with the next.
+        """Take gradients that the program assigned to ``.grad``, to average them in this backward.
 
         Called when a backward begins, if every rank holds the whole parameters. These are plain
         parameters, which do not record assignments. So every ``.grad`` that ``publish`` did not put
@@ -566,8 +566,8 @@ class Gradients:
             if isinstance(before, FlatShardTensor) and not before.is_alike:
                 raise RuntimeError(
                     f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                    "before backward, but may differ between ranks. Expected None, an average, or a "
-                    "full tensor of this rank, which backward averages. Call zero_grad() before."
+                    "before backward, but may differ between ranks. Expected None, an average, or "
+                    "a full tensor of this rank, which backward averages. Call zero_grad() before."
                 )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))

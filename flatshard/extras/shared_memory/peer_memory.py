@@ -91,11 +91,14 @@ class Mailbox:
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish ``address``, and an open file to map (or -1), as publication ``number``."""
+        """Publish that this rank's data for collective ``number`` of ``tag`` are at ``address``.
+
+        ``file``: an open file with the data, for other ranks to map, or -1.
+        """
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read all publications ``number`` of a tag."""
+        """Publish that this rank has read all ranks' data for collective ``number`` of ``tag``."""
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
@@ -132,11 +135,11 @@ class PeerProcess:
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """Return an object whose ``wait`` waits for publication ``number`` of ``tag``."""
+        """Return a wait until the process has offered data for collective ``number`` of ``tag``."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has read publication ``number`` of a tag."""
+        """Return a wait until the process has read data for collective ``number`` of ``tag``."""
         # The wait also ends if the process has ended, because it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 

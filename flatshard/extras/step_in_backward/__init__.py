@@ -59,7 +59,7 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """Sets ``.grad`` to None after a step in backward, so that ``optimizer.step()`` skips it."""
+    """Lets ``optimizer.step()`` skip parameters that were stepped in backward."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
