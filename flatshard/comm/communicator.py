@@ -95,8 +95,8 @@ class Communicator(Members):
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
         self.transport_reason = ""  # why the group uses its transport, for `unit_report`
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions (`GradReduce`) of which one stage is over, and whose second stage will use this
-        # group. They are in the same order on all ranks.
+        # Reductions (`GradReduce`) that have started, and whose second stage will use this group.
+        # They are in the same order on all ranks.
         self.second_stages: deque[Any] = deque()
         # Tags for models (even), and for copies of models (odd, see `is_copying`).
         self._tags = count(2, 2), count(3, 2)
@@ -123,8 +123,8 @@ class Communicator(Members):
             return self
         # Wait for all ranks before `new_group`: if a rank does not arrive, deadlock detection can
         # end this wait, but not the wait inside of `new_group`, in torch's store.
-        self.host.meet("meeting for numbers in the middle of backward")
-        with named(self.meeting):
+        self.host.meet("connecting for small exchanges in the middle of backward")
+        with named(self.connecting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
@@ -391,5 +391,5 @@ class Topology:
         for group in (self.intra_group, self.inter_group, self.replicate):
             replicas = group is self.replicate
             if group.size > 1 and group.transport_for(device).stream_waits(device):
-                with named(group.meeting):
+                with named(group.connecting):
                     group.native.warm_up(device, fixed_order=fixed_order, replicas=replicas)

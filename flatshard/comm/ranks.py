@@ -407,7 +407,7 @@ def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
     known = parent.subgroups
     if tuple(ranks) not in known:
         assert parent.group is not None, "a group of several ranks"
-        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting {ranks_text(ranks)}"):
+        with named(f"ShardedWrapper, rank {parent.global_rank}: connecting to {ranks_text(ranks)}"):
             group = new_group(parent.group, ranks)
         known[tuple(ranks)] = communicator(group, mode=parent.options)
     return known[tuple(ranks)]

@@ -97,6 +97,7 @@ class Gradients:
         target = self._target = plan.flat.targets.gradient
         self._cache = BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
+        # Reduced gradients that `publish` will put into `.grad`.
         self._reduced: Tensor | None = None
         # The `.grad` of each parameter from before the running backward; see `set_aside_earlier`.
         self._earlier_grads: dict[OriginalParam, Tensor] = {}
@@ -457,14 +458,13 @@ class Gradients:
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Return the tensor for ``receive``, after autograd has put ``grad`` into ``.grad``.
 
-        Usually this is ``grad``. But if ``.grad`` still contained the accumulated gradient (see
-        ``show``), autograd has added the new gradient to it in place. Then return a copy of this
-        sum, and drop the accumulated gradient, which the sum contains.
+        Usually this is ``grad``. But if ``.grad`` still had a tensor from ``show``, autograd has
+        added the new gradient to it in place. Then return a copy of this sum.
         """
         if param not in self.shown or self.shown[param][0] is not grad:
             return grad
         _, _, is_view = self.shown.pop(param)
-        if is_view:
+        if is_view:  # `grad` contains the accumulated gradient
             self.forget(param.index)
         return grad.clone()
 

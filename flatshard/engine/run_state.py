@@ -76,8 +76,8 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and all groups in which units all-gather, if they have several
-        # ranks.
+        # The group of all ranks, and all groups in which units all-gather. Without groups of one
+        # rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += (

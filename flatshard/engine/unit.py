@@ -75,7 +75,7 @@ class Call:
     # so that input gradients need not be counted (`num_inputs` stays 0).
     ends_with_gradients: bool = False
 
-    # The number that autograd's next node had when the call began. -1: not recorded.
+    # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
     has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
     # Versions of the unsharded buffers at the end of a forward without hooks (`saved_versions`).
@@ -420,8 +420,8 @@ class Unit:
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            # Check that no parameter was replaced. For all other flat parameters, forward has
-            # checked (`install_unsharded`).
+            # If forward has not called `install_unsharded`, check here that no parameter was
+            # replaced.
             if handle.shard_is_buffer or self.may_diverge:
                 handle.check_places()
                 handle.count_trainable()  # not done yet if this rank skipped the unit in forward

@@ -52,7 +52,7 @@ class Members:
         # Each rank begins with the rank after itself, so that not all ranks send to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
-        self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
+        self.connecting = f"ShardedWrapper, rank {self.global_rank}: connecting to the other ranks"
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
             self._meet(group)
@@ -72,7 +72,7 @@ class Members:
         # Use separate groups for all-gathers and reductions. A reduction starts when its gradients
         # are complete, so its order among the all-gathers may differ between ranks, but collectives
         # of one group match only by order.
-        with named(self.meeting):
+        with named(self.connecting):
             self.gather_group = new_group(group) if is_apart else group
             self.reduce_group = new_group(group)
             # With gloo's own collectives, use a third group for small values. Otherwise, if one
