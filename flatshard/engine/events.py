@@ -100,8 +100,7 @@ class StepExtension:
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # The gradients of a flat parameter of `unit` are reduced. A unit may have several flat
-    # parameters.
+    # The gradients of a flat parameter of `unit` are reduced. Called for each flat parameter.
     def reduced(self, unit: Unit) -> None: ...
     # Backward has started all collectives that can start now. Work that the extension does in this
     # method overlaps with these collectives.

@@ -125,7 +125,7 @@ class Unit:
         # The outermost wrapper of each model that contains the unit (several if wrapped again).
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.is_root, self.is_summoned = True, False  # summoned: inside of `summon_full_params`
-        self.stays_unsharded = False  # inside of `no_sync(uneven=True)`
+        self.stays_unsharded = False  # whether the program is in `no_sync(uneven=True)`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
         # Counts of loads, keyed by name in messages: how often each state dict or checkpoint was

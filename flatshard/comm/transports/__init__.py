@@ -36,7 +36,7 @@ class Members:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: TransportOptions) -> None:
-        """Collective if ``group`` has several ranks: all ranks of ``group``.
+        """Make the process groups. Collective (all ranks of ``group``) if there are several ranks.
 
         Raises:
             ValueError: the group's backend does not support the requested ``options``.

@@ -51,8 +51,8 @@ _ABORT_SECONDS = 10.0
 # a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Function of flatshard's backward that polls until the GPU has reduced gradients, and so waits for
-# all-gathers that come before.
+# Function in flatshard's backward that polls until the GPU has reduced gradients. So it also waits
+# for all-gathers that were queued before.
 _POLLS = "wait_until_reduced"
 _IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
 
@@ -314,7 +314,7 @@ def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> G
     thread, _, instruction = place
     for group, number in _incomplete().items():
         name = group.group_name
-        # A wait in `_POLLS` ends after a second if only a reduction of gradients is incomplete.
+        # In `_POLLS`, a wait for a reduction ends after a second. So look only for all-gathers.
         if instruction == _IN_POLLS and name not in gathers:
             continue
         ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
@@ -367,7 +367,7 @@ def _can_wait(code: CodeType, offset: int) -> bool:
     for one in before:
         if one.offset >= offset:
             break
-        # The load of a call's function has the same line and column as the call.
+        # Find the instruction that loads the function: it has the line and column of the call.
         begins = one.positions is not None and (one.positions[0], one.positions[2]) == start
         if begins and one.opname.startswith("LOAD_") and isinstance(one.argval, str):
             loaded = one.argval
