@@ -109,7 +109,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return the name of the group's backend for a type of device, such as ``"cpu"``, or None."""
+    """Return the name of the group's backend for ``"cpu"`` or another device. None: it has none."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device(device_type)).name()
     return None

@@ -161,10 +161,10 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, partial(abort, group))
 
     def forget(self, *kinds: Hashable) -> None:
-        """Drop the counts of ``kinds``, because the flat parameter is freed, but not at once."""
+        """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
         # Another rank may still wait in a collective of the flat parameter. Deadlock detection
         # needs the counts until this wait is over. It is over after the next meeting (a collective
-        # of kind `_meeting`), which has ended when this rank has begun two meetings.
+        # of kind `_meeting`), which has ended when this rank has begun two more.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)

@@ -14,15 +14,14 @@ Autograd calls this class through hooks on the outputs, parameters and inputs of
 5.  Autograd has run the last node of the graph, and calls ``_end``. The ranks reduce the remaining
     gradients, and wait for all reductions. Then ``.grad`` gets the averages.
 
-Extensions (``StepExtension``) are optional features that may act in a backward. Watchers are
-extensions that only observe a step, such as reports.
+Extensions are optional features that act in a step; watchers are extensions that only observe it.
 
 [Note: the end of backward]
-A parameter may be used on one rank and unused on another. So at the end of a backward, the ranks
-exchange which parameters each rank used (``end_of_backward.py``). If any rank used a unit, all
-ranks reduce the unit's gradients. Parameters that no rank used keep their ``.grad``. Only here may
-a rank wait for a reduction without a time limit: a rank that lacks a gradient starts the reduction
-only at the end of its backward, so an earlier wait could be a deadlock.
+At the end of a backward, the ranks exchange which parameters each rank used
+(``end_of_backward.py``). If any rank used a unit, all ranks reduce the unit's gradients. Parameters
+that no rank used keep their ``.grad``. Only here may a rank wait for a reduction without a time
+limit: a rank that lacks a gradient starts the reduction only at the end of its backward, so an
+earlier wait could be a deadlock.
 """
 
 from __future__ import annotations

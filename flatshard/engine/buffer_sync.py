@@ -54,7 +54,7 @@ class BufferSync:
         # have the sizes of these buffers.
         self._agreed = buffers()
         # The buffers that ranks compared last, their dtypes and shapes, and a digest of these.
-        self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
+        self._compared, self._compared_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared their buffers. If no forward ran and a
         # buffer was replaced, the user's program replaced it, on all ranks.
         self._has_run = False
@@ -80,7 +80,7 @@ class BufferSync:
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
-        if not self._has_run and _kinds(present) != self._voted_kinds:
+        if not self._has_run and _kinds(present) != self._compared_kinds:
             # The program replaced buffers between two forwards, on all ranks. Compare the new ones.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
@@ -91,10 +91,10 @@ class BufferSync:
 
     def votes(self) -> bytes:
         """Return a digest of the buffers' dtypes, shapes and devices, to compare between ranks."""
-        self._voted = self._buffers()
-        kinds = _kinds(self._voted)
-        if kinds != self._voted_kinds or not self._digest:
-            self._voted_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
+        self._compared = self._buffers()
+        kinds = _kinds(self._compared)
+        if kinds != self._compared_kinds or not self._digest:
+            self._compared_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
@@ -103,7 +103,7 @@ class BufferSync:
         ``maxima``: the maximum over the ranks for each byte of ``votes``.
         """
         if not any(differ(maxima)):
-            self._agreed = self._voted
+            self._agreed = self._compared
         self._has_run = False
 
 

@@ -16,8 +16,7 @@ Torch's module hooks call ``before_module`` and ``after_module`` around each uni
 6.  The outermost module returns. ``end`` reshards units that were prefetched but did not run, and
     waits until no other rank reads this rank's shards: an optimizer may write the shards next.
 
-Extensions (``StepExtension``) are optional features that may act in a forward. Watchers are
-extensions that only observe a step, such as reports.
+Extensions are optional features that act in a step; watchers are extensions that only observe it.
 
 [Note: recomputation]
 Activation checkpointing recomputes forwards inside backward. A recomputed forward unshards its

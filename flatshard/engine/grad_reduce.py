@@ -56,15 +56,11 @@ class ReducePlan:
         tags: tuple[int, int, int],
         hook: CommHook | None,
     ) -> None:
-        """Plan the reductions of one flat parameter.
+        """Plan the reductions of the flat parameter ``flat``.
 
-        Args:
-            flat: the flat parameter.
-            dtype: dtype of the shard.
-            device: device of the gradients that autograd computes.
-            tags: numbers by which transports match the flat parameter's messages between ranks, for
-                the intra, the inter and the replicate group.
-            hook: the user's communication hook, if any.
+        ``dtype``: dtype of the shard. ``device``: device of the gradients that autograd computes.
+        ``tags``: numbers by which transports match the flat parameter's messages between ranks, for
+        the intra, the inter and the replicate group. ``hook``: the user's communication hook.
         """
         self.flat, self.device, self.tags = flat, device, tags
         self.comm_hook = hook

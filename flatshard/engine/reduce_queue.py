@@ -299,15 +299,12 @@ class ReduceQueue:
 
 
 def wait_until_reduced(reduction: GradReduce) -> bool:
-    """Wait for a reduction for a limited time, and return whether it is finished.
-
-    A rank that lacks a gradient takes part only at the end of its backward. Until then, it may need
-    this rank for an all-gather, so a wait without a limit could be a deadlock.
-    """
+    """Wait for a reduction, at most ``_STALL_SECONDS``, and return whether it is finished."""
     if not reduction.tells_when_done():
         return False
     # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
-    # deadlock with a rank that starts this reduction only at the end of its backward.
+    # deadlock with a rank that lacks a gradient, and starts this reduction only at the end of its
+    # backward.
     deadline = time.monotonic() + _STALL_SECONDS
     while not (reduction.advance() and reduction.done()):
         if not reduction.is_computed():

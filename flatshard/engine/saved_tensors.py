@@ -190,8 +190,7 @@ class SavedTensors:
     def ends_with_gradients(self, unit: Unit, call: Call) -> bool:
         """Whether the backward of ``call`` is over once it has computed all parameters' gradients.
 
-        True without hooks, if in earlier steps with hooks backward read no parameter after the last
-        gradient. If False, the gradients of the call's inputs must have been computed, too.
+        If False, the gradients of the call's inputs must have been computed, too.
         """
         return not (call.has_hooks or unit.is_read_late) and unit.trains_all
 

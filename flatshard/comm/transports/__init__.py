@@ -66,19 +66,19 @@ class Members:
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # With sockets, make a new group for all-gathers, and do not use the user's `group`: errors
+        # For sockets, make a new group for all-gathers, and do not use the user's `group`: errors
         # abort the group, and messages have tags that could match the user's messages.
-        is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
+        for_sockets = self.is_gloo and self.options.collectives is not Collectives.NATIVE
         # Use separate groups for all-gathers and reductions. A reduction starts when its gradients
         # are complete, so its order among the all-gathers may differ between ranks, but collectives
         # of one group match only by order.
         with named(self.connecting):
-            self.gather_group = new_group(group) if is_apart else group
+            self.gather_group = new_group(group) if for_sockets else group
             self.reduce_group = new_group(group)
             # With gloo's own collectives, use a third group for small values. Otherwise, if one
             # rank began an all-gather and another rank exchanged a small value, gloo would match
             # two messages of different sizes, and end the process.
-            control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
+            control = new_group(group) if self.is_gloo and not for_sockets else self.gather_group
             self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
         self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
 

@@ -207,7 +207,7 @@ class SocketTransport(Transport):
 class _Piece(NamedTuple):
     """Consecutive elements of an average, received and added together."""
 
-    out: Tensor  # the elements of the result
+    out: Tensor  # receives the averages of these elements
 
     # The values of all ranks, this rank included, in the order of the additions.
     values: list[Tensor]
