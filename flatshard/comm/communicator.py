@@ -9,8 +9,7 @@ With shared memory and sockets, flatshard adds gradients itself, in rank order a
 even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
 gradients, in its own order and in the gradients' dtype. If the user asks for a fixed order
 (``ReduceMode.FIXED_ORDER``), the backend only exchanges gradients, and flatshard adds. Where
-flatshard adds, an all-reduce consists of a reduce-scatter, in which flatshard adds, and an
-all-gather of the averages.
+flatshard adds, it replaces an all-reduce by a reduce-scatter and an all-gather of the averages.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class BufferSync:
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
-        """Adopt the present buffers' sizes, if all ranks have the same.
+        """Adopt the present buffers' sizes for later broadcasts, if all ranks have the same.
 
         ``maxima``: the maximum over the ranks for each byte of ``votes``.
         """
