@@ -115,8 +115,8 @@ class Communicator(Members):
     def side_group(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        It has its own process groups. So its collectives need not be in the same order on all ranks
-        as the all-gathers and reductions. Collective at the first access, which makes the groups.
+        A separate communicator, because small exchanges need not be in order with all-gathers and
+        reductions. Collective at the first access, which makes the process groups.
         """
         if self.group is None or self.size == 1:
             return self
@@ -213,8 +213,8 @@ class Communicator(Members):
         """All-reduce a few numbers, in place, and wait for the result.
 
         Ranks compare ``op_name``. If names differ where the host waits for the result (numbers on
-        the CPU, or gloo), all ranks raise CollectiveError. If they differ where a CUDA stream waits
-        (NCCL), all ranks get NaN (-1 for integers), and the end of the next backward raises.
+        the CPU, or gloo), all ranks raise CollectiveError. If names differ where a CUDA stream
+        waits (NCCL), all ranks get NaN (-1 for integers), and the end of the next backward raises.
 
         Collective: all ranks of the group, in the same order of calls.
 

@@ -1,13 +1,13 @@
 """``HostExchange``: exchanges small values between ranks, and compares the name of each exchange.
 
 [Note: frames]
-gloo matches collectives only by their order. If two ranks begin different collectives, they receive
-each other's values, or wait forever, or end by SIGABRT if the sizes differ. Therefore every
-exchange begins with the same collective: an all-reduce (MAX) of a message of fixed size, the frame.
-It contains a digest of the exchange's name, and the complement (255 - byte) of each byte. If all
-names are equal, the maxima of a byte and of its complement add up to 255. Otherwise, the sum is
-larger for at least one byte. Then all ranks send each other their names, and raise before any rank
-has used a value. All ranks have run the same collectives, so later exchanges still match.
+gloo matches collectives only by order. If two ranks begin different collectives, both ranks receive
+wrong values, or wait forever, or end by SIGABRT if the sizes differ. Therefore every exchange
+begins with the same collective: an all-reduce (MAX) of a message of fixed size, the frame. A frame
+contains a digest of the exchange's name, and the complement (255 - byte) of each byte. If all names
+are equal, the maxima of a byte and of its complement add up to 255. Otherwise, the sum is larger
+for at least one byte. Then all ranks send each other the names, and raise before any rank has used
+a value. All ranks have run the same collectives, so later exchanges still match.
 
 The frame also has room for values to be reduced by MAX. Other values follow in a second collective,
 whose kind and size are part of the compared name.
@@ -91,8 +91,8 @@ class HostExchange:
         self.device, self._ranks = device, [0]
         if group is None:
             return
-        # The key under which `History` counts this exchange's collectives. It contains the device,
-        # because a group may have both gloo and NCCL, and each matches only its own collectives.
+        # The key under which `History` counts this exchange's collectives. The device is a part of
+        # the key, because a group may have both gloo and NCCL, which match collectives separately.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)

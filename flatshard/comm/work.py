@@ -3,10 +3,10 @@
 There are two kinds of records: For each process group, a ``History`` of the collectives that this
 rank has begun. For each thread, a list of its present waits for other ranks (``watched``).
 
-The extra ``deadlock`` (``flatshard/extras/deadlock``) reads these records in a separate thread. Its
-interface is ``CollectiveWatch``. Histories have another use: if a backend matches collectives only
-by order, ranks compare their histories at the end of backward (``engine/end_of_backward.py``). A
-difference means that a rank may have received data of another collective.
+The extra ``deadlock`` (``flatshard/extras/deadlock``, with the interface ``CollectiveWatch``) reads
+these records in a separate thread. Histories have a second use: if a backend matches collectives
+only by order, ranks compare histories at the end of backward (``engine/end_of_backward.py``). If
+histories differ, a rank may have received data of a wrong collective.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def waits_by_thread() -> list[ThreadWaits]:
 class watched:
     """Context manager around code in which this thread waits for other ranks.
 
-    Deadlock detection reads, for each thread, in which of these blocks it is.
+    Deadlock detection reads in which of these blocks each thread is.
     """
 
     condition: WaitCondition | None  # the condition under which the wait ends; None: unknown

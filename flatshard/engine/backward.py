@@ -225,8 +225,8 @@ class Backward:
         # Empty `.grad`: otherwise autograd would add the next gradient in place, into a tensor that
         # `grads` keeps without a copy.
         full.grad = None
-        # Call `begin` before storing the gradient, because it may drop all stored gradients (of a
-        # failed backward).
+        # Call `begin` before storing the gradient, because `begin` may drop all stored gradients
+        # (of a failed backward).
         if not self.is_active or torch._C._current_graph_task_id() != self._graph_task:
             self.begin()
         if index in grads.pending:  # second gradient of the parameter: first store the earlier one
@@ -361,7 +361,7 @@ class Backward:
             unit.leave_failed_backward()
 
     def recover(self) -> None:
-        """Clean up after the last backward, if it failed: drop its gradients and reductions."""
+        """If the last backward failed, drop the gradients and reductions of that backward."""
         if self.is_active and torch._C._current_graph_task_id() == -1:
             self._drop()
 

@@ -2,9 +2,9 @@
 
 A parameter may be used on one rank and unused on another. So at the end of a backward, all ranks
 take part in one all-reduce (MAX) of bytes. The bytes tell which parameters each rank used, and
-which reductions it has not started. They also show whether all ranks run the same program, and
-all-gathered the same units in the same order. If the orders differ, a transport that matches
-all-gathers only by order (NCCL) has delivered parameters of other units.
+which reductions each rank has not started. The bytes also show whether all ranks run the same
+program, and all-gathered the same units in the same order. If the orders differ, a transport that
+matches all-gathers only by order (NCCL) has delivered parameters of other units.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 
     Args:
         state: the state of the model's steps.
-        rest: indices of the flat parameters whose reduction this rank has not started. If any rank
-            used them, they are reduced next, so their gradients do not count as left over.
+        rest: indices of the flat parameters whose reduction this rank has not started. These
+            reductions follow the exchange, so such gradients do not count as left over.
 
     Raises:
         RuntimeError: the ranks do not run the same program, all-gathered units in different

@@ -4,12 +4,12 @@ Torch's module hooks call ``before_module`` and ``after_module`` around each uni
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
     sets how backward will reduce gradients. Then the module buffers of rank 0 are broadcast.
-2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
-    it, and waits, because the module reads the parameters next. Then the unit's modules have
-    unsharded parameters, and the all-gather of the next unit starts.
+2.  A unit's module is called. ``enter`` starts the unit's all-gather (if no prefetch has started
+    the all-gather already), and waits, because the module reads the parameters next. Then the
+    unit's modules have unsharded parameters, and the all-gather of the next unit starts.
 3.  The module computes, while the next all-gather runs. Where autograd saves a view of an unsharded
     buffer, ``saved_tensors.py`` saves only the view's position in the buffer.
-4.  The module returns. ``check`` raises if the module has edited its unsharded parameters, because
+4.  The module returns. ``check`` raises if the module has edited unsharded parameters, because
     resharding would lose the edit.
 5.  ``leave`` puts sharded parameters into the modules again, and frees the unsharded buffer if the
     strategy reshards after forward.
@@ -152,8 +152,8 @@ class Forward:
                 # in backward (`Backward.enter`). Call this hook first, so that this unit is
                 # resharded before the other unit is unsharded: less memory is in use.
                 call_first(hook, tensor)
-                # A leaf tensor outlives the graph: if it is an input in every step, it would get
-                # more and more hooks. So remove the hook when the call is freed.
+                # A leaf tensor outlives the graph, and may be an input in every step. Then the
+                # hooks would pile up. So remove the hook when the call is freed.
                 if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
         return changed
@@ -385,8 +385,8 @@ def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
 
     ``module.compile()`` compiles a module's forward together with its hooks. But Dynamo cannot
     trace all-gathers, so flatshard's hooks would split the compiled graph. So for a compiled
-    module, this function removes the hooks, and calls them around the compiled call. If the caller
-    of the module is compiled, too, its graph ends before the module, and a new graph begins after.
+    module, this function calls the hooks around the compiled call. If the caller of the module is
+    compiled, too, the caller's graph ends before the module, and a new graph begins after.
 
     Must be called again after each ``module.compile()``.
     """

@@ -1,6 +1,6 @@
-"""``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
+"""``ForwardEdits``: raises if a module's forward writes to unsharded parameters.
 
-Resharding the unit would lose such an edit. There are three ways to find edits:
+Resharding the unit would lose the edit. There are three ways to find edits:
 
 - Autograd's version counter shows edits in place. But a forward may also write the same values
   again (registering a parametrization does), so then values are compared ([Note: changed

@@ -1,18 +1,18 @@
 """``Gradients``: the gradients of one flat parameter, from autograd to ``.grad``.
 
 [Note: a gradient's way]
-1.  ``pending`` has the gradients that autograd has just computed. Once it has a gradient for every
-    parameter of the flat parameter, ``receive_pending`` adds these gradients to the accumulated
-    gradients (``slots``): the sums of this rank's gradients since the last reduction.
-2.  ``start_reduction`` joins the accumulated gradients in one tensor, and starts to reduce it.
-3.  ``finish_reduction`` keeps the reduced gradients, and ``publish`` puts them into ``.grad`` at
-    the end of backward. If the reduction covered only the intra group, such as the ranks of one
-    node (``GradSync.SHARD_ONLY``), its result waits for a later reduction over all ranks.
+1.  ``pending`` has the gradients that autograd has just computed. When every parameter of the flat
+    parameter has a gradient, ``receive_pending`` adds the gradients to the accumulated gradients
+    (``slots``): the sums of this rank's gradients since the last reduction.
+2.  ``start_reduction`` joins the accumulated gradients in one tensor, and starts the reduction.
+3.  ``finish_reduction`` keeps the reduced gradients. At the end of backward, ``publish`` puts the
+    reduced gradients into ``.grad``. If the reduction covered only the intra group, such as the
+    ranks of one node (``GradSync.SHARD_ONLY``), the result waits for a reduction over all ranks.
 
 [Note: unreduced gradients]
-After a backward under ``no_sync``, ``show`` puts the accumulated gradients into ``.grad``, although
-they are not reduced, so that ``zero_grad()`` drops them, as under DistributedDataParallel. An
-optimizer step with such a gradient, or a norm of it, raises an error.
+After a backward under ``no_sync``, ``show`` puts the unreduced, accumulated gradients into
+``.grad``, so that ``zero_grad()`` drops them, as under DistributedDataParallel. An optimizer step,
+or a norm of the gradients, raises an error.
 """
 
 from __future__ import annotations
@@ -277,8 +277,8 @@ class Gradients:
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits:
             grad = grad.new_empty_strided(span.shape, span.strides).copy_(grad)
-        # Keep the tensor without a copy. This is safe, because `Backward.receive` has removed it
-        # from `.grad`, so autograd does not add to it. `take` casts it later.
+        # Keep the tensor without a copy. This is safe, because `Backward.receive` has emptied
+        # `.grad`, so autograd does not add to the tensor. `take` casts later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -388,8 +388,8 @@ class Gradients:
         if not self._is_contiguous:
             flat = [s.as_strided((s.numel(),), (1,)) for s in flat]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
-            # Insert the padding from the end, because an insertion moves later pieces. Keep no
-            # zeros for it: their size grows with the world size. The list must have no empty
+            # Insert the padding, from the end, because an insertion moves later pieces. Keep no
+            # tensors of zeros, whose size grows with the world size. The list must have no empty
             # tensors: otherwise torch copies each piece separately.
             for index, start, end in reversed(self._layout.gaps):
                 flat.insert(index, flat[0].new_zeros(end - start))
@@ -431,9 +431,9 @@ class Gradients:
                 is_view = param.grad is None
                 if is_view:
                     set_grad(param, self._view(original, chunk))
-                # Mark the tensor in `.grad`, so that an optimizer step raises. If it is a reduced
-                # gradient of an earlier step, mark it too: a step with this gradient only would
-                # leave out the accumulated gradients.
+                # Mark the tensor in `.grad`, so that an optimizer step raises. Also mark a reduced
+                # gradient of an earlier step: a step with only this gradient would leave out the
+                # accumulated gradients.
                 grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
                 self.shown[original] = grad, local_range(grad)._version, is_view

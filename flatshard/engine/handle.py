@@ -1,8 +1,8 @@
 """``FlatParamHandle``: owns one flat parameter of a unit, its unsharded buffer and its gradients.
 
-A handle works on the current stream. It never chooses a stream, and does not know whether forward
-or backward runs: ``Unit`` decides when to unshard and reshard. ``module.construction`` makes
-handles, and ``extras.conversion`` converts and copies them.
+A handle works on the current stream. A handle never chooses a stream, and does not know whether
+forward or backward runs: ``Unit`` decides when to unshard and reshard. ``module.construction``
+makes handles, and ``extras.conversion`` converts and copies handles.
 
 [Note: parts of a handle]
     FlatParameter    ``flat_param``: the 1-D parameter, of which each rank has one chunk, the shard
@@ -11,11 +11,11 @@ handles, and ``extras.conversion`` converts and copies them.
     Gradients        ``grads``: collects gradients from autograd, and puts averages into ``.grad``
 
 [Note: versions of the buffer]
-Autograd records the buffer's version counter with each view that it saves, and raises in backward
-if the version has changed. So the handle sets the version such that it stands for the values: Two
-all-gathers of the same shards (for forward and for backward) set the same version,
-``clean_version``. After a write to the shards, the next all-gather sets a new version. Freeing the
-buffer changes the version too, so that autograd raises if backward reads a view of freed memory.
+Autograd records the buffer's version counter with each saved view, and raises in backward if the
+version has changed. So the handle lets the version stand for the values: Two all-gathers of the
+same shards (for forward and for backward) set the same version, ``clean_version``. After a write to
+the shards, the next all-gather sets a new version. Freeing the buffer changes the version too, so
+that autograd raises if backward reads a view of freed memory.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the unsharded parameter that modules hold now. None: modules hold
-    # the sharded parameters. Then do not call `put_back`: the user may have replaced a parameter
-    # after a failed step. `put_back` would overwrite it, but `check_places` should see it, and
-    # raise.
+    # the sharded parameters. Then do not call `put_back`: if the user has replaced a parameter
+    # after a failed step, `check_places` must see the new parameter, and raise.
     installed: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -96,8 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because all are embedding tables.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # For each parameter, how tensor parallelism splits it, or None if the user's parameter was
-        # no DTensor. `_splits` is None if no parameter was a DTensor.
+        # For each parameter that was a DTensor, how tensor parallelism splits the parameter. None
+        # in the list for other parameters, and None in place of the list if there are no DTensors.
         splits = [param.spec.tensor_parallel for param in self.params]
         self._splits = splits if any(splits) else None
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
@@ -153,8 +152,8 @@ class FlatParamHandle:
                 param.show_chunk(self.flat_param, is_whole=self.is_whole)
             self.memory = memory or self.gather.allocate(padded_numel, self.flat_param)
             # The buffer, `(layout.padded_numel,)`, keeps the same storage object for life, because
-            # autograd saves views of it (`weight.t()`, for example). While the unit is sharded, the
-            # storage has zero bytes, or only addresses without memory behind them.
+            # autograd saves views of the buffer (`weight.t()`, for example). While the unit is
+            # sharded, the storage has zero bytes, or only addresses without memory.
             self.buffer, self.shard_is_buffer = self.memory.buffer, self.gather.shard_is_buffer
             self._storage = self.buffer.untyped_storage()._cdata
             for param in self.params:
@@ -234,8 +233,8 @@ class FlatParamHandle:
             self._free_buffer()
             raise
         if self.clean_version < 0:
-            # The buffer has new values. So choose a version that it never had before: then autograd
-            # raises if backward reads a view that was saved with other values.
+            # The buffer has new values. So set a version that the buffer never had before: then
+            # autograd raises if backward reads a view that was saved with earlier values.
             self._last_version = max(self._last_version, self.buffer._version) + 1
             self.clean_version = self._last_version
         torch._C._autograd._unsafe_set_version_counter((self.buffer,), (self.clean_version,))
@@ -257,8 +256,8 @@ class FlatParamHandle:
     def reshard(self, *, though_viewed: bool = True) -> None:
         """UNSHARDED -> SHARDED: free the unsharded buffer. No communication.
 
-        ``though_viewed``: whether to free the buffer even if views of it still exist. Otherwise,
-        the buffer keeps its memory until a later call (``is_free_deferred``).
+        ``though_viewed``: whether to free the buffer even if views of the buffer exist. If False,
+        a buffer with views keeps its memory until a later call (``is_free_deferred``).
         """
         if self.state is ShardState.UNSHARDING:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
@@ -313,7 +312,7 @@ class FlatParamHandle:
         """Copy tensors that users assigned to ``p.data`` into the shard.
 
         Only if every rank holds the whole flat parameter: then users see plain parameters, which
-        are views of the shard, and an assignment to ``p.data`` detaches them from it.
+        are views of the shard until the user assigns to ``p.data``.
         """
         if not self.is_whole:
             return

@@ -135,8 +135,8 @@ class Prefetch:
                 first = index
             elif index != first and not (unit in self._in_background and self._fits(unit)):
                 return
-            # In backward, skip a unit if the backwards of all its calls have begun already. Some
-            # ranks may have resharded such a unit, and others not: these would not take part in the
+            # In backward, skip a unit if the backwards of all calls of the unit have begun already.
+            # Some ranks may still have the unit unsharded, and would not take part in the
             # all-gather. Also, an optimizer that steps in backward may have updated the unit.
             if purpose == "forward" or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)

@@ -144,8 +144,8 @@ class ReduceQueue:
         self._order.begin_backward()
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
-                # This backward does not reduce the flat parameter, so flat parameters after it in
-                # the order must not wait for it.
+                # This backward does not reduce the flat parameter, so later flat parameters in the
+                # order must not wait.
                 self._order.ready(number)
             elif handle.grads.plan.hook is not None:
                 self.asks_hooks = True
@@ -284,8 +284,8 @@ class ReduceQueue:
         self.is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Move units that some ranks may skip to the end of the order. Their reductions start only
-        # at the end of backward, and reductions after them in the order would have to wait.
+        # Move units that some ranks may skip to the end of the order. The reductions of such units
+        # start only at the end of backward, and later reductions in the order would have to wait.
         self._order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
 
     def drop(self) -> None:

@@ -106,8 +106,9 @@ class SavedTensors:
         # The attributes below are for [Note: forwards without hooks].
         self.has_hooks = bool(self._owners)  # whether forwards have hooks now
         self.had_hooks = True  # whether all forwards of this step have had hooks
-        # Two sets of forwards: those that need no hooks, and those with hooks, since hooks last
-        # made a difference. For each: the unit, and the number of graph nodes that autograd made.
+        # `_known`: forwards that need no hooks. `_new`: forwards with hooks, since hooks last made
+        # a difference. For each forward: the unit, and the number of graph nodes that autograd
+        # made.
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
         # number of forwards without hooks that differed from all earlier forwards
@@ -195,7 +196,7 @@ class SavedTensors:
         return not (call.has_hooks or unit.is_read_late) and unit.trains_all
 
     def end_call(self, unit: Unit, call: Call) -> None:
-        """After a forward with hooks, record it. Otherwise compare it with recorded forwards."""
+        """Record a forward with hooks. Compare a forward without hooks with recorded forwards."""
         num_nodes = torch._C._autograd._get_sequence_nr() - call.first_node
         if call.first_node < 0 or not num_nodes:
             return

@@ -380,8 +380,9 @@ class Unit:
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit there. So
-        # reshard it on this rank too: otherwise those ranks would all-gather without this rank.
+        # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
+        # reshard the unit on this rank too: otherwise the others would all-gather without this
+        # rank.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:

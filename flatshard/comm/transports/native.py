@@ -109,9 +109,9 @@ class NativeTransport(Transport):
         return AsyncWork(works, op_name, [buffer], condition=need)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # Run each kind of reduction once, so that the backend opens its connections now. Opening
-        # them blocks the host until all ranks have started the same reduction. In a backward,
-        # another rank could wait for an all-gather that this rank has not started yet: a deadlock.
+        # Run each kind of reduction once, so that the backend opens connections now. This blocks
+        # the host until all ranks have started the same reduction. In a backward, another rank
+        # could wait for an all-gather that this rank has not started yet: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return

@@ -263,9 +263,9 @@ class _Average:
 
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
-        # Do not wait for the background thread to begin this average: it may be busy with another
-        # model's average, which the other ranks begin only after this average, a deadlock. So call
-        # `run` in this thread. It does nothing if the background thread has begun the average.
+        # Call `run` in this thread, too. (It does nothing if the background thread has begun this
+        # average.) The background thread may be busy with another model's average, which the other
+        # ranks begin only after this average: a deadlock.
         self.run()
         self._over.result()
 
