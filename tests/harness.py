@@ -519,7 +519,7 @@ def _isolated(setup: _Setup) -> Iterator[None]:
         mock.patch.dict(os.environ, ranks),
         mock.patch.object(options, "COALESCE_BYTES", setup.coalesce_bytes),
         # Tests are short, and shall train without saved-tensor hooks from the second step on.
-        mock.patch.object(saved_tensors, "CLEAN_ROUNDS", 1),
+        mock.patch.object(saved_tensors, "CLEAN_STEPS", 1),
         warnings.catch_warnings(),
     ):
         warnings.resetwarnings()

@@ -1,16 +1,15 @@
 """``Communicator``: the collectives of one process group.
 
 A transport is one way to move bytes between ranks: shared memory, sockets, or the native
-collectives of the process group's backend (NCCL, gloo). ``Topology`` has the communicators over
-which one unit shares its parameters and gradients.
+collectives of the process group's backend (NCCL, gloo). ``Topology`` has the communicators of all
+groups over which one unit is sharded and reduced.
 
 [Note: sums]
 With shared memory and sockets, flatshard adds gradients itself, in rank order and at least in fp32,
 even if the gradients are sent in a narrower dtype. With the native transport, the backend adds
 gradients, in its own order and in the gradients' dtype. If the user asks for a fixed order
 (``ReduceMode.FIXED_ORDER``), the backend only exchanges gradients, and flatshard adds. Where
-flatshard adds in a fixed order or in a wider dtype, an all-reduce consists of a reduce-scatter,
-whose sums flatshard computes, and an all-gather of the averages.
+flatshard adds, it replaces an all-reduce by a reduce-scatter and an all-gather of the averages.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from flatshard.units.layout import as_bytes, as_real
 from flatshard.units.module_tree import unit_text
 
 AUTO = TransportOptions()
-# If a tensor has at most this number of elements, `_reduce_on_stream` sends the tensor in one
-# message with the marks (numbers that show whether all ranks run the same operation).
+# If a tensor has at most this number of elements, `_reduce_on_stream` sends it in one message with
+# the marks: numbers that show whether all ranks run the same operation.
 _FEW = 1 << 12
 
 LISTENERS: list[Callable[[str, str, int, tuple[int, ...]], object]] = []
-"""Functions that are called for each collective that this rank starts.
+"""Functions that are called for each collective that this rank starts, for reports.
 
 Arguments: the kind of collective, the name of the unit or the purpose, the number of bytes, and the
 ranks in the default group.
@@ -53,9 +52,9 @@ ranks in the default group.
 
 
 def transport_kinds() -> list[type[Transport]]:
-    """Return the transport classes beside ``NativeTransport``, fastest first.
+    """Return the transport classes other than ``NativeTransport``, fastest first.
 
-    A tensor is moved by the first transport that moves tensors on its device.
+    A tensor is moved by the first of these transports that can move tensors on its device.
     """
     shared_memory = default_extra("shared_memory")
     first = [] if shared_memory is None else [shared_memory.SharedMemoryTransport]
@@ -65,19 +64,16 @@ def transport_kinds() -> list[type[Transport]]:
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
-@cache  # every all-gather and reduction of every step needs this context
+@cache  # because each all-gather and reduction of each step needs such a context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
-    """Return a context for beginning a collective, which names it in errors and reports."""
+    """Return a context in which to begin a collective. Errors in it name the collective."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
 class Communicator(Members):
-    """Runs the collectives of one process group, each tensor by its fastest transport.
+    """Runs the collectives of one process group. In a group of one rank, nothing is sent."""
 
-    With a group of one rank, collectives send nothing.
-    """
-
-    # Whether this process is in a `copy.deepcopy` of a model, and takes tags from a separate
+    # Whether this process is in a `copy.deepcopy` of a model. Then tags are taken from a separate
     # series: perhaps only one rank copies, and later models must get the same tags on all ranks.
     is_copying = False
 
@@ -96,19 +92,19 @@ class Communicator(Members):
         """
         super().__init__(group, mode)
         self.transports: list[Transport] = [LocalTransport()]  # in order of preference, best first
-        self.transport_reason = ""
+        self.transport_reason = ""  # why the group uses its transport, for `unit_report`
         self.subgroups: dict[tuple[int, ...], Communicator] = {}
-        # Reductions whose second stage (between nodes) uses this group and has not begun, in an
-        # order that is the same on all ranks.
+        # Reductions (`GradReduce`) that have started, and whose second stage will use this group.
+        # They are in the same order on all ranks.
         self.second_stages: deque[Any] = deque()
         # Tags for models (even), and for copies of models (odd, see `is_copying`).
         self._tags = count(2, 2), count(3, 2)
-        # Returns a number for each new model, to check that all ranks run the same model. All ranks
-        # must build models in the same order. Then a model has the same number on all ranks.
+        # Returns the number of a new model. Ranks compare it in each backward, to check that all
+        # run the same model. So all ranks must make models in the same order.
         self.new_model = count(1).__next__
         if self.size > 1:
-            # ``connect`` may be a collective, so every rank calls ``connect`` of all transport
-            # classes, in the same order.
+            # `connect` may be a collective, so every rank calls it for the same classes, in the
+            # same order.
             found = [kind.connect(self) for kind in transport_kinds()]
             self.native = NativeTransport(self)
             self.transports = [*(one for one in found if isinstance(one, Transport)), self.native]
@@ -119,23 +115,23 @@ class Communicator(Members):
     def side_group(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        With process groups of its own, a rank may exchange a value between any two collectives of
-        this communicator. Collective at the first access, which makes the groups: all ranks.
+        A separate communicator, because small exchanges need not be in order with all-gathers and
+        reductions. Collective at the first access, which makes the process groups.
         """
         if self.group is None or self.size == 1:
             return self
-        # If a rank does not arrive, deadlock detection can end this wait, but not the wait inside
-        # of `new_group`, in torch's store.
-        self.host.meet("meeting for numbers in the middle of backward")
-        with named(self.meeting):
+        # Wait for all ranks before `new_group`: if a rank does not arrive, deadlock detection can
+        # end this wait, but not the wait inside of `new_group`, in torch's store.
+        self.host.meet("connecting for small exchanges in the middle of backward")
+        with named(self.connecting):
             group = new_group(self.group, on_host=True)
         return Communicator(group, mode=TransportOptions(Collectives.NATIVE))
 
     def new_tag(self, owner: object) -> int:
         """Return a new tag: a number that identifies a flat parameter in messages between ranks.
 
-        All ranks must request tags in the same order, to get the same tags. No communication. Once
-        ``owner`` is freed, nothing about the tag is kept.
+        All ranks must request tags in the same order, to get the same tags. No communication. When
+        ``owner``, the user of the tag, is freed, transports drop their records about the tag.
         """
         tag = next(self._tags[self.is_copying])
         for transport in self.transports:
@@ -146,8 +142,8 @@ class Communicator(Members):
 
     def transport_for(self, device: torch.device = HOST, tag: int = 0) -> Transport:
         """Return the transport for tensors on ``device`` of the flat parameter with ``tag``."""
-        # The choice does not depend on the tensor's size: small tensors take the same time with
-        # every transport (0.4 ms for 1 MB).
+        # Do not choose by the tensor's size: small tensors take the same time with every transport
+        # (0.4 ms for 1 MB).
         for transport in self.transports:
             if tag < transport.max_tag and (device.type == "cpu" or not transport.host_only):
                 return transport
@@ -156,14 +152,14 @@ class Communicator(Members):
     def all_gather(self, request: Gather) -> AsyncWork:
         """Begin filling ``request.out`` with every rank's shard, in rank order.
 
-        Collective: all ranks of the group. If the transport matches only by order (``is_ordered``),
-        all ranks must start all-gathers in the same order. A request with ``reduced`` is the second
-        half of an all-reduce, and must start in the order of the reductions.
+        Collective: all ranks of the group. If the transport matches all-gathers only by order
+        (``is_ordered``), all ranks must start them in the same order. A request with ``reduced`` is
+        the second half of an all-reduce, and must be in order with reductions.
         """
         shard, out = request.shard, request.out
         assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
         action = f"all-gathering parameters for {request.purpose}"
-        if request.reduced:  # `reduce_scatter` has told the listeners about the all-reduce already
+        if request.reduced:  # `reduce_scatter` has told the listeners about the whole all-reduce
             action = _ALL_REDUCING
         elif LISTENERS:
             self.note("gather", request.unit_fqn, out.nbytes)
@@ -202,30 +198,30 @@ class Communicator(Members):
             for listen in LISTENERS:
                 listen(kind, unit_fqn, nbytes, self.ranks)
 
-    # ------------------------------------------------------------ small things, at once
+    # ------------------------------------------------------------ small values, with a wait
 
     def maxima(self, values: bytes, *, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``values``.
 
-        Collective: all ranks of the group. If ranks call different operations, all ranks raise
+        Collective: all ranks of the group. If ranks pass different ``op_name``, all ranks raise
         CollectiveError.
         """
         self.note("scalars", op_name, len(values))
         return self.host.maxima(values, op_name)
 
     def reduce_scalars(self, values: Tensor, op: str, *, op_name: str) -> Tensor:
-        """Combine a few numbers over the ranks, in place, and wait for the result.
+        """All-reduce a few numbers, in place, and wait for the result.
 
-        If ranks pass different ``op_name``, an error occurs. If the host waits for the result
-        (numbers on the CPU, or gloo), all ranks raise CollectiveError. If a CUDA stream waits, all
-        ranks get NaN (-1 for integers), and the end of the next backward raises.
+        Ranks compare ``op_name``. If names differ where the host waits for the result (numbers on
+        the CPU, or gloo), all ranks raise CollectiveError. If names differ where a CUDA stream
+        waits (NCCL), all ranks get NaN (-1 for integers), and the end of the next backward raises.
 
         Collective: all ranks of the group, in the same order of calls.
 
         Args:
             values: the numbers; the result overwrites them.
             op: name of a member of ``torch.distributed.ReduceOp``, such as ``"SUM"``.
-            op_name: name of the operation, which ranks compare, and which errors contain.
+            op_name: name of the operation, for the comparison between ranks and for errors.
         """
         if self.size == 1:
             return values
@@ -239,17 +235,18 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # A comparison on the host would wait for the stream. So each rank computes a few numbers
-        # (marks) from the name, and reduces them together with the values. If the reduced marks
-        # show that names differ, the device overwrites the result with NaN or -1.
+        # All-reduce `values`, and compare `op_name` between ranks. The host would have to wait for
+        # the stream to compare. So each rank computes a few numbers (marks) from the name, and
+        # reduces them together with the values. If the reduced marks show that names differ, the
+        # device overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # A large tensor would be slow to concatenate, so reduce its marks separately.
+        # Reduce the marks in one message with the values, but not with a large tensor, which would
+        # be slow to concatenate.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
-        # The stream waits for the collective, and the host does not.
         self.history.begin(self.gather_group, what=compared_name(op_name))
         with named(f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"):
             for one in (sent,) if are_few else (marks, sent):
@@ -265,16 +262,17 @@ class Communicator(Members):
         ``tensor`` must be contiguous. Collective: all ranks of the group, in the same order of
         calls.
 
-        If ranks pass different ``op_name``, an error occurs as in ``reduce_scalars``: on a CUDA
-        stream, all bytes of ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed
-        integers).
+        Ranks compare ``op_name``. If names differ where the host waits for the result, all ranks
+        raise CollectiveError. If they differ where a CUDA stream waits (NCCL), all bytes of
+        ``tensor`` become 255 (NaN for floating-point numbers, -1 for signed integers), and the end
+        of the next backward raises.
         """
         if self.size == 1:
             return
         self.note("broadcast", op_name, tensor.nbytes)
         if self.transport_for(tensor.device).stream_waits(tensor.device):
-            # Reductions compare `op_name` on the device. Other ranks send zeros, so the maximum of
-            # each byte is the source's.
+            # Broadcast by an all-reduce, which compares `op_name` on the device. All ranks except
+            # the source send zeros, so the maximum of each byte is the source's byte.
             self._reduce_on_stream(as_bytes(tensor).mul_(self.rank == source), "MAX", op_name)
         else:
             collective = partial(dist.broadcast, src=self.ranks[source])
@@ -286,8 +284,8 @@ class Communicator(Members):
     ) -> tuple[AsyncWork, Tensor]:
         """Begin an all-to-all of bytes.
 
-        Collective: all ranks of the group, in the same order of calls. The ranks must have compared
-        ``op_name`` and the lengths before.
+        Collective: all ranks of the group, in the same order of calls. Does not compare ``op_name``
+        and the lengths between ranks: the callers must have done so.
 
         Args:
             sent: the bytes for all ranks, concatenated in rank order.
@@ -320,10 +318,11 @@ def _marks(op_name: str, op: str) -> list[int]:
         op_name: name of an operation, from which the marks are computed.
         op: name of the ``ReduceOp`` with which the marks will be reduced over the ranks.
     """
-    # Two numbers x of 16 bits, and two marks of each. For SUM: x and x**2. If all n ranks send the
-    # same x, the sums are n * x and n * x**2; otherwise, on every rank, one of them is not n times
-    # this rank's mark (Cauchy-Schwarz). float64 holds the sums exactly. For MAX and MIN: x and -x,
-    # which equal this rank's marks only if all ranks send the same x.
+    # Take two numbers of 16 bits from a digest of the name, and make two marks of each number x.
+    # For SUM, the marks are x and x**2. If all n ranks send the same x, the sums are n * x and
+    # n * x**2. Otherwise, on every rank, one sum is not n times the rank's mark (Cauchy-Schwarz).
+    # float64 holds the sums exactly. For MAX and MIN, the marks are x and -x: the results equal the
+    # marks of every rank only if all ranks send the same x.
     digest = digest_of(f"{op} {compared_name(op_name)}".encode())
     first, second = (int.from_bytes(digest[start : start + 2], "big") for start in (0, 2))
     if op == "SUM":
@@ -331,19 +330,18 @@ def _marks(op_name: str, op: str) -> list[int]:
     return [first, -first, second, -second]
 
 
-# Communicator of a group with only this rank. It sends nothing.
+# Communicator of a group with only this rank.
 ALONE = Communicator(None)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The groups of ranks over which one unit shares its parameters and gradients.
+    """The groups of ranks over which one unit is sharded and reduced.
 
-    A flat parameter is divided into ``shard.size`` parts, and this rank holds part ``index``.
-    Parameters are all-gathered over ``intra_group``.
-
-    Gradients are reduce-scattered over ``intra_group``. Then, if the groups have several ranks,
-    they are reduce-scattered over ``inter_group``, or all-reduced over ``replicate``.
+    A flat parameter is divided into ``shard.size`` shards, and this rank holds shard ``index``.
+    Parameters are all-gathered over ``intra_group``. Gradients are reduce-scattered over
+    ``intra_group``. Then they are reduce-scattered over ``inter_group``, or all-reduced over
+    ``replicate``, if one of these groups has several ranks.
     """
 
     world: Communicator  # all ranks of the model
@@ -354,8 +352,9 @@ class Topology:
     intra_group: Communicator
     # With HYBRID_SHARD_OP, one rank of each node: the second reduce-scatter is over these ranks.
     inter_group: Communicator = ALONE
-    # With `reshard_after_forward=k`, the `k` ranks that all-gather for backward, from the parts
-    # kept after forward. None: the same ranks as for forward.
+    # With `reshard_after_forward=k`, a group of `k` ranks, each of which keeps 1/k of the
+    # parameters after forward, so that all-gathers for backward need only these ranks. Otherwise
+    # None.
     post_forward_group: Communicator | None = None
 
     @property
@@ -376,20 +375,20 @@ class Topology:
 
     @property
     def second_group(self) -> Communicator:
-        """The group of a reduction's second stage. With one rank, there is no second stage."""
+        """The group of a reduction's second stage. If it has one rank, there is no second stage."""
         return self.inter_group if self.inter_group.size > 1 else self.replicate
 
     def connect(self, device: torch.device, *, fixed_order: bool) -> None:
         """Open the backend's connections for reductions of gradients on ``device``.
 
-        Without this call, backends for which a CUDA stream waits, such as NCCL, would open the
-        connections in the first backward, where ranks could deadlock.
+        Without this call, backends for which a CUDA stream waits (NCCL) would open the connections
+        in the first backward, where ranks could deadlock (see ``NativeTransport.warm_up``).
 
-        Collective: all ranks of the unit's groups. ``fixed_order``: the backend only exchanges
-        gradients, and flatshard adds the gradients in rank order.
+        Collective: all ranks of the unit's groups. ``fixed_order``: whether the backend only
+        exchanges gradients, and flatshard adds them in rank order.
         """
         for group in (self.intra_group, self.inter_group, self.replicate):
             replicas = group is self.replicate
             if group.size > 1 and group.transport_for(device).stream_waits(device):
-                with named(group.meeting):
+                with named(group.connecting):
                     group.native.warm_up(device, fixed_order=fixed_order, replicas=replicas)

@@ -1,7 +1,7 @@
 """Checks that all ranks build the same model and pass the same arguments.
 
-After a check, either all ranks continue or all ranks raise. If only one rank raised, the other
-ranks would wait for this rank.
+After a check, either all ranks continue or all ranks raise. If only one rank raised, the others
+would wait for this rank in their next collective.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import digest_of
 
-# Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
+# Facts that must be equal on all ranks: a text for each fact, keyed by the fact's name.
 Facts = dict[str, str]
 T = TypeVar("T")
 
@@ -28,11 +28,11 @@ def raise_everywhere(
 
     Args:
         error: this rank's error. None: this rank has no error.
-        comms: communicators whose ranks all raise. A rank that hears of an error in one
-            communicator passes the error on to the ranks of the next communicators.
+        comms: communicators whose ranks all raise. A rank that receives an error in one
+            communicator sends the error to the ranks of the next communicators.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
+    # All communicators give the rank of this process, except `ALONE`, which gives 0.
     me = max(comm.global_rank for comm in comms)
     told = None if error is None else (*sendable(error), me)
     for comm in comms:
@@ -43,11 +43,11 @@ def raise_everywhere(
 
 
 def sendable(error: Exception) -> tuple[type[Exception], str]:
-    """Return a class and a text, from which every rank can build the error."""
+    """Return a class and a text from which every rank can make a copy of ``error``."""
     try:
         kind, text = pickle.loads(pickle.dumps((type(error), str(error))))
         kind(text)
-    except Exception:  # a class in a function, or a class that takes other arguments
+    except Exception:  # the class is local to a function, or takes other arguments than a text
         return RuntimeError, f"{type(error).__name__}: {error}"
     return kind, text
 
@@ -67,15 +67,15 @@ def agreed(
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
             name), which must be equal on all ranks.
-        comms: communicators whose ranks must agree. A rank that hears of a problem in one
-            communicator passes the problem on to the ranks of the next communicators.
+        comms: communicators whose ranks must agree. A rank that receives a problem in one
+            communicator sends the problem to the ranks of the next communicators.
         op_name: name of the caller. Every error begins with this name.
         remedy: last sentence of the error about different facts.
         differ: first words of the error about different facts.
 
     Raises:
         ValueError: ``prepare`` raised on at least one rank, or facts differ. All ranks raise. A
-            rank on which ``prepare`` raised an error of another type raises this error instead.
+            rank on which ``prepare`` raised another type of error raises this error instead.
     """
     result: T | None = None
     facts: Facts = {}
@@ -84,14 +84,13 @@ def agreed(
         result, facts = prepare()
     except Exception as error:
         problem = error
-    # The facts of a large model take megabytes, and are almost always equal: compare digests first.
+    # Compare digests first: the facts of a large model take megabytes, and are almost always equal.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # Take the maximum: `ALONE`, the communicator of a single rank, has the number 0.
+    # All communicators give the rank of this process, except `ALONE`, which gives 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:
-        # Exchange even after a problem: if this rank raised before the exchange, the other ranks
-        # would wait.
+        # Exchange even if `prepare` has raised: without this rank, the other ranks would wait.
         answers = dict.fromkeys(comm.host.gather((text, digest), op_name))
         text = next((theirs for theirs, _ in answers if theirs is not None), None)
         if text is None and len(answers) > 1:
@@ -107,13 +106,10 @@ def agreed(
 
 
 def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
-    """Return the first fact with different values on different ranks, as a pair of texts, or None.
+    """Return the first fact that differs between ranks, as a pair of texts, or None.
 
     The first text is the name of the fact. The second text contains two ranks and their values.
-
-    Args:
-        everyone: the facts of each rank.
-        ranks: the number of each rank, in the same order.
+    ``everyone``: the facts of each rank. ``ranks``: the number of each rank, in the same order.
     """
     if everyone.count(everyone[0]) == len(everyone):
         return None  # all ranks agree: skip the loop over their facts

@@ -1,17 +1,16 @@
 """``HostExchange``: exchanges small values between ranks, and compares the name of each exchange.
 
 [Note: frames]
-gloo matches collectives only by their order. If two ranks begin different collectives, they receive
-each other's values, or wait for ever, or end by SIGABRT if the sizes differ. Therefore every
-exchange begins with the same collective: an all-reduce (MAX) of a frame of fixed size
-(``FRAME_BYTES``). A frame contains a digest of the exchange's name, and the complement (255 - byte)
-of each byte. If all names are equal, the maxima of a byte and of its complement add up to 255;
-otherwise, the sum is larger for at least one byte. Then all ranks send each other their names, and
-raise before any rank has used a value. All ranks have run the same collectives, so later exchanges
-still match.
+gloo matches collectives only by order. If two ranks begin different collectives, both ranks receive
+wrong values, or wait forever, or end by SIGABRT if the sizes differ. Therefore every exchange
+begins with the same collective: an all-reduce (MAX) of a message of fixed size, the frame. A frame
+contains a digest of the exchange's name, and the complement (255 - byte) of each byte. If all names
+are equal, the maxima of a byte and of its complement add up to 255. Otherwise, the sum is larger
+for at least one byte. Then all ranks send each other the names, and raise before any rank has used
+a value. All ranks have run the same collectives, so later exchanges still match.
 
-Short maxima are sent in the frame itself. Other values follow in a second collective. The kind and
-the size of the second collective are part of the name, so that both are compared as well.
+The frame also has room for values to be reduced by MAX. Other values follow in a second collective,
+whose kind and size are part of the compared name.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 HOST = torch.device("cpu")
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of a value in the frame, beside the digest and its complements.
+# Maximum number of bytes of values in the frame, which also has the digest and its complements.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
@@ -49,9 +48,8 @@ def with_complements(data: Iterable[int]) -> bytes:
 def differ(maxima: bytes) -> list[bool]:
     """Return, for each byte passed to ``with_complements``, whether the byte differs between ranks.
 
-    ``maxima``: the result of an all-reduce (MAX) of each rank's bytes from ``with_complements``. A
-    rank that has no value sends zeros for a byte and its complement, and does not count as
-    different.
+    ``maxima``: the result of an all-reduce (MAX) of each rank's ``with_complements(...)``. A rank
+    that has no value sends zeros for a byte and its complement, and does not count as different.
     """
     # The maxima add up to 255 if all ranks sent the same byte, and to 0 if no rank has a value.
     return [sum(pair) not in (0, 255) for pair in zip(maxima[::2], maxima[1::2], strict=True)]
@@ -60,9 +58,8 @@ def differ(maxima: bytes) -> list[bool]:
 def compared_name(op_name: str) -> str:
     """Return the part of an operation's name that ranks compare: the part before ``(`` or ``: ``.
 
-    ``"saving: /data/0"`` becomes ``"saving"``.
+    The rest may differ between ranks: ``"saving: /data/0"`` becomes ``"saving"``.
     """
-    # The rest of the name may be a path or another detail of this rank.
     return _DETAIL.split(op_name, maxsplit=1)[0]
 
 
@@ -89,13 +86,13 @@ class HostExchange:
             device: device of the tensors in which values are sent. Should be the CPU, unless the
                 backend of ``group`` cannot send CPU tensors.
             name: name of the ``History`` of this rank's collectives, the same on all ranks. Empty:
-                the name of ``group``.
+                use the name of ``group``.
         """
         self.device, self._ranks = device, [0]
         if group is None:
             return
-        # Key under which `History` counts this exchange's collectives. A group may have both gloo
-        # and NCCL, and each backend matches only its own collectives.
+        # The key under which `History` counts this exchange's collectives. The device is a part of
+        # the key, because a group may have both gloo and NCCL, which match collectives separately.
         self.group, self._kind = group, f"{group.group_name} on {device.type}"
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self.history = History(name or group.group_name, self._ranks, self._rank, self._kind)
@@ -150,7 +147,7 @@ class HostExchange:
     # ------------------------------------------------------------ messages
 
     def announce(self, what: str) -> None:
-        """Before a collective in a new order, compare between ranks which collective begins next.
+        """Compare between ranks which collective begins next, unless the order is the usual one.
 
         ``what`` describes the collective that this rank is about to begin. Collective, unless
         ``what`` has always followed the last two collectives.
@@ -158,19 +155,19 @@ class HostExchange:
         Raises:
             CollectiveError: ranks are about to begin different collectives. All ranks raise.
         """
-        # gloo ends the process with SIGABRT if it receives more data than expected. So a rank that
-        # is about to leave the usual order first waits for all ranks, and `meet` compares
-        # descriptions. If the other ranks follow the usual order, they wait in their collective and
-        # this rank waits in `meet`. Deadlock detection ends such waits.
+        # gloo ends the process with SIGABRT if ranks run collectives of different sizes. So a rank
+        # that leaves the usual order first compares descriptions with all ranks (`meet`). If the
+        # other ranks follow the usual order, they wait in their collective, and this rank waits in
+        # `meet`, until deadlock detection ends both waits.
         if not self.history.is_usual(what):
             self.meet(what)
             self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError, with each rank's exchange and program line.
+        """Raise CollectiveError, with the name of each rank's exchange and its program line.
 
-        Collective: every rank calls this method after a frame in which names differ. ``name``: the
-        name of this rank's exchange.
+        Collective: all ranks see different names in a frame at the same time. ``name``: the name of
+        this rank's exchange.
         """
         line = watch().program_line()
         places = self._gather(
@@ -180,7 +177,7 @@ class HostExchange:
         raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
-        """Return the maximum over the ranks for each byte of ``data`` (same length on all)."""
+        """Return the maximum over the ranks for each byte of ``data``; same length on all ranks."""
         sent = bytearray(data)
         maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
         self._run(maximum, torch.frombuffer(sent, dtype=torch.uint8), op_name)
@@ -206,5 +203,5 @@ class HostExchange:
 
 @lru_cache(maxsize=256)  # cached, because each step uses the same few names
 def _start_of(kind: str, op_name: str) -> bytes:
-    """Return the first bytes of a frame: a digest of the exchange, with complements."""
+    """Return the first bytes of a frame: a digest of the exchange's name, with complements."""
     return with_complements(digest_of(f"{kind}, {compared_name(op_name)}".encode()))

@@ -1,4 +1,4 @@
-"""Functions that create, abort and inspect process groups, and let gloo's threads end at exit."""
+"""Functions that create, abort and inspect process groups, and wait for gloo's threads at exit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# `abort` aborts a group by receives with this tag. No rank sends a message with this tag, so the
-# receives time out.
+# `abort` makes receives with this tag time out: no rank sends a message with this tag.
 _NO_TAG = (1 << 31) - 1
 _LISTED = 16  # maximum number of ranks that `ranks_text` lists in full
 
@@ -29,8 +28,8 @@ def abort(group: dist.ProcessGroup) -> None:
     if backend_for(group, "cpu") != "gloo":
         return
     nothing = torch.empty(1, dtype=torch.uint8)
-    # gloo aborts a group only when a receive times out. A receive from a dead rank fails earlier,
-    # and leaves the other connections open. So receive from every rank.
+    # gloo aborts a group only if a receive times out. A receive from a dead rank fails earlier, and
+    # does not abort the group. So receive from every rank.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -45,13 +44,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Groups made by ``new_group``, mapped to the id of the process. A forked process inherits groups
-# without their threads, and must not abort the groups.
+# Groups made by ``new_group``, with the ID of the process that made each. A forked process inherits
+# groups, but not their threads, so it must not abort the groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def made_here() -> set[dist.ProcessGroup]:
-    """Return the existing groups that ``new_group`` made in this process, not in its parent."""
+    """Return the groups that ``new_group`` made in this process, not in a parent process."""
     return {group for group, pid in list(_made_in.items()) if pid == os.getpid()}
 
 
@@ -60,7 +59,7 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Make a process group with the timeout and backend of ``parent``.
 
-    Collectives of the new group need not be in order with collectives of ``parent``.
+    Ranks need not run the collectives of the two groups in the same order.
 
     Collective: all members of the new group, and no other ranks.
 
@@ -68,9 +67,8 @@ def new_group(
         parent: the group whose timeout, backend and, by default, ranks the new group gets.
         ranks: members of the new group, as ranks in the default group. None: all ranks of
             ``parent``.
-        on_host: whether the new group must be able to send CPU tensors. If the backend of
-            ``parent`` cannot send CPU tensors, the new group uses gloo, unless torch was built
-            without gloo.
+        on_host: whether the new group should be able to send CPU tensors. If ``parent`` is not,
+            the new group uses gloo, unless torch was built without gloo.
     """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
@@ -78,9 +76,9 @@ def new_group(
     if on_host and backend_for(parent, "cpu") is None and dist.is_gloo_available():
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
-    # If the default group is bound to a device, torch splits NCCL's communicator of the default
-    # group, and all ranks would have to call this function, not only the members. So unbind the
-    # default group for now.
+    # If the default group is bound to a device, torch makes a group by splitting the default
+    # group's NCCL communicator, for which all ranks must call this function, not only the members.
+    # So unbind the default group for now.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and not has_all_ranks:
@@ -104,17 +102,14 @@ def new_group(
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives, or None if the backend has no timeout."""
     for device in ("cpu", "cuda"):
-        # RuntimeError: the group has no backend for this device. AttributeError: no options.
+        # RuntimeError: the group has no backend for this device. AttributeError: no timeout.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return the name of the group's backend for a type of device, such as ``"cpu"``.
-
-    None: the group cannot send tensors on such a device.
-    """
+    """Return the name of the group's backend for ``"cpu"`` or another device. None: it has none."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device(device_type)).name()
     return None
@@ -125,12 +120,12 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return any(backend_for(group, device.type) == "fake" for device in group._device_types)
 
 
-# The groups made by `control_of`, keyed by the argument `group`.
+# Groups that `control_of` has made, keyed by the argument `group`.
 _controls = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return a group of the same ranks as ``group`` for small values, and the device to send from.
+    """Return a process group of the same ranks, for small values, and the device to send from.
 
     The device is the CPU, unless torch was built without gloo. Collective at the first call for a
     group that cannot send CPU tensors: all ranks of ``group``.
@@ -139,14 +134,14 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
         return group, torch.device("cpu")
     if not dist.is_gloo_available():
         return group, current_cuda(group)
-    # Use gloo: with NCCL, the host would have to wait for all work queued on the GPU.
+    # Use gloo. With NCCL, the host would have to wait for all kernels queued on the GPU.
     if group not in _controls:
         _controls[group] = new_group(group, on_host=True)
     return _controls[group], torch.device("cpu")
 
 
 def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU to which the group is bound, or otherwise this thread's current GPU."""
+    """Return the GPU to which the group is bound. If there is none, this thread's current GPU."""
     bound: torch.device | None = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return bound
@@ -156,22 +151,21 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 # ---------------------------------------------------------------- the end of the program
 
 # [Note: end of the program]
-# While Python shuts down, it ends every thread that requests the GIL, except the main thread, by
-# unwinding the thread's stack (from Python 3.14 on, the thread blocks for ever). If the thread is
-# in a backend's C++ code, the process ends with SIGABRT, even if the program was successful. Two
-# kinds of threads request the GIL: flatshard's own, when a wait for other ranks ends, and gloo's,
-# which free the tensors of a collective after its end. `come_to_rest` waits until both kinds of
-# threads are idle.
+# While Python shuts down, it ends every other thread that requests the GIL, by unwinding the
+# thread's stack (from Python 3.14 on, the thread blocks forever). If the thread is in a backend's
+# C++ code, the process ends with SIGABRT, even if the program was successful. Two kinds of threads
+# request the GIL: flatshard's threads, when a wait for other ranks ends, and gloo's threads, when
+# they free the tensors of a finished collective. `come_to_rest` waits until both are idle.
 
 OUR_THREADS = "flatshard "  # name prefix of flatshard's threads, which wait for other ranks
 
-# Lines of Linux's `/proc/self/task/*/status`: the name of a gloo thread, and the numbers of context
-# switches.
+# Text in Linux's `/proc/self/task/*/status`: the line with the name of a gloo thread, and the lines
+# with the numbers of context switches.
 _GLOO_THREADS = "Name:\tpt_gloo"
 _SWITCHES = "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
-# Sleep between two looks at the threads: twice Python's switch interval, after which a running
-# thread gives the GIL to a waiting thread.
+# Time between two checks of the threads: twice Python's switch interval (the time after which a
+# running thread gives the GIL to a waiting thread).
 _REST_SECONDS = 0.01
 _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 
@@ -179,15 +173,15 @@ _END_SECONDS = 5.0  # maximum time that `come_to_rest` waits
 def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
     """Abort all collectives of ``groups``, and wait until flatshard's and gloo's threads are idle.
 
-    Called when the program ends; see [Note: end of the program]. Collectives also fail on the other
-    ranks, and this rank must not begin another collective on ``groups``.
+    Called when the program ends; see [Note: end of the program]. The collectives fail on the other
+    ranks, too. This rank must not begin another collective on ``groups``.
     """
     for group in groups:
         abort(group)
     deadline = time.monotonic() + _END_SECONDS
     before: list[list[str]] | None = None
-    # While this thread sleeps, the GIL is free. A thread that did not run waits for another event,
-    # and will not request the GIL.
+    # While this thread sleeps, the GIL is free. So a thread that did not run meanwhile was not
+    # waiting for the GIL, and is idle.
     while time.monotonic() < deadline:
         now = _what_threads_did()
         if not now or (now == before and all("State:\tS (sleeping)" in one for one in now)):
@@ -197,9 +191,10 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _what_threads_did() -> list[list[str]]:
-    """Return the state and the number of context switches of flatshard's and gloo's threads.
+    """Return the states and numbers of context switches of flatshard's and gloo's threads.
 
-    Two results are equal if no thread ran between them. Empty on other systems than Linux.
+    If two results are equal, none of the threads has run in between. Empty on systems other than
+    Linux.
     """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []

@@ -20,33 +20,30 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The user's shard group and replicate group. None: HYBRID strategies shard within a node, and
-    # replicate across nodes.
+    # The shard group and replicate group that the user has passed. None: HYBRID strategies shard
+    # within a node, and replicate across nodes.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
 
-    # Cache of the results of `resolve`.
+    # Results of `resolve`, by strategy.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
-        """Return a text about the division of the ranks into groups, to compare between ranks."""
+        """Return a text about the division into groups, which must be the same on all ranks."""
         if self.grid is None:
             return f"{self.ranks_per_node} ranks per node"
         shard, replicate = self.grid
         return f"{shard.size} ranks share a copy, {replicate.size} copies"
 
     def resolve(self, placement: Placement) -> Topology:
-        """Return the groups of ranks for a sharding strategy.
+        """Return the groups of ranks for a sharding strategy, whose properties are ``placement``.
 
         Collective at the first call for each placement, which makes the groups: all ranks.
 
-        Args:
-            placement: properties of the strategy.
-
         Raises:
-            ValueError: the ranks cannot be divided as the placement requires, or the user chose a
-                ``wire_dtype`` and the placement averages gradients over replicas.
+            ValueError: the ranks cannot be divided into such groups, or the user chose a
+                ``wire_dtype``, and the strategy averages gradients over replicas.
         """
         if placement not in self._known:
             found = self._resolve(placement)
@@ -64,7 +61,7 @@ class Ranks:
     def _resolve(self, placement: Placement) -> Topology:
         world = self.world
         if not placement.sharded:
-            # Every rank holds all parameters, and gradients are all-reduced over all ranks.
+            # NO_SHARD: every rank holds all parameters. Gradients are all-reduced over all ranks.
             return Topology(world, shard=ALONE, replicate=world, intra_group=ALONE)
         if not placement.hybrid:
             group = _post_forward_group(world, placement)
@@ -79,7 +76,7 @@ class Ranks:
         return Topology(world, shard, replicate, intra_group=shard, post_forward_group=group)
 
     def _by_node(self) -> tuple[Communicator, Communicator]:
-        """Return the group of this node's ranks, and the group of one rank of each node.
+        """Return the group of this node's ranks, and a group of one rank of each node.
 
         Collective at the first call: all ranks.
         """
@@ -125,11 +122,8 @@ def _rows_and_columns(
 ) -> tuple[Communicator, Communicator]:
     """Return the communicators of this rank's row and of this rank's column in a grid of ranks.
 
-    Collective: all ranks of the grid.
-
-    Args:
-        parent: communicator of all ranks of the grid.
-        rows: the ranks of each row, as ranks in the default group.
+    Collective: all ranks of the grid. ``parent``: communicator of all ranks of the grid. ``rows``:
+    the ranks of each row, as ranks in the default group.
     """
     me = dist.get_rank()
     row = next(row for row in rows if me in row)
@@ -139,21 +133,21 @@ def _rows_and_columns(
 
 # ---------------------------------------------------------------- communicators of groups
 
-# The communicator of each process group and choice of transport, for all models on the group.
+# Communicators, keyed by process group and transport options. All models on a group share them.
 _communicators: dict[tuple[dist.ProcessGroup, TransportOptions], Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None, *, mode: TransportOptions = AUTO) -> Communicator:
     """Return the communicator of a process group, or ``ALONE`` if ``group`` is None.
 
-    Collective at the first call for a group and a mode, which makes the communicator: all ranks of
+    Collective at the first call with these arguments, which makes the communicator: all ranks of
     the group.
     """
     if group is None:
         return ALONE
     if (group, mode) not in _communicators:
-        # Users may destroy and make process groups many times. Without this call, the threads of
-        # the destroyed groups' transports would stay alive.
+        # Free the communicators of destroyed groups, because their transports have threads. A
+        # program may make and destroy process groups many times.
         forget_destroyed()
         _communicators[group, mode] = Communicator(group, mode=mode)
     return _communicators[group, mode]
@@ -169,9 +163,9 @@ def forget_destroyed() -> None:
             if one.size == 1:
                 continue
             made = made_here()
-            # Abort the groups: after an error, this rank may have begun a collective that another
-            # rank never begins, and the destructor of a gloo group would wait for this collective
-            # until the timeout.
+            # Abort the collectives of flatshard's groups. After an error, this rank may have begun
+            # a collective that another rank never begins, and the destructor of a gloo group would
+            # wait for it until the timeout.
             for part in {one.gather_group, one.reduce_group, one.host.group} & made:
                 abort(part)
 
@@ -181,17 +175,17 @@ def _end() -> None:
     groups = made_here()
     for one in _communicators.values():
         if one.size > 1 and one.reduce_group in groups:
-            groups.add(one.gather_group)  # perhaps the user's group, which `made_here` leaves out
+            groups.add(one.gather_group)  # missing in `made_here()` if the user made the group
     come_to_rest(groups)
 
 
 def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Return the communicator of some of the ranks of ``parent``.
+    """Return a communicator of some of the ranks of ``parent``.
 
-    Collective at the first call with the same ``ranks``, which makes the group: all ``ranks``.
+    Collective at the first call with these ``ranks``, which makes the group: all ``ranks``.
 
     Args:
-        parent: communicator whose backend, timeout and options the result gets.
+        parent: communicator with the backend, timeout and options for the result.
         ranks: the members, as ranks in the default group. This rank must be a member.
     """
     if len(ranks) == 1:
@@ -201,7 +195,7 @@ def subgroup(parent: Communicator, ranks: Sequence[int]) -> Communicator:
     known = parent.subgroups
     if tuple(ranks) not in known:
         assert parent.group is not None, "a group of several ranks"
-        with named(f"ShardedWrapper, rank {parent.global_rank}: meeting {ranks_text(ranks)}"):
+        with named(f"ShardedWrapper, rank {parent.global_rank}: connecting to {ranks_text(ranks)}"):
             group = new_group(parent.group, ranks)
         known[tuple(ranks)] = communicator(group, mode=parent.options)
     return known[tuple(ranks)]

@@ -1,13 +1,12 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-Each process group has a ``History``, the collectives begun by this rank. Each thread has a list of
-its present waits for other ranks (``watched``).
+There are two kinds of records: For each process group, a ``History`` of the collectives that this
+rank has begun. For each thread, a list of its present waits for other ranks (``watched``).
 
-The extra ``deadlock`` (``flatshard/extras/deadlock``) reads both from a separate thread, so
-training steps do not call it; ``CollectiveWatch`` is its interface. The histories are used without
-the extra too: if a backend matches collectives only by order, ranks compare their histories at the
-end of backward (``flatshard/engine/end_of_backward.py``), to notice that a rank has received data
-of a different collective.
+The extra ``deadlock`` (``flatshard/extras/deadlock``, with the interface ``CollectiveWatch``) reads
+these records in a separate thread. Histories have a second use: if a backend matches collectives
+only by order, ranks compare histories at the end of backward (``engine/end_of_backward.py``). If
+histories differ, a rank may have received data of a wrong collective.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ REMEDY = (
 )
 
 _KEPT = 64  # maximum number of collectives whose descriptions a `History` keeps
-_KNOWN = 1 << 14  # maximum number of pairs of descriptions whose successor a `History` knows
+_KNOWN = 1 << 14  # maximum size of `History._next`
 
 # A collective begun by this rank: number in the process group, and description.
 Begun = tuple[int, str]
@@ -45,21 +44,21 @@ Begun = tuple[int, str]
 class CollectiveWatch:
     """Interface of the extra ``deadlock``, which finds deadlocks between ranks.
 
-    Without the extra, this base class is used and does nothing.
+    This base class is used without the extra, and does nothing.
     """
 
     def add_group(self, history: History) -> None:
         """Watch the process group of ``history`` for deadlocks from now on."""
 
     def explain(self, wait: watched) -> str | None:
-        """Return the reason why ``wait`` failed, such as a deadlock; None if it is not known.
+        """Return why ``wait`` failed (because of a deadlock, for example), or None if unknown.
 
         Must be called before the ``with`` block of ``wait`` has ended.
         """
         return None
 
     def program_line(self) -> str:
-        """Return the file and line of the user's program that this thread runs; "" if unknown."""
+        """Return the file and line of the user's program that this thread runs, or ""."""
         return ""
 
 
@@ -70,7 +69,7 @@ def watch() -> CollectiveWatch:
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------- what this rank has begun
+# ---------------------------------------------------------------- collectives that have begun
 
 
 class WaitCondition(NamedTuple):
@@ -79,18 +78,19 @@ class WaitCondition(NamedTuple):
     The wait ends once each of ``ranks`` has begun ``number`` collectives of ``kind`` in ``group``.
     """
 
-    group: str  # the name of the `History`, or of the process group
+    group: str  # name of the `History`, or of the process group
     kind: Hashable  # key of the collectives, see `History.begin`
     number: int
-    ranks: Sequence[int]  # the awaited ranks, as ranks in the default group
+    ranks: Sequence[int]  # the ranks for which this rank waits, as ranks in the default group
     abort: Callable[[], None] | None = None  # function that makes the wait fail
 
 
 class History:
-    """Record of the collectives begun by this rank in one process group.
+    """Record of the collectives that this rank has begun in one process group.
 
     The n-th collective of a kind on one rank matches the n-th on every other rank. If the backend
-    matches collectives only by order, they also have descriptions, to compare between ranks.
+    matches collectives only by order, the record also has descriptions of collectives, so that
+    ranks can compare their orders.
     """
 
     def __init__(
@@ -102,45 +102,47 @@ class History:
             name: name of the history, the same on all ranks.
             ranks: the ranks of the process group, as ranks in the default group.
             rank: this rank in the default group.
-            meeting: kind (see `begin`) of the collectives in which all ranks wait for each other.
+            meeting: kind (see ``begin``) of collectives in which all ranks wait for each other.
         """
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds that `forget` will drop from `begun`, once all ranks have met: each kind, after the
-        # number of meetings (`begun[_meeting]`) at the call of `forget`.
+        # Kinds that will be dropped from `begun`. For each: how many meetings (collectives of kind
+        # `_meeting`) had begun when `forget` was called, and the kind.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
-        # Makes the error of every later collective, after ranks began different collectives.
+        # Set if ranks began different collectives: makes the error that every later collective
+        # raises.
         self.make_error: Callable[[], CollectiveError] | None = None
-        # Whether ranks may compare descriptions before they begin a collective. Not inside
+        # Whether ranks may compare descriptions before they begin a collective. False inside of
         # `join()`: a rank without input begins a collective only after another rank has begun it.
         self.announces = True
-        self.described: Hashable = None  # kind (see `begin`) of the collectives with descriptions
+        self.described: Hashable = None  # the kind (see `begin`) of collectives with descriptions
         self.digest = 0  # checksum of all descriptions so far
 
-        # When this rank began the first collective that ranks have not compared yet. 0: none.
+        # Time at which this rank began the first collective that ranks have not compared yet, or 0.
         self.unchecked_since = 0.0
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
 
-        # For each pair of consecutive descriptions: the description that has come next every time;
-        # "" if different descriptions have come next.
+        # For each pair of consecutive descriptions, the description that has always come next. "":
+        # different descriptions have come next.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
     def begin(
         self, group: dist.ProcessGroup, kind: Hashable = None, *, what: str = ""
     ) -> WaitCondition:
-        """Count one more collective, and return the condition that all other ranks have begun it.
+        """Record that this rank begins a collective.
+
+        Returns the condition that all other ranks have begun this collective, too.
 
         Args:
             group: the process group on which the collective runs.
             kind: key of the collective, such as ``("gather", tag)``. The n-th collective of a kind
-                on one rank matches the n-th on every other rank. None: the name of ``group``,
-                because the backend matches all collectives of a group only by order.
-            what: description of the collective, equal on all ranks. "": ranks need not compare the
-                collective.
+                on one rank matches the n-th on every other rank. None: the name of ``group``, for
+                backends that match all collectives of a group only by order.
+            what: description of the collective, for comparisons between ranks. "": do not compare.
 
         Raises:
             CollectiveError: the ranks began different collectives earlier.
@@ -158,10 +160,10 @@ class History:
         return WaitCondition(self.name, kind, number, self.others, partial(abort, group))
 
     def forget(self, *kinds: Hashable) -> None:
-        """Drop the counts of a freed flat parameter's ``kinds``, once no rank needs them."""
-        # Another rank may still wait in a collective of the flat parameter, and deadlock detection
-        # needs the counts until this wait is over. No rank waits there after the next meeting (a
-        # collective of kind `_meeting`), which is over when this rank begins the meeting after it.
+        """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
+        # Another rank may still wait in a collective of the flat parameter. Deadlock detection
+        # needs the counts until this wait is over. It is over after the next meeting (a collective
+        # of kind `_meeting`), which has ended when this rank has begun two more.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -170,39 +172,42 @@ class History:
     def is_usual(self, what: str) -> bool:
         """Whether collective ``what`` may begin without a comparison between ranks.
 
-        True if only ``what`` has ever followed the last two collectives. Then every other rank also
-        begins ``what``, or first compares a different collective with all ranks. The result is the
-        same on all ranks, because all call ``learn`` after each comparison.
+        True if ``what`` has always followed the last two collectives. All ranks have learned the
+        same (``learn``). So every other rank either also begins ``what``, or gets False for its
+        collective, and first compares the collective with all ranks.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
     def learn(self, what: str) -> None:
-        """Record ``what`` as the collective after the last two, once all ranks have compared it."""
+        """Record that ``what`` follows the last two collectives.
+
+        Must be called after all ranks have compared ``what``.
+        """
         first = self._next.setdefault(self._last_two, what)
         self._next[self._last_two] = what if what == first else ""
-        # Each new model adds entries. All ranks add and drop the same entries in the same order.
+        # Limit the size: each new model adds entries. All ranks drop the same entry, the oldest.
         if len(self._next) > _KNOWN:
             del self._next[next(iter(self._next))]
 
     def to_compare(self) -> bytes:
         """Return a digest of the collectives that this rank has begun, in order.
 
-        Marks these collectives as compared: the caller must compare the digest between ranks.
-        Different digests mean that ranks began different collectives.
+        The caller must compare the digest between ranks. Different digests mean that ranks have
+        begun different collectives.
         """
         self.unchecked_since = 0.0
         return self.digest.to_bytes(4, "big")
 
     def recent(self) -> list[Begun]:
-        # Copy first, in one operation: `list` alone would raise if another thread appended
-        # meanwhile.
+        # `copy` is one operation. `list(self._recent)` would raise if another thread appended to
+        # the deque during the loop.
         return list(self._recent.copy())
 
 
 def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
     """Return a sentence about the first collective that differs between ranks, or None.
 
-    ``recent``: for each rank, the last collectives that the rank has begun.
+    ``recent``: for each rank, the latest collectives that the rank has begun.
     """
     begun = {rank: dict(recent[rank]) for rank in sorted(recent)}
     for number in sorted(set.intersection(*map(set, begun.values()))):
@@ -216,19 +221,19 @@ def first_difference(recent: Mapping[int, Iterable[Begun]]) -> str | None:
 
 
 def describe_difference(names: Mapping[int, str]) -> str:
-    """Return the text of an error: each rank's collective, and how to correct the difference.
+    """Return the text of an error, for ranks that are in different collectives.
 
-    ``names``: name of the collective of each rank.
+    ``names``: for each rank, the name of its collective.
     """
     differ = first_difference({rank: [(0, name)] for rank, name in names.items()})
     return f"the ranks are in different collectives. {differ}. {REMEDY} [FS-DEADLOCK]"
 
 
-# ---------------------------------------------------------------- what this rank waits for
+# ---------------------------------------------------------------- waits for other ranks
 
 
 class ThreadWaits(list["watched"]):
-    """The ``watched`` blocks that one thread is in now, innermost last."""
+    """The ``watched`` blocks in which one thread is now, the innermost last."""
 
     thread: int  # the thread's identifier, as ``threading.get_ident`` returns it
 
@@ -242,7 +247,7 @@ class _Own(threading.local):
         _by_thread[self.waits.thread] = self.waits
 
 
-# The `ThreadWaits` of each thread, by the thread's identifier, while the thread runs.
+# The `ThreadWaits` of each running thread, by the thread's identifier.
 _by_thread: weakref.WeakValueDictionary[int, ThreadWaits] = weakref.WeakValueDictionary()
 _own = _Own()
 
@@ -256,10 +261,10 @@ def waits_by_thread() -> list[ThreadWaits]:
 class watched:
     """Context manager around code in which this thread waits for other ranks.
 
-    Deadlock detection reads which blocks each thread is in.
+    Deadlock detection reads in which of these blocks each thread is.
     """
 
-    condition: WaitCondition | None  # ends the wait; None: the condition is not known
+    condition: WaitCondition | None  # the condition under which the wait ends; None: unknown
 
     def __init__(self, op_name: str, condition: WaitCondition | None = None) -> None:
         self.op_name, self.condition = op_name, condition
@@ -279,10 +284,7 @@ class watched:
             _own.waits.pop()
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        """Return the error that replaces ``error``, or None to let ``error`` pass unchanged.
-
-        Code in the ``with`` block raised ``error``. Call this before the block has ended.
-        """
+        """Return the error to raise in place of ``error`` from the block. None: raise ``error``."""
         return None
 
 
@@ -300,21 +302,20 @@ class CollectiveError(RuntimeError):
 
 
 class named(watched):
-    """A ``watched`` block that replaces errors of the backend by errors that name the operation.
+    """Like ``watched``, but replaces errors of the backend by errors that name the operation.
 
     Raises:
-        CollectiveError: the backend raised an error in the block. The error is the cause.
+        CollectiveError: the backend raised an error in the block (the ``__cause__``).
     """
 
     def failure(self, error: BaseException) -> CollectiveError | None:
-        # Do not replace an OutOfMemoryError: callers may catch this class of error, and other ranks
-        # did not cause the error. A CollectiveError from a nested block already names the
-        # collective.
+        # Do not replace an OutOfMemoryError, which callers may catch, and which other ranks did not
+        # cause. A CollectiveError from a nested block already names the collective.
         is_named = isinstance(error, torch.OutOfMemoryError | CollectiveError)
         if not isinstance(error, RuntimeError) or is_named:
             return None
-        # If another rank raised for a deadlock, this rank's backend only reports a closed
-        # connection.
+        # Ask for the real reason: after a deadlock that another rank has found and ended, this
+        # rank's backend only reports a closed connection.
         failed, reason = f"{self.describe()} failed", watch().explain(self)
         if reason is not None:
             return CollectiveError(f"{failed}: {reason}")
@@ -330,20 +331,20 @@ class named(watched):
         return CollectiveError(f"{failed}. {remedy} Reported by the backend: {error}")
 
 
-# ---------------------------------------------------------------- collectives under way
+# ---------------------------------------------------------------- unfinished collectives
 
 
 @dataclass(eq=False)
 class AsyncWork(named):
-    """A collective begun by this rank, perhaps not complete yet, and the wait for the result.
+    """A collective that this rank has begun; ``wait`` waits for the result.
 
-    This object keeps the tensors of the collective alive until no rank needs the tensors.
+    This object keeps the collective's tensors alive until no rank needs them any more.
     """
 
-    # Objects like ``dist.Work``. The result is complete once all of them were waited for.
+    # Objects with the interface of ``dist.Work``. The result is complete after waits for all.
     works: Sequence[Any]
     op_name: str  # text for errors that names the unit, the rank and the collective
-    kept: Sequence[object] = ()  # objects kept alive until all ranks have received everything
+    kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything
     _: KW_ONLY
     # For error messages: for each of ``works`` (or fewer), the rank that sends the data.
     peers: Sequence[int] = ()
@@ -353,23 +354,23 @@ class AsyncWork(named):
     sends: Sequence[Any] = ()
     reports_end: bool = True  # whether `done` can become true before `wait` is called
     # Whether `is_sent` can become true before `wait_sends` is called. False for gloo's sends, which
-    # complete only when a thread waits for them.
+    # complete only while a thread waits for them.
     reports_sent: bool = True
-    condition: WaitCondition | None = None  # ends the wait for ``works``
-    sends_need: WaitCondition | None = None  # the condition that ends the wait for ``sends``
-    _awaited: Sequence[Any] = field(init=False, default=())  # the works that `wait` waits for now
+    condition: WaitCondition | None = None  # the condition under which a wait for ``works`` ends
+    sends_need: WaitCondition | None = None  # the condition under which a wait for ``sends`` ends
+    _awaited: Sequence[Any] = field(init=False, default=())  # works for which `wait` waits now
 
     def done(self) -> bool:
         """Whether ``wait`` would return without waiting for other ranks."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self, pending_sends: PendingSends | None = None) -> None:
-        """Wait for the result. With NCCL the current stream waits instead of the host.
+        """Wait for the result. With NCCL, the current stream waits instead of the host.
 
-        Other ranks may still be reading the tensor that this rank sends. Therefore the unfinished
+        Afterwards, other ranks may still be reading the tensor that this rank sends. So unfinished
         sends are added to ``pending_sends``, and the caller must not write to the tensor before
-        ``pending_sends.wait_sends()`` has returned. None: also wait until the other ranks have
-        received this rank's data.
+        ``pending_sends.wait_sends()`` has returned. If ``pending_sends`` is None, also wait until
+        the other ranks have received this rank's data.
 
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
@@ -378,7 +379,7 @@ class AsyncWork(named):
         # the error. After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
-        # Do not write `with self`, which costs two Python calls for each collective of each step.
+        # Do not write `with self`: that would cost two Python calls for each collective of a step.
         _own.waits.append(self)
         try:
             for work in self._awaited:
@@ -386,14 +387,14 @@ class AsyncWork(named):
             if then is not None:
                 then()
         except KeyboardInterrupt:
-            # The next call must wait for the rest: the collective still writes to its tensors.
+            # Keep the rest for the next call: the collective may still write to its tensors.
             self.works = [work for work in self._awaited if not work.is_completed()]
             raise
         except RuntimeError as error:
             failure = self.failure(error)
             if failure is None:
                 raise
-            self.sends = ()  # do not wait for the sends later: that wait would not end either
+            self.sends = ()  # do not wait for the sends later, because they would not end either
             raise failure from error
         finally:
             _own.waits.pop()
@@ -412,7 +413,7 @@ class AsyncWork(named):
         return self.op_name
 
     def is_sent(self) -> bool:
-        """Whether all sends of this collective are complete. If so, release the sent tensors."""
+        """Whether all sends of this collective are complete. If so, releases the sent tensors."""
         if not all(work.is_completed() for work in self.sends):
             return False
         self.wait_sends()
@@ -435,10 +436,10 @@ class AsyncWork(named):
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
-    # A rank has its result as soon as all other ranks have sent their data, but perhaps before they
-    # have received this rank's data. If every rank waited until its data was received, the fastest
-    # rank would wait at every unit. So the engine waits at the end of a forward or backward, before
-    # shards may be written.
+    # A collective is complete on this rank when all data from the other ranks has arrived, perhaps
+    # before the other ranks have received this rank's data. A wait for that would slow down the
+    # fastest rank at every unit. So the engine waits only at the end of a forward or backward,
+    # because an optimizer may write the sent shards next.
 
     def __init__(self) -> None:
         self.pending: list[AsyncWork] = []
@@ -449,8 +450,8 @@ class PendingSends:
         Raises:
             CollectiveError: another rank failed or did not arrive within the group's timeout.
         """
-        # Remove each collective before its wait: if the wait raises, the next call waits only for
-        # the rest.
+        # Remove each collective before its wait. If the wait raises, the next call waits only for
+        # the others.
         while self.pending:
             self.pending.pop(0).wait_sends()
 

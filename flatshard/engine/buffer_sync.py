@@ -1,4 +1,4 @@
-"""``BufferSync``: broadcasts rank 0's module buffers to every rank before a forward."""
+"""``BufferSync``: broadcasts module buffers (``register_buffer``) of rank 0 before a forward."""
 
 from __future__ import annotations
 
@@ -26,45 +26,48 @@ class BufferSync:
     [Note: buffers that are replaced]
     A forward or a user may replace a buffer by another tensor, which is then broadcast. All ranks
     must know the size of the message, but an exchange of sizes in every forward would be slow. So
-    the exchange at the end of each backward (``end_of_backward``) compares the buffers' dtypes,
-    shapes and devices. If ranks differ, later broadcasts keep the last agreed size, and skip
-    buffers whose shape has changed: a position table that each rank extends to its own batches
-    stays local.
+    the exchange at the end of each backward (``end_of_backward.py``) compares the buffers' dtypes,
+    shapes and devices. If ranks differ, later broadcasts have the sizes on which all ranks agreed
+    last, and leave out buffers with another shape. An example is a position table that each rank
+    extends for its own batches.
     """
 
     def __init__(
         self, world: Communicator, span: Span, buffers: Callable[[], Buffers], number: int
     ) -> None:
-        """Create the object. The first broadcast is in the first forward.
+        """Prepare to broadcast the buffers of one model. The first forward broadcasts.
 
         Args:
             world: the ranks that train the model.
             span: ``RunState.span``, which marks the time of a broadcast in reports.
-            buffers: function that returns the buffers that modules hold now.
-            number: identifies the model; the same on all ranks.
+            buffers: function that returns the modules' present buffers.
+            number: number of the model, the same on all ranks.
         """
         self._world, self._span, self._buffers = world, span, buffers
-        # The number tells models apart: if one rank calls a teacher and another rank calls a
-        # student, the ranks compare the names of their broadcasts, and raise.
+        # Ranks compare the name of the broadcast. If one rank calls a teacher and another rank
+        # calls a student, the names differ by the number of the model, and all ranks raise.
         self._op_name = f"the model's buffers, model {number}"
-        self.is_due = True
+        self.is_due = True  # whether the next forward broadcasts
         self.source = 0  # source rank of the broadcast
 
-        # The buffers when the ranks last agreed on all dtypes, shapes and devices; at first, the
-        # model's buffers. Broadcasts have the sizes of these buffers.
+        # The buffers for which all ranks last had the same dtypes, shapes and devices. Broadcasts
+        # have the sizes of these buffers.
         self._agreed = buffers()
-        self._voted, self._voted_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
-        # Whether a forward ran since the ranks last compared their buffers. If no forward ran, a
-        # changed buffer was replaced by the user's program, on all ranks.
+        # The buffers that ranks compared last, their dtypes and shapes, and a digest of these.
+        self._compared, self._compared_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
+        # Whether a forward ran since the ranks last compared their buffers. If no forward ran and a
+        # buffer was replaced, the user's program replaced it, on all ranks.
         self._has_run = False
 
     def before_forward(self, recomputes: bool, under_no_sync: bool) -> None:
-        """Broadcast the buffers before the forward of the root, if ``is_due``.
+        """Broadcast the buffers before a forward of the model, if ``is_due``. Collective.
 
-        ``is_due`` is False if the previous forward ran without gradients or under ``no_sync``.
-        ``recomputes``: whether activation checkpointing runs the forward again. Then nothing is
-        broadcast. ``under_no_sync``: whether this forward runs under ``no_sync``. Collective if the
-        buffers are broadcast.
+        Nothing is broadcast if the previous forward ran without gradients or under ``no_sync``, or
+        if activation checkpointing recomputes the forward.
+
+        Args:
+            recomputes: whether activation checkpointing recomputes the forward.
+            under_no_sync: whether this forward runs under ``no_sync``.
         """
         if self.is_due and not recomputes and self._world.size > 1:
             with self._span(Kind.RANKS_WAIT):
@@ -77,9 +80,8 @@ class BufferSync:
     def broadcast(self, op_name: str) -> None:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
-        if not self._has_run and _kinds(present) != self._voted_kinds:
-            # The program replaced buffers between two forwards, on all ranks: compare the new
-            # buffers.
+        if not self._has_run and _kinds(present) != self._compared_kinds:
+            # The program replaced buffers between two forwards, on all ranks. Compare the new ones.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():
@@ -89,16 +91,19 @@ class BufferSync:
 
     def votes(self) -> bytes:
         """Return a digest of the buffers' dtypes, shapes and devices, to compare between ranks."""
-        self._voted = self._buffers()
-        kinds = _kinds(self._voted)
-        if kinds != self._voted_kinds or not self._digest:
-            self._voted_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
+        self._compared = self._buffers()
+        kinds = _kinds(self._compared)
+        if kinds != self._compared_kinds or not self._digest:
+            self._compared_kinds, self._digest = kinds, zlib.crc32(repr(kinds).encode()).to_bytes(4)
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
-        """Receive, for each byte of ``votes``, the maximum over all ranks. Must not raise."""
+        """Adopt the present buffers' sizes for later broadcasts, if all ranks have the same.
+
+        ``maxima``: the maximum over the ranks for each byte of ``votes``.
+        """
         if not any(differ(maxima)):
-            self._agreed = self._voted
+            self._agreed = self._compared
         self._has_run = False
 
 

@@ -1,10 +1,10 @@
 """The exchange between all ranks at the end of a backward.
 
 A parameter may be used on one rank and unused on another. So at the end of a backward, all ranks
-take part in one all-reduce of bytes, which say which parameters each rank used, and which
-reductions each rank still has to do. The bytes also show whether all ranks run the same program,
-and all-gathered the same units in the same order: transports that match all-gathers only by order
-would deliver parameters of other units.
+take part in one all-reduce (MAX) of bytes. The bytes tell which parameters each rank used, and
+which reductions each rank has not started. The bytes also show whether all ranks run the same
+program, and all-gathered the same units in the same order. If the orders differ, a transport that
+matches all-gathers only by order (NCCL) has delivered parameters of other units.
 """
 
 from __future__ import annotations
@@ -35,50 +35,49 @@ class Agreement:
     All ranks have the same result, except for units (experts) that train only on some ranks.
     """
 
-    # For each flat parameter, a flag per original parameter: whether any rank that trains the unit
-    # used the parameter.
+    # For each flat parameter, a list of flags: whether any rank used each original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters for which some rank has gradients that no planned reduction includes. These
-    # gradients arrived after the reduction, or were accumulated before the user froze the
+    # Flat parameters for which some rank has gradients that need an additional reduction, because
+    # the gradients were computed after the reduction, or accumulated before the user froze the
     # parameters.
     left_over: list[FlatParamHandle]
-    # Numbers of the flat parameters whose reduction only some ranks started before the end of
-    # backward.
+    # Indices of the flat parameters whose reduction some ranks, but not all ranks, have started
+    # before the end of backward.
     uneven: list[int]
-    # Units in which the user, on at least one rank, edited accumulated gradients, or edited
+    # Units in which the user, on at least one rank, has edited accumulated gradients, or edited
     # parameters during forward.
     edited: list[Unit]
 
 
 def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
-    """Exchange with all ranks what this backward did on each rank. Collective.
+    """Exchange with all ranks what each rank has done in this backward. Collective.
 
     All ranks call this after each backward that reduces gradients. Each rank sends bytes, called
     votes, and receives the maximum over the ranks of each byte.
 
     Args:
         state: the state of the model's steps.
-        rest: numbers of the flat parameters whose reduction this rank has not started. They are
-            reduced next if any rank used them, so their gradients do not count as left over.
+        rest: indices of the flat parameters whose reduction this rank has not started. These
+            reductions follow the exchange, so such gradients do not count as left over.
 
     Raises:
         RuntimeError: the ranks do not run the same program, all-gathered units in different
             orders, or have frozen different parameters of a unit. All ranks raise.
     """
     handles = state.handles
-    # Voters are parts that add votes of their own to the message: the broadcast of buffers, and the
-    # extensions. Their order is the same on all ranks.
+    # Other parts of the engine add votes to the message: `BufferSync` and the extensions. The order
+    # of these parts is the same on all ranks.
     buffers = [state.buffers] if state.buffers else []
     voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
     # Collect these votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
-    # Units in which this rank's program edited accumulated gradients, or parameters in forward.
-    # This rank only votes, and all ranks raise after the exchange: if this rank raised here, the
-    # other ranks would wait for its reductions.
+    # Units in which this rank's program edited accumulated gradients, or parameters in forward. Do
+    # not raise here: the other ranks would wait for this rank's reductions. Vote, so that all ranks
+    # raise after the exchange.
     edited_here = {h.unit for h in handles if h.grads.was_edited or h in state.edits.found}
     # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks have
-    # a different unit at this index, so the maxima over all ranks mix two units. The ranks of the
-    # group exchange their flags first.
+    # a different unit at the same index, so for such units the maxima over all ranks are useless.
+    # Therefore the ranks of the smaller group exchange their flags separately.
     smaller = [h for h in handles if h.topology.world.size < state.world.size]
     used_within = {handle: _used_within(handle) for handle in smaller}
     differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
@@ -86,8 +85,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         [bool(differing)],
         _program(state),
         _order(state),
-        # Two votes per flat parameter: "started on this rank" and "not started on this rank". The
-        # flat parameter is uneven if the maxima of both votes are yes.
+        # Two votes per flat parameter: "the reduction was started" and "was not started". If the
+        # maxima of both votes are yes, the flat parameter is uneven.
         [number not in rest for number in range(len(handles))],
         [number in rest for number in range(len(handles))],
         [unit in edited_here for unit in state.units],
@@ -98,7 +97,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         [i in h.grads.used_by_rank for h in handles for i in range(len(h.params))],
     ]
     all_votes = [*engine_votes, *voter_votes]
-    # One message: the votes are small, and each further message costs a network latency.
+    # Send all votes in one message, because each further message would cost a network latency.
     with state.span(Kind.RANKS_WAIT):
         also = "".join(one.exchange_name for one in state.extensions)
         op_name = f"used parameters of all units{also}, backward"
@@ -129,10 +128,10 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 
 
 def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
-    """Return which original parameters a rank that trains the unit has used.
+    """Exchange flags of a flat parameter between the ranks that train its unit. Collective.
 
-    Also returns whether all these ranks have frozen the same parameters. Collective: the ranks that
-    train the unit.
+    Returns a list that says for each original parameter whether any of these ranks used it, and a
+    flag: whether all of these ranks have frozen the same parameters.
     """
     number, used = len(handle.params), handle.grads.used_by_rank
     flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)
@@ -144,13 +143,13 @@ def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
 def _program(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if all ranks run the same program.
 
-    The bytes identify the model, the counts of loads and writes, the steps of optimizers, the flat
-    parameters that this backward reduces, and the parameters that are trained. Each byte is
-    followed by its complement. From the maxima of both over the ranks, ``differ`` finds the bytes
-    in which ranks differ.
+    The bytes are a digest of: the model, the loads and writes of state (``Unit.loads``), the steps
+    of optimizers, the flat parameters that this backward reduces, and the trained parameters. Each
+    byte is followed by its complement (255 - byte): from the maxima of both over the ranks,
+    ``differ`` finds the bytes in which ranks differ.
     """
     loads = sum([unit.loads_sum for unit in state.units])
-    # Ranks outside of a smaller group have a different unit at the same index; see `_used_within`.
+    # Compare only the flat parameters that all ranks train. Experts may train only on some ranks.
     whole = [h for h in state.handles if h.topology.world.size == state.world.size]
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in whole])
     trained = bytes(chain(*(h.trained for h in whole)))
@@ -162,8 +161,8 @@ def _program(state: RunState) -> bytes:
 def _check_program(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks run different programs; see ``_program``.
 
-    Before the error, the ranks exchange details, to name the difference. Collective if the programs
-    differ.
+    ``maxima``: the maximum over the ranks for each byte of ``_program``. Collective if the programs
+    differ: the ranks exchange details, to name the difference.
     """
     model, *digest = differ(maxima)
     if state.steps is not None and not any(digest):
@@ -201,7 +200,7 @@ def _check_program(state: RunState, maxima: bytes) -> None:
 
 
 def _difference(state: RunState, facts: Facts) -> str:
-    """Return the first of ``facts`` that differs between ranks, for an error. Empty: none differs.
+    """Return a text about the first of ``facts`` that differs between ranks. Empty: none differs.
 
     Collective: all ranks of the model. All ranks return the same text.
     """
@@ -213,15 +212,15 @@ def _order(state: RunState) -> bytes:
     """Return bytes that are equal on all ranks if the ranks all-gathered units in the same order.
 
     The first byte says whether the order differs within a smaller group (one node, for example).
-    The rest is a digest of the all-gathers over all ranks, with complements. There are no bytes if
-    the transport (sockets, for example) matches all-gathers by tag, because then the order does not
-    matter. Collective in each smaller group in which units all-gather.
+    The rest is a digest of the all-gathers over all ranks, with complements. No bytes if the order
+    does not matter, because the transport (sockets, for example) matches all-gathers by the flat
+    parameter. Collective in each smaller group in which units all-gather.
     """
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Compare the digest of a smaller group's collectives inside the group: in the exchange of all
-    # ranks, the message would grow with the number of groups.
+    # Compare the order of all-gathers of a smaller group within this group. If all ranks compared
+    # the orders of all groups, their message would grow with the number of groups.
     differs = [
         len({*group.host.gather(group.history.to_compare(), "the order of all-gathers")}) > 1
         for group in state.gather_groups
@@ -233,9 +232,8 @@ def _order(state: RunState) -> bytes:
 def _check_order(state: RunState, maxima: bytes) -> None:
     """Raise RuntimeError on all ranks if ranks all-gathered units in different orders.
 
-    ``maxima``: the maximum over the ranks for each byte that ``_order`` returned, so that a set
-    first byte or different digests show a difference. Collective if the orders differ: then the
-    ranks exchange descriptions of their recent all-gathers, to name the first difference.
+    ``maxima``: the maximum over the ranks for each byte of ``_order``. Collective if the orders
+    differ: the ranks exchange descriptions of recent all-gathers, to name the first difference.
     """
     if not (any(maxima[:1]) or any(differ(maxima[1:]))):
         return

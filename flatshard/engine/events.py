@@ -1,11 +1,9 @@
-"""``StepExtension``: the interface of extensions, which act in a training step or watch a step.
+"""``StepExtension``: the interface of extensions, which act in a training step or observe a step.
 
-An extension is an optional feature (a folder of ``flatshard.extras``). ``forward`` and ``backward``
-call the extensions, and so does ``reduce_queue`` at the end of a reduction. If several extensions
-act at the same moment, their order is the order of the table ``EXTRAS`` in
-``flatshard.options.extras``. Extensions that only watch, such as reports, come last there.
-
-The engine imports no extension. So a folder of ``flatshard.extras`` can be deleted.
+An extension is an optional feature (a folder of ``flatshard.extras``, which can be deleted). The
+engine calls the methods of all extensions at moments of a step, in the order of the table
+``EXTRAS`` in ``flatshard.options.extras``. Extensions that only observe, such as reports, come last
+there.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from flatshard.tensor.flat_parameter import OriginalParam
 
 
 class Kind(enum.Enum):
-    """Kinds of time ranges in a report: an activity of the thread, or a collective in flight.
+    """Kinds of time ranges in a report: an activity of the thread, or an unfinished collective.
 
     The values are the names of the ranges in reports.
     """
 
     FORWARD_PASS = "forward pass"
-    """From the beginning to the end of the outermost forward."""
+    """From the beginning to the end of a forward of the model."""
     BACKWARD_PASS = "backward pass"
     """From the first gradient of an output to the end of backward."""
     FORWARD = "compute forward"
@@ -39,13 +37,12 @@ class Kind(enum.Enum):
     BACKWARD = "compute backward"
     """The thread is in the backward of a unit, or in a recomputed forward inside that backward.
 
-    If the backwards of several units are unfinished, the time counts toward the backward that
-    began last.
+    If the backwards of several units are unfinished, the time counts for the one that began last.
     """
     STARTING = "starting collectives"
     """The thread prepares and starts a unit's all-gather or reduction."""
     GATHER_WAIT = "waiting for all-gathers"
-    """The thread waits for a unit's parameters, or copies them from other ranks' memory."""
+    """The thread waits for a unit's parameters, or copies them from the memory of other ranks."""
     REDUCE_WAIT = "waiting for reductions"
     """The thread waits for a unit's averaged gradients, or adds gradients of other ranks."""
     RANKS_WAIT = "waiting for all ranks"
@@ -60,7 +57,7 @@ class Kind(enum.Enum):
 
 
 class StepExtension:
-    """Acts in the steps of a model, or watches them. A subclass overrides the methods it needs.
+    """Interface of an extension. A subclass overrides the methods that it needs.
 
     A method that raises an error must raise on all ranks. Otherwise the other ranks would wait
     forever for the rank that raised.
@@ -70,7 +67,7 @@ class StepExtension:
     """The extra's name in ``EXTRAS``."""
 
     is_made_anew = False
-    """Whether a model may be wrapped again, inside a larger module, without this extension.
+    """Whether the extension may be dropped when the model becomes a part of a larger model.
 
     The larger model gets a new extension, if necessary.
     """
@@ -78,57 +75,52 @@ class StepExtension:
     exchange_name = ""
     """Text about the ``votes``, for the name of the exchange at the end of backward.
 
-    Ranks compare the name.
+    Ranks compare this name, so all ranks must have the same extensions.
     """
 
     watches = False
-    """Whether the methods ``enter_forward`` to ``span`` are called.
+    """Whether to call the methods ``enter_forward`` to ``span``, too.
 
-    They are called often, so a step would take longer if every extension were called.
+    False for most extensions, because these methods are called often and would take time.
     """
 
     # ------------------------------------------------------------ a step
 
-    # A forward, or an operation between steps, begins. Clean up here if the last step failed.
+    # A forward of the model, or an operation between steps, begins. Clean up if the last step
+    # failed.
     def recover(self) -> None: ...
-    # The outermost forward begins. `of_root`: whether the root module was called, or only a part of
-    # the model. May raise.
+    # A forward of the model begins. `of_root`: True if the root module was called, False if only a
+    # part of the model was called. May raise.
     def begin_forward(self, of_root: bool) -> None: ...
     # The all-gather of a flat parameter was started. `purpose`: "forward" or "backward".
     def gathering(self, handle: FlatParamHandle, purpose: str) -> None: ...
-    # The outermost forward has computed `output`, or has failed. After this call, the forward waits
-    # until no other rank reads this rank's memory any more. `output` is None after a failed
-    # forward, and after an operation outside of every forward (`OutOfForwardUse`).
+    # A forward of the model has computed `output`, or has `failed`. `output` is None after a failed
+    # forward, and after an operation on parameters outside of every forward (`OutOfForwardUse`).
+    # Other ranks may still be reading this rank's shards.
     def end_forward(self, output: object, failed: bool) -> None: ...
     # The model's backward begins. May raise.
     def begin_backward(self) -> None: ...
-    # The gradients of a flat parameter of `unit` are reduced. A unit may have several flat
-    # parameters.
+    # The gradients of a flat parameter of `unit` are reduced. Called for each flat parameter.
     def reduced(self, unit: Unit) -> None: ...
-    # Backward has started all collectives that can start now. Work of an extension at this moment
-    # overlaps with these collectives.
+    # Backward has started all collectives that can start now. Work that the extension does in this
+    # method overlaps with these collectives.
     def between_units(self) -> None: ...
-    # `units` received gradients after their reduction, and these late gradients were reduced
-    # separately. No collective is under way. May raise.
+    # `units` have received gradients after their reduction. These late gradients were reduced
+    # separately. No collective is unfinished. May raise.
     def reduced_late(self, units: Sequence[Unit]) -> None: ...
     # `.grad` is complete, and all communication of the backward is over. `has_gradients`: whether
     # this backward computed gradients on any rank.
     def end_backward(self, has_gradients: bool) -> None: ...
 
     def votes(self) -> bytes:
-        """Return the bytes of this rank, right before the exchange at the end of each backward.
+        """Return bytes that this rank sends in the exchange at the end of each backward.
 
-        The exchange (``end_of_backward``) compares the bytes between ranks. All ranks must return
-        the same number of bytes.
+        All ranks must return the same number of bytes. ``tally`` receives the result.
         """
         return b""
 
     def tally(self, maxima: bytes) -> None:
-        """Receive, for each byte of ``votes``, the maximum over all ranks.
-
-        May raise only an error that all ranks raise. Otherwise the other ranks would continue with
-        reductions, and wait for this rank.
-        """
+        """Receive, for each byte of ``votes``, the maximum over all ranks. May raise."""
 
     # ------------------------------------------------------------ only if `watches`
 
@@ -137,7 +129,7 @@ class StepExtension:
     def enter_forward(self, unit: Unit, recomputes: bool) -> None: ...
     # A unit's forward is over, or raised an exception.
     def leave_forward(self, unit: Unit) -> None: ...
-    # The outermost forward is over, and so are the waits for other ranks.
+    # A forward of the model is over, and this rank has waited for the other ranks.
     def after_forward(self) -> None: ...
     # A unit's backward begins.
     def enter_backward(self, unit: Unit) -> None: ...
@@ -149,18 +141,17 @@ class StepExtension:
     def span(
         self, kind: Kind, unit: Unit | None, purpose: str, ends: bool
     ) -> AbstractContextManager[object]:
-        """Return a context manager in which the engine runs one part of a step.
+        """Return a context manager in which the engine runs a part of a step, to measure its time.
 
-        So an extension can measure how long the part takes. ``RunState.span`` explains the
-        arguments, which say what the thread does in this part.
+        The arguments say what the thread does in this part (see ``RunState.span``).
         """
         return NOTHING
 
     # ------------------------------------------------------------ calls of the user
 
-    # The user called `caller` (a method such as "join()"), which needs all gradients in `.grad`
-    # after backward. Raise if this extension consumes gradients (an optimizer that steps in
-    # backward, for example).
+    # The user has called the method `caller` ("join()", for example), which needs all gradients in
+    # `.grad` after backward. Raise an error if this extension uses up gradients during backward (an
+    # optimizer that steps in backward).
     def needs_gradients(self, caller: str) -> None: ...
 
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> AbstractContextManager[object]:
@@ -172,8 +163,8 @@ class StepExtension:
 
 
 def profiled(label: str, unit_name: str) -> AbstractContextManager[object]:
-    """Mark a range ``flatshard::label (unit)`` in torch's profile, if a profiler runs."""
-    # Check for a profiler first: without a profiler, a range would still cost microseconds.
+    """Return a context that torch's profiler, if it runs, shows as ``flatshard::label (unit)``."""
+    # Check for a profiler first, because a range takes microseconds even without a profiler.
     if not torch._C._autograd._profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(f"flatshard::{label} ({unit_name or 'root'})")

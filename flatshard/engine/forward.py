@@ -3,27 +3,26 @@
 Torch's module hooks call ``before_module`` and ``after_module`` around each unit's forward:
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
-    sets how backward will reduce gradients. Then the buffers of rank 0 are broadcast.
-2.  A unit's module is called. ``enter`` starts the unit's all-gather, unless a prefetch has started
-    it, and waits for it, because the module reads the parameters next. The unit's modules hold
-    unsharded parameters, and the all-gather of the next unit starts.
-3.  The module computes, while the next all-gather is under way. Where autograd saves a view of an
-    unsharded buffer, ``saved_tensors`` saves the view's position in the buffer instead.
-4.  The module returns. ``check`` raises if the module edited its unsharded parameters, because
+    sets how backward will reduce gradients. Then the module buffers of rank 0 are broadcast.
+2.  A unit's module is called. ``enter`` starts the unit's all-gather (if no prefetch has started
+    the all-gather already), and waits, because the module reads the parameters next. Then the
+    unit's modules have unsharded parameters, and the all-gather of the next unit starts.
+3.  The module computes, while the next all-gather runs. Where autograd saves a view of an unsharded
+    buffer, ``saved_tensors.py`` saves only the view's position in the buffer.
+4.  The module returns. ``check`` raises if the module has edited unsharded parameters, because
     resharding would lose the edit.
-5.  ``leave`` lets the modules hold sharded parameters again, and reshards the unit if the strategy
-    reshards after forward.
+5.  ``leave`` puts sharded parameters into the modules again, and frees the unsharded buffer if the
+    strategy reshards after forward.
 6.  The outermost module returns. ``end`` reshards units that were prefetched but did not run, and
     waits until no other rank reads this rank's shards: an optimizer may write the shards next.
 
-Extensions (``StepExtension``) are optional features that may act in a forward. Watchers are
-extensions that only watch a step, such as reports.
+Extensions are optional features that act in a step; watchers are extensions that only observe it.
 
 [Note: recomputation]
-Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
-not reshard it, because backward needs the parameters next. Neither does it record the order of
-units. A non-reentrant checkpoint stops the forward with an exception once all saved tensors are
-recomputed, and later units do not run. So a recomputed forward prefetches no unit.
+Activation checkpointing recomputes forwards inside backward. A recomputed forward unshards its
+unit, but does not reshard the unit, because backward needs the parameters next. It does not record
+the order of units. It also prefetches no unit: a non-reentrant checkpoint stops the forward with an
+exception once all saved tensors are recomputed, so later units perhaps do not run.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
-        # Units that were unsharded for an operation outside of their own forward, in order, each
-        # with the number of nested forwards around the operation.
+        # Units that were unsharded for an operation outside of their own forward, in order. For
+        # each: the number of nested forwards around the operation, and the unit.
         self._used_outside: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
-        """Rebuild saved-tensor hooks and lists of units, after buffers were reallocated."""
+        """Rebuild saved-tensor hooks and lists of units, after unsharded buffers were replaced."""
         units, handles = self._state.units, self._state.handles
         self.saved = SavedTensors(self._state, self._backward)
         self._units_of_several = [unit for unit in units if len(unit.modules) > 1]
@@ -71,14 +70,15 @@ class Forward:
 
     def recover(self) -> None:
         """Clean up after a step that failed: restore parameters, and drop unfinished gradients."""
-        # Restore the parameters first: a failed optimizer step may have replaced parameters.
+        # Restore the parameters first: a failed optimizer step may have left other parameters in
+        # the modules.
         self._root_module.recover()
         for extension in self._state.extensions:
             extension.recover()
         self._backward.recover()
 
     def give_back(self) -> None:
-        """Free the memory that is cached for the gradients and buffers of the next step."""
+        """Free memory that is cached for gradients and unsharded buffers of the next step."""
         for handle in self._state.handles:
             if (output := handle.grads.plan.output) is not None:
                 output.give_back()
@@ -88,33 +88,33 @@ class Forward:
     # ------------------------------------------------------------ the outermost forward begins
 
     def begin(self, unit: Unit | None = None) -> None:
-        """Begin the outermost forward. Collective.
+        """Begin a forward of the model. Collective.
 
-        ``unit`` owns the called module. None: no module was called, but an operation uses sharded
-        parameters (``OutOfForwardUse``).
+        ``unit``: the unit of the called module. None: no module was called, but an operation uses
+        sharded parameters outside of forward (``OutOfForwardUse``).
         """
         state = self._state
         self.recover()
-        # A failing check raises on all ranks, before any communication.
+        # If a check fails, it raises on all ranks, before any communication.
         self._root_module.check()
         self.saved.begin_forward()
         for extension in state.extensions:
             extension.begin_forward(of_root=unit is state.root)
-        state.has_run = True  # set after the checks: some checks run only in the first forward
+        state.has_run = True  # set after the checks, some of which run only in the first forward
 
-        # Restart the counts of calls, and the recording of the order of units.
         for unit in state.units:
             unit.begin_iteration()
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
-            # As in DistributedDataParallel, `no_sync` around the forward decides whether backward
-            # reduces.
+            # As in DistributedDataParallel, backward does not reduce if the forward ran under
+            # `no_sync`.
             state.plan_syncs()
         else:
-            # Evaluation needs no memory for gradients, and often runs larger batches.
+            # Evaluation needs no memory for gradients, but often runs larger batches.
             self.give_back()
-        # All-gathers across nodes are slow. Start those of all units now, to overlap with forward.
+        # With HYBRID_SHARD_OP, start the slow all-gathers across nodes of all units now, so that
+        # they overlap with the forward.
         with self._state.span(Kind.STARTING, purpose="forward"):
             for handle in self._handles_across_nodes:
                 handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
@@ -126,10 +126,11 @@ class Forward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Unshard the unit of a module that is called, and cast the inputs. Collective.
 
-        Also hooks the inputs, so that backward counts their gradients.
+        Also registers hooks on the inputs, to see when the call's backward is over.
         """
         # Under `summon_full_params`, modules hold plain full parameters, so there is nothing to
-        # unshard. With `rank0_only`, only rank 0 has them, and `check_shown` raises elsewhere.
+        # unshard. With `rank0_only`, only rank 0 has full parameters: `check_shown` raises on other
+        # ranks.
         if unit.is_summoned:
             for handle in unit.handles:
                 handle.summoned.check_shown()
@@ -142,16 +143,17 @@ class Forward:
         receive = partial(self._backward.receive_of_input, unit, weakref.ref(call))
         given, named = (args, kwargs) if changed is None else changed
         for tensor in tensors_in((*given, *named.values())):
-            # Do not count a parameter that is passed as an input: autograd may accumulate its
+            # Do not count the gradients of parameters among the inputs: autograd may compute such a
             # gradient long after this unit's backward is over.
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # Reshard this unit before the unit that made the tensor is unsharded: that unit's
-                # hook (`Backward.enter`) is on the same tensor.
+                # Another unit may have made the tensor, with a hook on it that unshards that unit
+                # in backward (`Backward.enter`). Call this hook first, so that this unit is
+                # resharded before the other unit is unsharded: less memory is in use.
                 call_first(hook, tensor)
-                # A leaf tensor outlives the graph, so hooks would pile up on an input of every
-                # step. Remove the hook when the call is freed.
+                # A leaf tensor outlives the graph, and may be an input in every step. Then the
+                # hooks would pile up. So remove the hook when the call is freed.
                 if tensor.grad_fn is None:
                     weakref.finalize(call, hook.remove).atexit = False
         return changed
@@ -159,19 +161,20 @@ class Forward:
     def after_module(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> Any:
-        """Cast the output, copy views of unsharded buffers in the output, and end the forward.
+        """End a module's forward: cast the output, register backward's hooks, and reshard.
 
-        If the forward raised an exception, torch calls this hook with ``output=None``.
+        Returns the changed output. If the forward raised an exception, torch calls this hook with
+        ``output=None``.
         """
-        if not unit.running:  # `before_module` raised before recording a call
+        if not unit.running:  # `before_module` has raised, so no call is recorded
             return None
         call = unit.running.pop()
         changed = output
         try:
             if output is not None:
                 self.check(unit, module)
-                # Cast first: the result of a cast is no view of an unsharded buffer, so `protect`
-                # need not copy it.
+                # Cast first. `protect` copies tensors that are views of an unsharded buffer, and
+                # the result of a cast is not such a view.
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 self.saved.end_call(unit, call)
@@ -187,21 +190,20 @@ class Forward:
         return changed
 
     def enter(self, unit: Unit) -> Call:
-        """Unshard a unit before the forward of a module of the unit. Collective.
+        """Unshard a unit before the forward of one of its modules. Collective.
 
-        Returns the record of this call, which counts the gradients of the call's inputs in
-        backward.
+        Returns the record of this call, which counts the gradients of inputs in backward.
         """
         state, backward = self._state, self._backward
         if state.depth == 0 and not backward.is_running:
-            # The call is usually the beginning of a new outermost forward. But if the full model is
-            # in a reentrant activation checkpoint, backward begins with a recomputation of the full
-            # model, and the call may be the beginning of the recomputation.
+            # Usually, this call begins a forward of the model. But if the full model is inside of a
+            # reentrant activation checkpoint, backward begins with a recomputation of the model,
+            # and this call may be the beginning of the recomputation.
             if not self.begins_recomputation():
                 self.begin(unit)
         recomputes = backward.is_active and backward.is_running
-        # Broadcast before any module reads the buffers, but not if only a part of the model is
-        # called.
+        # Broadcast module buffers before any module reads them, but not if only a part of the model
+        # is called.
         if state.buffers is not None and state.depth == 0 and unit is state.root:
             state.buffers.before_forward(recomputes, state.under_no_sync)
         for watcher in state.watchers:
@@ -210,42 +212,43 @@ class Forward:
         self.saved.begin_call(unit, call, recomputes=recomputes)
         state.depth += 1
         unit.running.append(call)
-        if recomputes:  # the forward belongs to backward, see [Note: recomputation]
+        if recomputes:  # see [Note: recomputation]
             backward.unshard(unit)
             backward.unshard_again(unit)
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
-            # Do not record units that ranks may skip: ranks would predict and prefetch different
-            # units.
+            # Record the order of units, to prefetch them in the next forward. Leave out units that
+            # some ranks may skip: otherwise ranks would prefetch different units.
             if not unit.may_diverge:
                 self._prefetch.order.record(unit.index)
-            # The module reads the parameters next, so wait.
             self.unshard(unit)
             if len(unit.running) == 1:
                 state.edits.begin(unit)
-            # Prefetch only now: this unit's all-gather had the full bandwidth, and the next one
-            # overlaps with this unit's computation.
+            # Prefetch the next unit only after this unit's all-gather, so that this all-gather had
+            # the full bandwidth. The next one overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard a unit for the forward under way, and wait for the all-gather. Collective."""
+        """Unshard a unit for forward, and wait for the all-gather. Collective."""
         self._state.unshard(unit, "forward")
         unit.phase = Phase.FORWARD
 
     def unshard_outside(self, unit: Unit) -> None:
-        """Unshard a unit for an operation outside of the unit's own forward.
+        """Unshard a unit for an operation that uses its parameters outside of the unit's forward.
 
-        The unit stays unsharded until the forward around the operation ends. Collective, unless the
-        unit is unsharded already.
+        The unit stays unsharded until the end of the forward (of another unit) that contains the
+        operation. Collective, unless the unit is unsharded already.
         """
         if unit.phase is not Phase.FORWARD or not unit.is_current:
             if not unit.running:
                 self._used_outside.append((self._state.depth, unit))
             self.unshard(unit)
             self._state.edits.begin(unit)
-            # The modules hold unsharded parameters now, also for later operations of the forward.
+            # Later operations may read the unsharded parameters from the modules without a call of
+            # this method. Without saved-tensor hooks, autograd saves plain views for backward, so
+            # keep the buffer.
             if not self.saved.had_hooks:
                 self.saved.keep_views(unit)
 
@@ -255,8 +258,8 @@ class Forward:
             return
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
-            # A unit that was used at another depth belongs to another forward, whose end checks the
-            # unit.
+            # Also check units that were unsharded for operations in this module's forward. The ends
+            # of other forwards (at another depth) check the other units.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:
@@ -265,7 +268,7 @@ class Forward:
     def leave(self, unit: Unit, output: object, *, failed: bool) -> None:
         """End the forward of a module, and reshard the unit if the strategy says so.
 
-        ``output``: the module's output; None if the forward raised an exception (``failed``).
+        ``output``: the module's output. None: the forward raised an exception (``failed``).
         """
         state, has_output = self._state, output is not None
         if unit.phase is Phase.FORWARD and not unit.running:
@@ -285,17 +288,16 @@ class Forward:
         if self._backward.is_active and self._backward.is_running:
             return  # a recomputed forward, after which backward continues
         if state.expects_backward and not failed:
-            # If this was the last unit, start the all-gathers that backward needs first.
+            # After the last unit of a forward, start the all-gathers that backward needs first.
             self._prefetch.after_forward()
         if state.depth == 0:
             self.end(output, failed=failed)
 
     def interrupt(self) -> None:
-        """End all forwards under way, which ended with an exception that is no ``Exception``.
+        """Clean up after ``KeyboardInterrupt`` or ``SystemExit`` in a forward.
 
-        After ``KeyboardInterrupt`` and ``SystemExit``, torch does not call ``leave``. The exception
-        may have come at any line, even in this class. So this method relies on no count, and may be
-        called again.
+        After these exceptions, torch does not call ``after_module``. The exception may have come at
+        any line, even in this class. So this method relies on no count, and may be called again.
         """
         state = self._state
         was_running, state.depth = state.depth > 0, 0
@@ -306,7 +308,8 @@ class Forward:
             unit.running.clear()
         if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
             return
-        # Wait for all-gathers only afterwards: the user may interrupt the wait, too.
+        # First put sharded parameters into all modules, which needs no wait. Resharding waits for
+        # all-gathers, and the user may interrupt these waits, too.
         for unit in state.units:
             unit.put_back()
         for unit in state.units:
@@ -316,41 +319,41 @@ class Forward:
             self.end(failed=True)
 
     def reshard_used_outside(self) -> None:
-        """Reshard units that an ended forward had unsharded outside of their own forward."""
+        """Reshard the units that ``unshard_outside`` has unsharded in a forward that is over."""
         while self._used_outside and self._used_outside[-1][0] > self._state.depth:
             _, unit = self._used_outside.pop()
             unit.backward_follows = self._state.expects_backward
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
 
     def begins_recomputation(self) -> bool:
-        """Whether a reentrant activation checkpoint starts to recompute the full model.
+        """Whether a reentrant activation checkpoint begins to recompute the full model.
 
-        If so, begin the model's backward: no part of the backward has run yet.
+        If so, also begins the model's backward, because no hook has begun it yet.
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        # A reentrant checkpoint runs the original forward without gradients, so `begin` has planned
-        # no reductions.
+        # A reentrant checkpoint runs the original forward with gradients disabled. So `begin` has
+        # not set how backward reduces gradients.
         self._state.plan_syncs()
         return self._backward.begin()
 
     # ------------------------------------------------------------ the outermost forward is over
 
     def end(self, output: object = None, *, failed: bool) -> None:
-        """End the outermost forward. Collective.
+        """End a forward of the model. Collective.
 
         Args:
-            output: the output of the outermost module. None: there is no output.
+            output: the output of the outermost module, or None.
             failed: whether the forward ended with an exception.
         """
         for extension in self._state.extensions:
             extension.end_forward(output, failed)
-        # A unit of several modules is resharded after as many calls as in the last forward. This
-        # forward may have made fewer.
+        # A unit of several modules is resharded after as many calls as in the last forward. If this
+        # forward has made fewer calls, reshard the unit now.
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
-        # If units ran in the order of the last forward, all-gathers under way are for the first
-        # units of backward. Otherwise one may be for a unit that did not run.
+        # If all units ran in the order of the last forward, unfinished all-gathers are prefetches
+        # of the first units of backward. Otherwise a unit may be prefetched that did not run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards: the optimizer may write the shards
@@ -359,13 +362,13 @@ class Forward:
             for handle in self._handles_across_nodes:
                 if handle.gather.secondary is not None:
                     handle.gather.secondary.finish_refresh()
-            if not failed:  # an error of this wait would hide the error that ended the forward
+            if not failed:  # otherwise an error of this wait could hide the error of the forward
                 self._state.pending_sends.wait_sends()
         for watcher in self._state.watchers:
             watcher.after_forward()
 
     def _drop_prefetched(self, failed: bool) -> None:
-        """Reshard units that were prefetched but did not run."""
+        """Reshard all units whose all-gather was started but not awaited."""
         for unit in self._state.units:
             while unit.is_prefetched:
                 try:
@@ -373,19 +376,17 @@ class Forward:
                     with self._state.span(Kind.GATHER_WAIT, unit):
                         unit.reshard()
                 except CollectiveError:
-                    # Do not hide the error of the forward.
-                    if not failed:
+                    if not failed:  # otherwise the error of the forward is raised
                         raise
 
 
 def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
-    """Let ``module``, a module of ``unit``, call ``Forward`` before and after its forward.
+    """Register hooks that call ``before_module`` and ``after_module`` around a module's forward.
 
-    ``module.compile()`` compiles the call of a module together with the module's hooks. But Dynamo
-    cannot trace all-gathers, so a compiled graph would end at each of flatshard's hooks. So for a
-    compiled module, this function calls the hooks around the compiled call, which stays one graph.
-    If the caller of the module is compiled, too, the caller's graph ends before the unit, and a new
-    graph begins after the unit.
+    ``module.compile()`` compiles a module's forward together with its hooks. But Dynamo cannot
+    trace all-gathers, so flatshard's hooks would split the compiled graph. So for a compiled
+    module, this function calls the hooks around the compiled call. If the caller of the module is
+    compiled, too, the caller's graph ends before the module, and a new graph begins after.
 
     Must be called again after each ``module.compile()``.
     """
@@ -410,8 +411,8 @@ def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
             return output
 
         module._compiled_call_impl = call
-        # A copy of a unit's module without the wrapper must raise an error. A copied hook raises,
-        # but a compiled module has none registered, so store the hook in an attribute.
+        # Copying a module of a unit without the wrapper must raise an error, which `_ModuleHook`
+        # raises. A compiled module has no registered `_ModuleHook`, so store one as an attribute.
         module.__dict__["_unit_hook"] = before
     elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
         # Run `before` first (`prepend`), so that users' pre-hooks see unsharded parameters. Run
@@ -424,8 +425,8 @@ def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
 class _ModuleHook:
     """A module hook that calls a method of ``Forward`` with the module's unit.
 
-    Copying the hook raises an error, unless the whole wrapper is copied: only then is there a copy
-    of the unit for the copied hook.
+    Copying or pickling the hook raises an error, unless the copy includes the whole wrapper: a
+    module without its wrapper cannot be unsharded.
     """
 
     def __init__(self, unit: Unit, method: str) -> None:
@@ -443,8 +444,8 @@ class _ModuleHook:
 
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
-    """Let autograd call ``hook``, the last hook of ``tensor``, before the tensor's other hooks."""
+    """Move ``hook``, the latest hook of ``tensor``, to the front: autograd calls it first."""
     hooks: Any = tensor._backward_hooks or {}
-    # Autograd ignores the order that `OrderedDict.move_to_end` makes.
+    # Do not use `OrderedDict.move_to_end`: autograd ignores the order that it makes.
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)

@@ -1,32 +1,33 @@
-"""``ForwardEdits``: raises if a module's forward writes to its unsharded parameters.
+"""``ForwardEdits``: raises if a module's forward writes to unsharded parameters.
 
-Resharding the unit would lose the edit. Autograd's version counter shows edits in place, and a
-changed address shows an assignment to ``p.data``. But a forward may also write the values that were
-there before (registering a parametrization does), so only other values count as an edit ([Note:
-changed versions]). A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither version nor
-address. So after some forwards, the parameters are compared with their earlier values.
+Resharding the unit would lose the edit. There are three ways to find edits:
+
+- Autograd's version counter shows edits in place. But a forward may also write the same values
+  again (registering a parametrization does), so then values are compared ([Note: changed
+  versions]).
+- A changed address shows an assignment to ``p.data``.
+- A write into ``p.data`` (``p.data.mul_(0.9)``) changes neither version nor address. So after some
+  forwards, the values are compared with the values before the forward.
 
 [Note: which forwards]
 A comparison of all values reads the unsharded buffer twice, which takes some percent of a step. So
-all values of most units are compared only in the 1st, 2nd, 10th, 100th, ... forward, counted
-separately with and without gradients (2nd: the first update of a momentum encoder may change
-nothing). After the first edit is found, all values of every unit are compared in every forward.
-Frozen parameters that the program writes after the unit's first forward are compared in every
-forward, too: they are probably a momentum encoder's, which the program may update inside of any
-forward.
+all values are compared only in the 1st, 2nd, 10th, 100th, ... forward of a unit, counted separately
+with and without gradients (2nd: the first update of a momentum encoder may change nothing). After
+the first edit is found, all values of every unit are compared in every forward. The same holds for
+frozen parameters that the program writes after the unit's first forward: they probably belong to a
+momentum encoder, which the program may update inside of any forward.
 
-In the other forwards of a unit, 32 values of each frozen flat parameter are compared, which shows
-updates of all values. This takes 10 to 30 microseconds, 2 % of a step with many small units, so
-trainable flat parameters are compared only in every 8th forward. On accelerators, a read would wait
+In the other forwards, only 32 values are compared, which still shows updates of all values. This
+takes 10 to 30 microseconds, 2 % of a step with many small units. So frozen flat parameters are
+compared in every forward, but trainable ones only in every 8th. On accelerators, a read would wait
 for the device, so the extra ``device_checks`` compares there.
 
 [Note: changed versions]
-If a forward changes the version, the values are compared. A program that writes to parameters
-usually does so from the first forward on, and before the first forward all values were read. If
-only some values were read, each rank compares the range of its own shard, and together the ranks
-compare everything: a program that edits a parameter does so on all ranks. Only the ranks that hold
-the edited elements see the edit, so all ranks raise together, at the end of backward. From the next
-forward on, all values of the flat parameter are compared in every forward.
+If a forward changes the version counter, and all values were read before the forward, all values
+are compared. If only some values were read, each rank compares its range of the buffer with its
+shard. Only the ranks that hold the edited elements see the edit this way. So all ranks raise
+together, at the end of backward. From the next forward on, all values of the flat parameter are
+compared in every forward.
 """
 
 from __future__ import annotations
@@ -42,40 +43,41 @@ from flatshard.memory import checksum, sample
 from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 
-# The forwards (counted from 1) after which all values are compared ([Note: which forwards]).
+# Numbers of the forwards in which all values are compared ([Note: which forwards]).
 _COMPARED = {2, *(10**power for power in range(12))}
 
-# A function that reads values of an unsharded buffer: `checksum` reads all values, `sample` reads a
-# few values, and `type` reads no values.
+# A function that reads an unsharded buffer, so that two results show an edit between the reads:
+# `checksum` reads all values, `sample` reads 32 values, and `type` reads none.
 Look = Callable[[Tensor], object]
 
 
 class ForwardEdits:
-    """Records parameters before each forward of a unit, and looks for edits after the forward."""
+    """Reads parameters before each forward of a unit, and looks for edits after the forward."""
 
     def __init__(self) -> None:
-        # For each flat parameter, the function that read the buffer at the beginning of the unit's
-        # latest forward, and its result.
+        # For each flat parameter: the function that has read the buffer at the beginning of the
+        # unit's latest forward, and the result.
         self._before: dict[FlatParamHandle, tuple[Look, object]] = {}
         # Number of forwards so far, by unit and by whether gradients were enabled.
         self._forwards: dict[tuple[Unit, bool], int] = {}
         # For each frozen flat parameter, the version of the shard at the unit's first forward. If
-        # the version has changed, the program writes the parameters ([Note: which forwards]).
+        # the version has changed, the program writes to the frozen parameters.
         self._frozen: dict[FlatParamHandle, int] = {}
         # Flat parameters whose version a forward has changed ([Note: changed versions]).
         self._rewritten: set[FlatParamHandle] = set()
-        # Edited flat parameters about which all ranks raise at the end of backward, because other
-        # ranks may not have seen the edit.
+        # Flat parameters in which this rank, but perhaps not every rank, has found an edit. All
+        # ranks raise at the end of backward.
         self.found: set[FlatParamHandle] = set()
-        self._was_edited = False
+        self._was_edited = False  # whether an edit was ever found
 
     def begin(self, unit: Unit) -> None:
-        """Record the state of the unsharded parameters before a unit's forward."""
+        """Read values of the unsharded parameters before a unit's forward."""
         kind = unit, torch.is_grad_enabled()
         number = self._forwards[kind] = self._forwards.get(kind, 0) + 1
         for handle in unit.handles:
-            # If the shard is the unsharded buffer, an edit changes the shard and is not lost.
-            if handle.is_aliased:
+            # If the shard serves as the unsharded buffer, an edit changes the shard and is not
+            # lost.
+            if handle.shard_is_buffer:
                 continue
             is_close = handle in self._rewritten or not handle.num_trainable
             look = self._look_closely(handle) if is_close else sample if number % 8 == 0 else type
@@ -90,7 +92,7 @@ class ForwardEdits:
     def check(self, unit: Unit, module: nn.Module) -> None:
         """Raise RuntimeError if the finished forward of ``module`` edited the unit's parameters."""
         for handle, places in unit.places_in[module]:
-            if handle not in self._before or handle.is_aliased:
+            if handle not in self._before or handle.shard_is_buffer:
                 continue
             look, before = self._before[handle]
             if handle.buffer._version != handle.clean_version or look(handle.buffer) != before:
@@ -100,8 +102,8 @@ class ForwardEdits:
     def check_values(self, handle: FlatParamHandle) -> None:
         """Raise RuntimeError if a forward has changed values of ``handle``, not only the version.
 
-        Called when the version has changed: at the end of the forward, and when autograd saves a
-        parameter, because a forward may also edit parameters and undo the edit.
+        Called if the version has changed, when autograd saves a parameter and at the end of the
+        forward. (A forward may edit a parameter, compute, and undo the edit before it ends.)
         """
         self._rewritten.add(handle)
         if not self._has_kept_values(handle):
@@ -119,7 +121,10 @@ class ForwardEdits:
         return torch.is_grad_enabled()
 
     def error_of(self, unit: Unit) -> RuntimeError | None:
-        """Return the error about ``unit`` that all ranks raise after a rank has found an edit."""
+        """Return the error about an edit in ``unit`` that a rank has found, for all ranks to raise.
+
+        None: no forward has changed a version in this unit.
+        """
         suspects = [handle for handle in unit.handles if handle in self._rewritten]
         self.found.clear()
         self._was_edited |= bool(suspects)
@@ -127,26 +132,26 @@ class ForwardEdits:
 
 
 def _check_installed(handle: FlatParamHandle, places: list[Place]) -> None:
-    """Raise if a forward replaced a parameter, or assigned another tensor to a ``p.data``.
+    """Raise if a forward has replaced a parameter, or assigned another tensor to ``p.data``.
 
-    ``places``: the modules and attributes that held the parameters of ``handle`` in the forward.
+    ``places``: the modules and attributes at which the parameters of ``handle`` were.
     """
-    held, fulls, spans = handle.held or handle.fulls, handle.fulls, handle.layout.spans
+    installed, fulls, spans = handle.installed or handle.fulls, handle.fulls, handle.layout.spans
     address, itemsize = handle.buffer.data_ptr(), handle.buffer.element_size()
-    # Compare all addresses at once, which is faster. With several modules, this function would
-    # compare the addresses of all modules for each of them.
+    # Usually, compare the addresses of all parameters at once, which is faster. In a unit of
+    # several modules, compare only `places`, because this function is called for each module.
     are_in_place = len(handle.unit.modules) == 1 and (
         [*map(Tensor.data_ptr, fulls)] == [address + itemsize * span.start for span in spans]
     )
     for module, attribute, param in places:
-        if module._parameters.get(attribute) is not held[param.index]:
+        if module._parameters.get(attribute) is not installed[param.index]:
             raise RuntimeError(
                 f"{param.where} was replaced in forward, but the next forward would use the "
                 "original parameter. Compute with the new value, but do not assign the value to "
                 "the module."
             )
-        # Modules may hold a DTensor around the full parameter. A DTensor has no address of its own,
-        # so compare the address of the full parameter.
+        # Compare the address of the full parameter, not of the module's attribute, which may be a
+        # DTensor around the full parameter, without an address.
         if are_in_place:
             continue
         full, span = param.full, param.span

@@ -1,10 +1,12 @@
 """``ParamGather``: fills the unsharded buffer of one flat parameter by an all-gather.
 
-Each rank usually sends its shard, cast to the compute dtype and copied to the compute device. If
-the user asks for float8, each rank sends a float8 copy of the shard. With ``HYBRID_SHARD_OP`` or
-``reshard_after_forward=k``, each rank sends a larger part of the parameters than the shard, so that
-an all-gather needs only nearby ranks (the extra ``secondary_shards``). If shards are offloaded, a
-separate stream copies shards to the compute device, and the copies overlap with compute.
+Each rank usually sends its shard, cast to the compute dtype and copied to the compute device.
+Options change this:
+
+- ``gather_dtype=`` (float8): each rank sends a float8 copy of its shard.
+- ``HYBRID_SHARD_OP`` or ``reshard_after_forward=k``: each rank keeps a larger part of the
+  parameters, its secondary shard, so that an all-gather needs only nearby ranks.
+- offloaded shards: a separate stream copies shards to the device, overlapped with compute.
 """
 
 from __future__ import annotations
@@ -23,29 +25,30 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
 class ParamGather:
-    """All-gathers one flat parameter: keeps the unfinished all-gather and copies of the shard."""
+    """All-gathers one flat parameter. Keeps the unfinished all-gather, and copies of the shard."""
 
     def __init__(self, plan: FlatParamPlan) -> None:
         """Prepare to all-gather the planned flat parameter. The caller must call ``move_to`` next.
 
-        Takes new tags from the process groups, so all ranks make flat parameters in one order.
+        Takes the next free tags, so all ranks must make their flat parameters in the same order.
         """
         self._plan, self._topology = plan, plan.topology
         self._precision, self._targets = plan.precision, plan.targets
         topology, gather_dtype = plan.topology, plan.precision.gather_dtype
         intra_group, inter_group = topology.intra_group, topology.inter_group
-        # Transports such as sockets match collectives by tag. Reductions use the same tags.
+        # A tag is a number by which some transports (sockets, for example) match the messages of a
+        # flat parameter on different ranks.
         tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
-        # Separate tags for all-gathers outside of a step: if by mistake only one rank calls
-        # state_dict(), its all-gather must not match the all-gather of the same parameter in the
-        # other ranks' forward. `read_tags`: for full_tensors(), because programs may call
-        # state_dict() while the next all-gather of full_tensors() is unfinished.
+        # `tags`: for all-gathers and reductions in a step. `_full_tags`: for state_dict(): if by
+        # mistake only one rank calls state_dict(), its all-gather must not match the all-gather in
+        # the other ranks' forward. `read_tags`: for full_tensors(), because a program may call
+        # state_dict() while an all-gather of full_tensors() is unfinished.
         self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, plan.layout.shard_numel)
-        # `SecondaryShard`. None: every all-gather reads the shards.
+        # The larger part that this rank keeps for all-gathers with nearby ranks, or None.
         self.secondary: Any = None
         if topology.post_forward_group is not None or inter_group.size > 1:
             options = "HYBRID_SHARD_OP or reshard_after_forward=k"
@@ -60,17 +63,18 @@ class ParamGather:
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # Do not cast the shard before the all-gather in two cases: on one rank, the all-gather is a
-        # copy, which also casts; float8 values are computed from the uncast shard.
+        # Do not cast the shard before the all-gather if every rank holds the whole parameter (then
+        # the all-gather is a local copy, which casts), or for float8 (computed from the uncast
+        # shard).
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
-        # Whether all-gathers read the shard itself, in host memory, and not a copy of the shard.
+        # Whether all-gathers send the shard itself, from host memory, and not a copy of the shard.
         is_copied = self.secondary is not None or self._float8 is not None
         is_cast = self.compute_dtype != dtype
         self.reads_shard = device.type == "cpu" and not (is_copied or is_cast or is_alone)
-        # Whether the shard is the unsharded buffer: modules compute with the sharded parameters.
-        self.is_aliased = is_alone and not (is_cast or self._is_offloaded)
-        # Copy of an offloaded shard that stays on the device, and the shard's version then.
+        # Whether the shard is the whole parameter, and itself serves as the unsharded buffer.
+        self.shard_is_buffer = is_alone and not (is_cast or self._is_offloaded)
+        # Copy of an offloaded shard that stays on the device, and the version of the copied shard.
         self._device_copy: tuple[Tensor, int] | None = None
         if self.secondary is not None:
             self.secondary.drop()
@@ -78,10 +82,10 @@ class ParamGather:
     def allocate(self, numel: int, shard: Tensor | None = None) -> BufferMemory:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
-        With ``is_aliased``, returns the memory of ``shard``. With ``reads_shard``, the transport
-        may map this rank's shard into the buffer: then the result also has memory for the shard.
+        With ``shard_is_buffer``, returns the memory of ``shard``. With ``reads_shard``, the result
+        may also have memory for this rank's shard, inside of the buffer.
         """
-        if shard is not None and self.is_aliased:
+        if shard is not None and self.shard_is_buffer:
             return BufferMemory(shard)
         target = self._targets.shard if self.reads_shard else None
         request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
@@ -91,7 +95,8 @@ class ParamGather:
     def start(self, shard: Tensor, version: int, memory: BufferMemory, purpose: str) -> None:
         """Start the all-gather into the buffer of ``memory``. Collective: all ranks of the group.
 
-        ``version``: the counter of ``shard``, which shows whether an earlier copy is stale.
+        ``version``: the version counter of ``shard``, which shows whether earlier copies of the
+        shard are stale.
         """
         with on_copy_stream(self._device) if self._is_offloaded else NOTHING:
             if self.secondary is not None:
@@ -105,7 +110,7 @@ class ParamGather:
             )
             if self._float8 is not None:
                 packed = self._float8.pack(source)
-                # All-gather the smaller float8 values into separate memory. `finish` unpacks them.
+                # All-gather float8 values into separate memory. `finish` unpacks the values.
                 self._packed = packed.new_empty(packed.numel() * self._topology.intra_group.size)
                 request = request._replace(shard=packed, out=self._packed, memory=None)
             self._work = self._topology.intra_group.all_gather(request)
@@ -121,19 +126,16 @@ class ParamGather:
         return source
 
     def _on_device(self, shard: Tensor, version: int) -> Tensor:
-        """Return a copy of an offloaded shard on the device.
-
-        Reuse the last copy if it is up to date.
-        """
+        """Return a copy of an offloaded shard on the device. Reuse the last copy if up to date."""
         if self._device_copy is not None and self._device_copy[1] == version:
             return self._device_copy[0]
-        # Cast on the device: a cast on the host would write to unpinned memory, from which a copy
-        # does not overlap with compute.
+        # Copy first, and cast on the device: a cast on the host would write to unpinned memory, and
+        # copies from unpinned memory do not overlap with compute.
         brought = shard.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        # The optimizer writes the shard on the host, and the host does not wait for this stream. So
-        # treat the copy like an unfinished send: the end of the forward or backward waits for it.
+        # The optimizer, on the host, must not write the shard before this copy has read it. So
+        # treat the copy like an unfinished send, for which the end of forward or backward waits.
         copied = SimpleNamespace(is_completed=event.query, wait=event.synchronize)
         AsyncWork([], self._plan.unit_name, [shard], sends=[copied]).wait(self._plan.pending_sends)
         self._targets.shard.page_out(shard)
@@ -143,7 +145,7 @@ class ParamGather:
         return source
 
     def as_gathered(self, shard: Tensor) -> Tensor:
-        """Return the values of ``shard`` as an all-gather puts them into the buffer."""
+        """Return the values of ``shard`` after the rounding to the compute dtype or to float8."""
         values = shard.to(self._device)
         if self._float8 is None:
             return values.to(self.compute_dtype)
@@ -156,12 +158,12 @@ class ParamGather:
 
         Raises CollectiveError if the all-gather failed.
         """
-        if self._work is not None:  # None: the user interrupted an earlier call after the wait
+        if self._work is not None:  # None: an earlier call has waited, and was interrupted
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:
-            # The compute stream must wait until the copy stream has filled the buffer, but only
-            # here: until now, it can run kernels that do not need the parameters.
+            # The compute stream must wait until the copy stream has filled the buffer. Wait as late
+            # as this, so that kernels that do not need the parameters run before.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if self._packed is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -171,8 +173,8 @@ class ParamGather:
     def start_full(self, part: Tensor, out: Tensor, tags: tuple[int, ...] = ()) -> AsyncWork:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
-        ``out``: ``(padded_numel,)``, in the dtype of ``part``. ``tags``: pass ``read_tags`` if
-        other all-gathers of the flat parameter may run before the caller finishes this one.
+        ``out``: ``(padded_numel,)``, in the dtype of ``part``. ``tags``: ``read_tags``, if other
+        all-gathers of the flat parameter may run before this one has finished. Otherwise empty.
 
         Collective: all ranks that share the flat parameter.
         """
@@ -189,7 +191,8 @@ class ParamGather:
     def begin_refresh(self, shard: Tensor, version: int) -> None:
         """Start to all-gather the secondary shard across nodes, if the secondary shard is stale.
 
-        Does nothing if the inter group has one rank. Collective: all ranks of the inter group.
+        Does nothing without ``HYBRID_SHARD_OP``. Collective: all ranks of the inter group, which
+        has one rank of each node.
         """
         secondary = self.secondary
         if secondary is None or self._topology.inter_group.size == 1:

@@ -1,18 +1,19 @@
 """``GradReduce``: reduces the gradients of one flat parameter, in up to three stages.
 
 [Note: stages]
-1.  A reduce-scatter averages the gradients within the intra group. Each rank keeps a part.
-2.  If the model trains on more ranks, a second group averages the parts: an inter group by a
-    reduce-scatter, which splits the parts further; a replicate group by an all-reduce, because
-    every replica needs the whole part.
+1.  A reduce-scatter averages the gradients within the intra group: all ranks that share one copy of
+    the parameters, or with ``HYBRID_SHARD_OP`` the ranks of one node. Each rank keeps a part.
+2.  If the model trains on more ranks, this part is averaged over a second group. With
+    ``HYBRID_SHARD_OP``, this is the inter group (one rank of each node), and a reduce-scatter
+    splits the part further. Otherwise it is the replicate group (the ranks with the same part),
+    which runs an all-reduce, because every rank of the group needs the whole part.
 3.  In the all-reduce, the backend adds up the gradients. If flatshard must add them itself (in rank
     order, or in a wider dtype), stage 2 is a reduce-scatter over the replicate group instead, and
     stage 3 all-gathers the result.
 
-Under ``GradSync.SHARD_ONLY``, a backward runs only the first stage, ``Gradients`` adds up the
-results, and a later backward runs the rest. The first two stages send gradients in the reduce
-dtype. Sums may have a wider dtype (``Transport.sum_dtype``), and are rounded before the second
-stage.
+Under ``GradSync.SHARD_ONLY``, a backward runs only stage 1, ``Gradients`` adds up the results, and
+a later backward runs the rest. Stages 1 and 2 send gradients in the reduce dtype. The sums may have
+a wider dtype (``Transport.sum_dtype``), and are rounded before stage 2.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class CommHook:
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
     # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
-    # the flat parameter. Returns this rank's shard of the average over all ranks,
-    # `(shard_numel,)` in any dtype, once it is complete. The padding must be zero. Collective.
-    # None: the usual reduction.
+    # the flat parameter. Waits, and returns this rank's shard of the average over all ranks,
+    # `(shard_numel,)` in any dtype, with zeros in the padding. Collective. None: the usual
+    # reduction.
     reduce: Callable[[Tensor, FlatParamPlan], Tensor] | None = None
 
 
@@ -55,45 +56,40 @@ class ReducePlan:
         tags: tuple[int, int, int],
         hook: CommHook | None,
     ) -> None:
-        """Plan the reductions of one flat parameter.
+        """Plan the reductions of the flat parameter ``flat``.
 
-        Args:
-            flat: the flat parameter.
-            dtype: dtype of the shard.
-            device: device of the gradients that autograd computes.
-            tags: tags for collectives of the intra, inter and replicate group.
-            hook: the user's communication hook, if any.
+        ``dtype``: dtype of the shard. ``device``: device of the gradients that autograd computes.
+        ``tags``: numbers by which transports match the flat parameter's messages between ranks, for
+        the intra, the inter and the replicate group. ``hook``: the user's communication hook.
         """
         self.flat, self.device, self.tags = flat, device, tags
         self.comm_hook = hook
         reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
         self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
-        # Reuses the memory of published gradients once users have dropped them. None: published
+        # Memory of earlier results, to be reused once users have dropped the gradients. None:
         # gradients are offloaded.
         self.output = BufferCache() if flat.targets.gradient.is_device else None
-        # whether flatshard itself adds, in rank order
+        # whether flatshard, not the backend, adds gradients, in rank order
         self.fixed_order = flat.precision.fixed_order
         intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
-        # Number of elements that this rank has after the first stage, and the first element's index
-        # in the flat parameter.
+        # This rank's part after the first stage: the number of elements, and the index of the first
+        # element in the flat parameter.
         self.intra_numel = flat.layout.padded_numel // intra_group.size
         self.intra_start = intra_group.rank * self.intra_numel
         # Size of the unsharded gradients.
         self.full_bytes = flat.layout.padded_numel * dtypes.reduce_dtype.itemsize
-        # Memory of an unfinished reduction. Usually the gradients count twice: one copy to send,
-        # and one copy to receive. NCCL (like every backend for which a stream waits, not the host)
-        # adds each part on arrival, so there the gradients count once. With `fixed_order`, NCCL
-        # receives all parts before it adds, so the gradients count twice again. If they count once,
-        # two reductions of the largest bucket stay below `ReduceQueue.max_bytes_in_flight`, and may
-        # run at once.
+        # Memory of an unfinished reduction. Usually the gradients count twice: the sent and the
+        # received values. NCCL (like every backend for which a stream waits, not the host) adds
+        # values as they arrive, so the gradients count once, unless flatshard adds the values
+        # (`fixed_order`).
         waits = intra_group.transport_for(device).stream_waits(device)
         self.bytes_in_flight = self.full_bytes * (1 if waits and not self.fixed_order else 2)
         self.second_group = flat.topology.second_group  # the group of the second stage
-        # Dtypes of the sums in the first and in the second stage.
+        # Dtypes in which the first and the second stage add gradients.
         self.intra_sum_dtype = self._sum_dtype(intra_group)
         self.second_sum_dtype = self._sum_dtype(self.second_group)
-        # Whether flatshard, and not the backend, averages over the replicate group. Then the
-        # reduction has the third stage of [Note: stages].
+        # Whether flatshard, not the backend, adds gradients over the replicate group. Then the
+        # reduction has a third stage ([Note: stages]).
         sums_wider = self._sum_dtype(replicate) is not dtypes.reduce_dtype
         self.adds_replicas = replicate.size > 1 and (self.fixed_order or sums_wider)
 
@@ -101,7 +97,7 @@ class ReducePlan:
     def is_unordered(self) -> bool:
         """Whether ranks may start reductions in different orders.
 
-        True if there is no communication hook, and transports match all collectives by tag.
+        True if there is no communication hook, and transports match all messages by tag.
         """
         topology = self.flat.topology
         groups = topology.intra_group, topology.inter_group, topology.replicate
@@ -116,7 +112,7 @@ class ReducePlan:
         return transport.sum_dtype(self.dtypes.reduce_dtype, fixed_order=self.fixed_order)
 
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
-        # Take only the last stage's result from the cache: only this result is published.
+        # Take only the last stage's result from the cache, because only this becomes a gradient.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
@@ -128,7 +124,7 @@ class GradReduce:
     def __init__(
         self,
         plan: ReducePlan,
-        full: Tensor,  # the gradients, (padded_numel,); nothing else may use the memory
+        full: Tensor,  # the gradients, (padded_numel,); no other code may use the memory
         *,
         is_intra_only: bool,  # whether to stop after the first stage (`GradSync.SHARD_ONLY`)
         intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
@@ -143,11 +139,11 @@ class GradReduce:
             self.computed = torch.Event(plan.device)
             self.computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
-        # `to_come`: functions that start the stages that have not started yet. `_turns`: the
-        # reductions, also of other models, whose second stage uses the same group and has not
-        # started, in the order of start.
-        self.to_come: deque[Callable[[], AsyncWork]] = deque()
-        self._turns = second.second_stages
+        # Functions that start the remaining stages.
+        self.later_stages: deque[Callable[[], AsyncWork]] = deque()
+        # All reductions, also of other models, whose second stage will use the same group and has
+        # not started, in the order in which their first stages started.
+        self._second_stages = second.second_stages
         self._read_on_side_stream: list[object] = []
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
@@ -158,19 +154,19 @@ class GradReduce:
         self._works = [self.work]
         if second.size == 1 or is_intra_only:
             return
-        self.to_come.append(self._second_stage)
+        self.later_stages.append(self._second_stage)
         if second is plan.flat.topology.replicate and plan.adds_replicas:
-            self.to_come.append(self._gather_replicas)
-        # First stages may finish in different orders on different ranks, so second stages start in
-        # the order of the first, which is the same on all ranks.
-        self._turns.append(self)
-        # Queue all stages now if a stream waits for the collectives. The transport decides this,
-        # not the device: with gloo, the host would wait here for an accelerator's tensors, too.
+            self.later_stages.append(self._gather_replicas)
+        # Second stages start in the order of this queue, which is the same on all ranks. First
+        # stages may end in another order on each rank.
+        self._second_stages.append(self)
+        # If a stream waits for collectives (NCCL), queue all stages now. With gloo, the host would
+        # wait here, also for tensors on an accelerator. So ask the transport, not the device.
         device = self._out.device
         if second.transport_for(device).stream_waits(device):
-            self._cross_behind(full)
+            self._queue_later_stages(full)
         elif intra_group.size == 1:  # there is no first stage to wait for
-            self.cross()
+            self.start_second_stage()
 
     def _reduce_scatter(
         self, comm: Communicator, full: Tensor, tag: int, kind: str = "reduce"
@@ -179,30 +175,30 @@ class GradReduce:
         unit_fqn, fixed_order = self._plan.flat.unit_name, self._plan.fixed_order
         return comm.reduce_scatter(ReduceScatter(full, self._out, unit_fqn, tag, fixed_order, kind))
 
-    def _cross_behind(self, full: Tensor) -> None:
+    def _queue_later_stages(self, full: Tensor) -> None:
         """Queue all later stages now, on a side stream that waits for the first stage."""
-        # Keep references to these tensors: the current stream does not wait for the side stream
-        # before `finish`, so freed memory could be reused too early.
+        # Keep references to the tensors that the side stream reads: the current stream does not
+        # wait for the side stream before `finish`, and could reuse freed memory too early.
         self._read_on_side_stream = [full, self._intra_reduced, *self.work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
-            self.cross()
+            self.start_second_stage()
             self._read_on_side_stream += self.work.kept
-            while self.to_come:
-                self._begin_next()
+            while self.later_stages:
+                self._start_next_stage()
 
-    def cross(self) -> None:
-        """Wait for the first stage and start the second stage, if there is one.
+    def start_second_stage(self) -> None:
+        """Wait for the first stage, and start the second stage, if it has not started.
 
-        Starts the second stages of earlier reductions first, so that the order is the same on all
-        ranks.
+        Starts the second stages of earlier reductions before, so that all ranks start second stages
+        in the same order.
         """
-        while self in self._turns:
-            self._turns[0]._begin_next()
+        while self in self._second_stages:
+            self._second_stages[0]._start_next_stage()
 
-    def _begin_next(self) -> None:
-        """Wait for the stage under way, and start the next stage."""
+    def _start_next_stage(self) -> None:
+        """Wait for the present stage, and start the next stage."""
         self.work.wait(self._plan.flat.pending_sends)
-        begin = self.to_come.popleft()
+        begin = self.later_stages.popleft()
         self.work = begin()
         self._works.append(self.work)
 
@@ -212,9 +208,9 @@ class GradReduce:
         An all-reduce if the backend adds up the replicas, otherwise a reduce-scatter.
         """
         plan, second = self._plan, self._plan.second_group
-        self._turns.popleft()
+        self._second_stages.popleft()
         if self._intra_reduced is not None:
-            # Add before the cast: both may have a wider dtype than the reduce dtype.
+            # Add before the cast to the reduce dtype: both summands may have a wider dtype.
             self._out.add_(self._intra_reduced)
             self._intra_reduced = None
         self._out = values = self._out.to(plan.dtypes.reduce_dtype)
@@ -227,7 +223,7 @@ class GradReduce:
         return self._reduce_scatter(second, values, plan.tags[1])
 
     def _gather_replicas(self) -> AsyncWork:
-        """Start the third stage: all-gather the parts of the average over the replicas."""
+        """Start the third stage: all-gather the averages over the replicate group."""
         plan, replicate, part = self._plan, self._plan.flat.topology.replicate, self._out
         full = plan.new_output(part.numel() * replicate.size, part.dtype)
         self._out = full[: plan.intra_numel]  # leaves out the zeros that `_padded` appended
@@ -236,23 +232,23 @@ class GradReduce:
         )
 
     def advance(self) -> bool:
-        """Start the later stages that can start now, without a wait.
+        """Start the stages that can start without a wait.
 
-        Returns False if the reduction has a second stage that cannot start yet.
+        Returns False if the second stage cannot start yet, because the first stage of this
+        reduction or of an earlier one is not over.
         """
-        while self in self._turns and self._turns[0].work.done():
-            self._turns[0]._begin_next()
-        # Second stages of other reductions use the same group, and gloo matches collectives by
-        # order, but ranks see the end of a second stage at different times. So with gloo
-        # (`reports_end` is False), the third stage starts in `finish`, in the same order on all
-        # ranks.
-        has_crossed = self not in self._turns
-        if has_crossed and self.to_come and self.work.reports_end and self.work.done():
-            self._begin_next()
-        return has_crossed
+        while self in self._second_stages and self._second_stages[0].work.done():
+            self._second_stages[0]._start_next_stage()
+        # The third stage uses the same group as second stages of other reductions. gloo matches
+        # collectives of a group by order, but ranks see the end of a second stage at different
+        # times. So with gloo (`reports_end` is False), `finish` starts the third stage.
+        second_has_begun = self not in self._second_stages
+        if second_has_begun and self.later_stages and self.work.reports_end and self.work.done():
+            self._start_next_stage()
+        return second_has_begun
 
     def done(self) -> bool:
-        return not self.to_come and self.work.done()
+        return not self.later_stages and self.work.done()
 
     def finish(self) -> Tensor:
         """Wait for the last stage, and return the result of the reduction.
@@ -260,14 +256,14 @@ class GradReduce:
         Starts the remaining stages. Collective: all ranks finish reductions in the same order.
         """
         self.is_finished = True
-        if self.to_come:
-            self.cross()
-            while self.to_come:
-                self._begin_next()
+        if self.later_stages:
+            self.start_second_stage()
+            while self.later_stages:
+                self._start_next_stage()
         self.work.wait(self._plan.flat.pending_sends)
         self._read_on_side_stream = []  # no longer needed, because the current stream has waited
         out = self._out
-        del self._out  # so that the caller can free this memory, after a copy to the host
+        del self._out  # so that the caller can free the memory after an offload
         return out
 
     @property
@@ -292,7 +288,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """Return a stream that waits for the current stream of ``tensor``'s device.
+    """Return a side stream, after letting it wait for the current stream of the tensor's device.
 
     On this stream, later stages wait for the first stage, while the compute stream continues.
     """

@@ -1,20 +1,18 @@
 """``Gradients``: the gradients of one flat parameter, from autograd to ``.grad``.
 
 [Note: a gradient's way]
-1.  ``held`` has the gradients that autograd has computed. Once a flat parameter's gradients have
-    all arrived, ``receive_held`` adds them to the gradients since the last reduction. The sums are
-    the accumulated gradients.
-2.  ``start_reduction`` joins the sums of all parameters in one tensor, and starts to reduce it.
-3.  ``finish_reduction`` keeps the reduced gradients, and ``publish`` puts the reduced gradients
-    into ``.grad`` at the end of backward. If the reduction covered only the intra group
-    (``GradSync.SHARD_ONLY``), the result waits for a later backward that reduces over all ranks.
+1.  ``pending`` has the gradients that autograd has just computed. When every parameter of the flat
+    parameter has a gradient, ``receive_pending`` adds the gradients to the accumulated gradients
+    (``slots``): the sums of this rank's gradients since the last reduction.
+2.  ``start_reduction`` joins the accumulated gradients in one tensor, and starts the reduction.
+3.  ``finish_reduction`` keeps the reduced gradients. At the end of backward, ``publish`` puts the
+    reduced gradients into ``.grad``. If the reduction covered only the intra group, such as the
+    ranks of one node (``GradSync.SHARD_ONLY``), the result waits for a reduction over all ranks.
 
 [Note: unreduced gradients]
-Between two backwards under ``no_sync``, ``show`` puts the accumulated gradients into ``.grad``,
-although they are not reduced. While ``.grad`` shows accumulated gradients, ``zero_grad()`` drops
-the accumulated gradients, as under DistributedDataParallel. An optimizer step, or a norm of the
-gradients, raises an error.
-
+After a backward under ``no_sync``, ``show`` puts the unreduced, accumulated gradients into
+``.grad``, so that ``zero_grad()`` drops them, as under DistributedDataParallel. An optimizer step,
+or a norm of the gradients, raises an error.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ from flatshard.tensor.sharded_tensor import (
 from flatshard.units.layout import part_of, view_of
 from flatshard.units.module_tree import unit_text
 
-# Gradients smaller than this are copied together, by one kernel after the last gradient has
-# arrived, because starting one copy per small gradient takes longer than the copies.
+# Gradients smaller than this are copied together, by one kernel after the flat parameter's last
+# gradient is computed: starting one kernel per small gradient takes longer than the copy.
 _SMALL_BYTES = 1 << 20
 
 _LAYOUT = attrgetter("layout")
@@ -54,25 +52,20 @@ _LAYOUT = attrgetter("layout")
 class GradSync(enum.Enum):
     """How a backward reduces the gradients of a unit."""
 
-    # Gradients stay unsharded and unreduced. Gradients of later backwards are added.
+    # Gradients are kept, unsharded and unreduced. Later backwards add their gradients.
     ACCUMULATE = "ACCUMULATE"
-    # Gradients are reduced within the intra group (the ranks of one node, for example). The
-    # reduction across groups waits for a later backward.
+    # Gradients are reduced only within the intra group (the ranks of one node, for example). A
+    # later backward reduces them across groups.
     SHARD_ONLY = "SHARD_ONLY"
     # Gradients are reduced over all ranks, and put into ``.grad``.
     FULL = "FULL"
 
 
 class Gradients:
-    """Receives, adds up, shows and publishes the gradients of one flat parameter."""
+    """The gradients of one flat parameter; see [Note: a gradient's way]."""
 
     def __init__(self, plan: ReducePlan, params: Sequence[OriginalParam]) -> None:
-        """Start without gradients.
-
-        Args:
-            plan: how the gradients are reduced.
-            params: the original parameters of the flat parameter.
-        """
+        """Start without gradients. ``params``: the flat parameter's original parameters."""
         self._params, self._layout = params, plan.flat.layout
         # Whether the flat parameter is a single parameter without padding, such as an embedding.
         self._is_single = self._layout.padded_numel == self._layout.spans[0].numel
@@ -82,64 +75,65 @@ class Gradients:
         self.slots: dict[int, Tensor] = {}
         self._separate: set[int] = set()
         self._buffer: Tensor | None = None
-        # Gradients that wait for `receive_held`, by index of the original parameter.
-        self.held: dict[int, Tensor] = {}
+        # Gradients that wait for `receive_pending`, by index of the original parameter.
+        self.pending: dict[int, Tensor] = {}
         # Indices of the parameters whose gradients were received in this backward.
         self.arrived: set[int] = set()
-        # Indices of the parameters whose gradients this rank has computed since `.grad` was last
-        # published. After a `GradSync.SHARD_ONLY` reduction, also the parameters that other ranks
-        # used, because `intra_reduced` contains their gradients.
+        # Indices of the parameters whose gradients this rank has computed since the last `publish`.
+        # After a `GradSync.SHARD_ONLY` reduction, also the parameters for which other ranks of the
+        # intra group had gradients, because `intra_reduced` contains these gradients.
         self.used_by_rank: set[int] = set()
         # Sum of the `GradSync.SHARD_ONLY` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
-        # The last reduction that backward started. None: no reduction was started yet.
+        # The latest reduction. None: no reduction was started yet.
         self.reduction: GradReduce | None = None
-        # Whether the user edited an accumulated gradient on this rank: all ranks raise together at
-        # the end of the next backward that reduces.
+        # Whether the user edited an accumulated gradient in `.grad` on this rank. Then all ranks
+        # raise at the end of the next backward that reduces.
         self.was_edited = False
-        # For each original parameter whose `.grad` shows accumulated gradients: the tensor in
-        # `.grad`, its version, and whether `show` made it (False: a reduced gradient of an earlier
-        # step).
+        # Parameters whose `.grad` contains unreduced gradients, put there by `show`. For each: the
+        # tensor in `.grad`, its version, and whether `show` made the tensor. False: the tensor is
+        # a reduced gradient of an earlier step, and the unreduced gradients are only in `slots`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
-        # `_target`: where `.grad` lives. For targets other than the device, `_cache` reuses memory
-        # in the target, and `_copies` has the events of the copies under way.
+        # `_target`: whether `.grad` is in device memory, host memory or on disk. For host and disk,
+        # `_cache` reuses memory there, and `_copies` has an event for each unfinished copy.
         target = self._target = plan.flat.targets.gradient
         self._cache = BufferCache(new=target.new)
         self._copies: list[torch.cuda.Event] = []
+        # Reduced gradients that `publish` will put into `.grad`.
         self._reduced: Tensor | None = None
-        # For each aliased parameter (the shard is the unsharded buffer), the `.grad` from before
-        # the running backward; see `hold_earlier`.
+        # The `.grad` of each parameter from before the running backward; see `set_aside_earlier`.
         self._earlier_grads: dict[OriginalParam, Tensor] = {}
-        # Factor of published gradients. Differs from 1 only if some ranks compute no gradients
-        # (`join`), because the reduction divides by the number of all ranks.
+        # Factor for published gradients. If some ranks have no more input (`join`), the factor is
+        # not 1, because the reduction divides by the number of all ranks.
         self.scale = 1.0
         self.use(plan)
 
     def use(self, plan: ReducePlan) -> None:
-        """Reduce according to ``plan`` from now on. Accumulated gradients are kept."""
+        """Reduce by ``plan`` from now on. Accumulated gradients are kept, and moved or cast."""
         slots, intra_reduced, self.intra_reduced = self.slots, self.intra_reduced, None
         self._empty()
         self.plan, self.dtypes = plan, plan.dtypes
-        # Parameters whose gradients are received at once, and copied, to save memory.
+        # Indices of parameters with large gradients, each of which is copied into `_buffer` as soon
+        # as it is computed. Then the gradient can be freed, which saves memory.
         min_numel = _SMALL_BYTES / self.dtypes.reduce_dtype.itemsize
         spans = enumerate(self._layout.spans)
         self.large = {index for index, span in spans if span.numel >= min_numel}
         for param in self._params:
-            param.kept_grad = None  # its dtype or device may change
+            param.kept_grad = None  # it has the dtype and device of the previous plan
         with torch.no_grad():
             for index, slot in slots.items():
                 self.receive(index, slot.to(plan.device), more_to_come=True)
-            self.arrived.clear()  # `receive` fills `arrived`, but no backward runs
+            self.arrived.clear()  # these gradients did not arrive in a backward
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
         self.show()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
-        # Count only device memory: reduced gradients in another target (host, disk) do not count.
+        """Bytes of device memory for gradients that are not in ``.grad``."""
+        # Reduced gradients that are offloaded (to host or disk) do not count.
         reduced = self._reduced if self._target.is_device else None
-        gradients = *self.slots.values(), *self.held.values()
+        gradients = *self.slots.values(), *self.pending.values()
         under_way = 0 if self.reduction is None else self.reduction.nbytes
         return under_way + storage_bytes([self._buffer, self.intra_reduced, reduced, *gradients])
 
@@ -149,23 +143,23 @@ class Gradients:
 
     @property
     def accumulated(self) -> set[int]:
-        """Indices of original parameters whose gradients wait for a reduction over all ranks."""
+        """Indices of parameters whose gradients are not reduced over all ranks yet."""
         reduced = set() if self.intra_reduced is None else self.used_by_rank
         return reduced | self.slots.keys()
 
     def waits_for(self, sync: GradSync) -> bool:
-        """Whether there are gradients that a reduction with ``sync`` would reduce."""
+        """Whether a reduction with ``sync`` would have any gradients to reduce."""
         has_intra = sync is GradSync.FULL and self.intra_reduced is not None
         return sync is not GradSync.ACCUMULATE and (bool(self.slots) or has_intra)
 
     # ------------------------------------------------------------ before a backward
 
-    def hold_earlier(self) -> None:
-        """Set aside users' hooks, and reduced gradients of earlier backwards, until backward ends.
+    def set_aside_earlier(self) -> None:
+        """Remove users' hooks and the present ``.grad`` until the end of backward.
 
-        Called when a backward begins, if the shard is the unsharded buffer (``is_aliased``). Then
-        modules compute with the sharded parameters, and autograd would add unreduced gradients to
-        their ``.grad``.
+        Called when a backward begins, if the shard serves as the unsharded buffer (NO_SHARD). Then
+        modules compute with the user's own parameters. So autograd would call the hooks with
+        unreduced gradients, and add unreduced gradients to the reduced gradients in ``.grad``.
         """
         for param in self._params:
             param.hold_hooks()  # the hooks return in `FlatParamHandle.give_hooks_back`
@@ -175,21 +169,21 @@ class Gradients:
     def take_all_back(self) -> None:
         """Remove the accumulated gradients that ``show`` put into ``.grad``, before a backward.
 
-        If the user has removed or zeroed ``.grad``, drop the accumulated gradient, too. If the user
-        has changed it in another way, set ``was_edited``.
+        If the user has removed or zeroed a ``.grad``, drop the parameter's accumulated gradient. If
+        the user has changed the ``.grad`` in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
                 original, (shown, version, is_view) = self.shown.popitem()
-                # The user may have kept the tensor. Outside of `.grad`, it is an ordinary tensor.
+                # The user may have kept the tensor, which is an ordinary tensor outside of `.grad`.
                 UNREDUCED.pop(shown, None)
                 param, present = original.sharded, get_grad(original.sharded)
                 is_dropped, is_replaced = present is None, present is not shown
                 is_replaced &= not is_dropped
                 if is_replaced or (not is_dropped and version_of(shown) != version):
-                    # If all values are zero, the edit was zero_grad(set_to_none=False). Any other
-                    # edit is an error: it changed only this rank's contribution to the average, and
-                    # not the average.
+                    # The user has edited the unreduced gradient. If all values are zero now, this
+                    # was zero_grad(set_to_none=False). Any other edit is an error: the average is
+                    # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
                 del shown, present  # so that the object may be reused (`FlatShardTensor.grad`)
@@ -204,10 +198,10 @@ class Gradients:
         self.was_edited &= bool(self.accumulated)
 
     def take_assigned_of_whole(self) -> None:
-        """Add gradients that the program assigned to the accumulated gradients.
+        """Take gradients that the program assigned to ``.grad``, to average them in this backward.
 
-        Called when a backward begins, for parameters that every rank holds whole. These are plain
-        parameters, so nothing records an assignment: every ``.grad`` that flatshard did not put
+        Called when a backward begins, if every rank holds the whole parameters. These are plain
+        parameters, which do not record assignments. So every ``.grad`` that ``publish`` did not put
         there counts as assigned.
         """
         for param in self._params:
@@ -220,28 +214,27 @@ class Gradients:
             # As in DistributedDataParallel, the assigned gradient is averaged together with the
             # gradients of this backward.
             self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
-            # `receive` fills `arrived`, but the program assigned this gradient
-            self.arrived.clear()
+            self.arrived.clear()  # this gradient was assigned, and did not arrive in a backward
             param.sharded.grad = None
 
     # ------------------------------------------------------------ accumulate
 
-    def receive_held(self, *, more_to_come: bool) -> None:
-        """Receive the gradients in ``held``. ``more_to_come``: see ``receive``."""
-        held, self.held = self.held, {}
-        indices = held.keys()
+    def receive_pending(self, *, more_to_come: bool) -> None:
+        """Move the gradients in ``pending`` to ``slots``. ``more_to_come``: see ``receive``."""
+        pending, self.pending = self.pending, {}
+        indices = pending.keys()
         # The usual case: autograd has given each gradient the strides of its parameter.
         if (
             self.slots.keys().isdisjoint(indices)
             and self.large.isdisjoint(indices)
             and not (self._is_single or torch.is_grad_enabled())
-            and {*map(_LAYOUT, held.values())} == {torch.strided}
+            and {*map(_LAYOUT, pending.values())} == {torch.strided}
         ):
-            self.slots.update(held)
+            self.slots.update(pending)
             for marks in (self._separate, self.arrived, self.used_by_rank):
                 marks.update(indices)
             return
-        for index, grad in held.items():
+        for index, grad in pending.items():
             self.receive(index, grad, more_to_come=more_to_come)
 
     def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
@@ -250,8 +243,9 @@ class Gradients:
         Args:
             index: index of the original parameter.
             grad: the gradient, in the parameter's shape and any dtype, on the parameter's device.
-                No other code may use the tensor: this object may keep the tensor and add to it.
-            more_to_come: whether this backward reduces nothing, so that more gradients follow.
+                The caller must not use the tensor afterwards: this object may keep and change it.
+            more_to_come: whether this backward reduces nothing, so that later backwards will add
+                to the gradient.
         """
         if grad.requires_grad:
             raise RuntimeError(
@@ -274,20 +268,20 @@ class Gradients:
             slot.add_(grad)
             return
         span = self._layout.spans[index]
-        # If more gradients follow, do not round this one to a narrower reduce dtype yet.
+        # If later backwards add to the gradient, do not round it to a narrower reduce dtype yet.
         may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
         if index in self.large and not (may_widen or self._is_single):
             buffer = self._allocate() if self._buffer is None else self._buffer
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
-        # `take` views the gradient in memory order, so a lazily conjugated or negated tensor, whose
-        # memory has other values, does not fit.
+        # `take` reads the gradient's memory in order. So copy a gradient with other strides (an
+        # expanded tensor, for example), and one whose memory has other values than the tensor
+        # (lazily conjugated or negated).
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits:
-            # An expanded gradient, for example, has strides of 0.
             grad = grad.new_empty_strided(span.shape, span.strides).copy_(grad)
-        # Safe without a copy: `Backward.receive` has removed the tensor from `.grad`, so autograd
-        # does not add to it. `take` casts later.
+        # Keep the tensor without a copy. This is safe, because `Backward.receive` has emptied
+        # `.grad`, so autograd does not add to the tensor. `take` casts later.
         self.slots[index] = grad
         self._separate.add(index)
 
@@ -295,7 +289,7 @@ class Gradients:
         buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self.plan.device
         )
-        # Reductions and optimizers treat padding like parameters, so padding must be zero.
+        # Padding is reduced and passed to optimizers like gradients, so it must be zero.
         zero([buffer[start:end] for _, start, end in self._layout.gaps])
         self._buffer = buffer
         return buffer
@@ -320,8 +314,8 @@ class Gradients:
                 min(max(bound - self.plan.intra_start, 0), numel)
                 for bound in (span.start, span.end)
             )
-            # Zero the parameter's range in `intra_reduced`, a sum over ranks: this rank's gradient
-            # alone cannot be taken out of the sum.
+            # `intra_reduced` is a sum over ranks, from which this rank's gradient cannot be
+            # removed. So zero the parameter's range.
             self.intra_reduced[start:end].zero_()
             if not self.used_by_rank:
                 self.intra_reduced = None
@@ -344,13 +338,12 @@ class Gradients:
     # ------------------------------------------------------------ reduce
 
     def start_reduction(self, sync: GradSync) -> GradReduce | None:
-        """Start to average the gradients over the ranks, or average them by the user's hook.
+        """Start to average the gradients over the ranks.
 
-        Returns the reduction, for ``finish_reduction``. None: the user's hook has averaged the
-        gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
-        that train the unit.
+        Returns the reduction, for ``finish_reduction``. None: the user's communication hook has
+        already averaged the gradients. A gradient that this rank has not computed counts as zero.
+        Collective: all ranks that train the unit.
         """
-        # Only one reduction is kept, so a second start would lose the result of the first.
         assert not self.is_reducing, "the earlier reduction is not finished"
         full, earlier = self.take(), None
         if self.plan.hook is not None:
@@ -367,7 +360,7 @@ class Gradients:
         return self.reduction
 
     def finish_reduction(self, reduction: GradReduce) -> None:
-        """Wait for a reduction, and keep the result for the end of backward."""
+        """Wait for a reduction, and keep the result until ``publish`` or a later reduction."""
         out = reduction.finish()
         if reduction.is_intra_only:
             self.add_intra_reduced(out)
@@ -375,26 +368,26 @@ class Gradients:
             self.add_reduced(out)
 
     def take(self) -> Tensor:
-        """Return all accumulated gradients, ``(padded_numel,)`` in the reduce dtype; keep none.
+        """Return all accumulated gradients as one tensor, and keep none.
 
-        Parameters without a gradient are zero.
+        The tensor is ``(padded_numel,)``, in the reduce dtype; zero where there is no gradient.
         """
         spans, dtype = self._layout.spans, self.dtypes.reduce_dtype
         if self._is_single and self.slots:
-            # This gradient is the whole flat gradient, and may be large: send it without a copy.
+            # The only parameter's gradient is the flat gradient. Avoid a copy: it may be large.
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
             return whole.to(dtype)
-        # One kernel joins all gradients: a kernel per parameter would take longer. All gradients
-        # are dense, so 1-D views in memory order exist.
+        # Join all gradients by one kernel, because one kernel per parameter would take longer. The
+        # gradients are dense, so each has a 1-D view in memory order.
         indices = sorted(self._separate)
         flat = [*map(self.slots.__getitem__, indices)]
         if not self._is_contiguous:
             flat = [s.as_strided((s.numel(),), (1,)) for s in flat]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
-            # Make the padding here: kept zeros would take memory that grows with the world size.
-            # Go backwards, because an insertion moves later pieces. Insert no empty tensors, with
-            # which torch copies each piece separately.
+            # Insert the padding, from the end, because an insertion moves later pieces. Keep no
+            # tensors of zeros, whose size grows with the world size. The list must have no empty
+            # tensors: otherwise torch copies each piece separately.
             for index, start, end in reversed(self._layout.gaps):
                 flat.insert(index, flat[0].new_zeros(end - start))
             self._empty()
@@ -417,16 +410,16 @@ class Gradients:
     def show(self) -> None:
         """Put accumulated gradients into ``.grad``, after a backward that published no averages.
 
-        See [Note: unreduced gradients]. Gradients of earlier backwards return to ``.grad``, too.
+        See [Note: unreduced gradients]. Also undoes ``set_aside_earlier``.
         """
-        self._show_earlier()
+        self._restore_earlier()
         waiting = self.accumulated
         if not waiting:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Usually `.grad` shows this rank's full gradients in `slots`. But gradients that are
-            # already averaged within the node cover only a part of the flat parameter. Then `.grad`
-            # shows only this rank's shard.
+            # `.grad` gets this rank's range of the full gradients in `slots`. But gradients that
+            # are already reduced within the intra group (`intra_reduced`) are 1-D, so cut the
+            # ranges from this rank's shard of all accumulated gradients.
             in_parts = self.intra_reduced is not None
             device = self._params[0].sharded.device
             chunk = self.accumulated_shard().to(device) if in_parts else None
@@ -440,31 +433,29 @@ class Gradients:
                         else original.of_chunk(chunk)
                     )
                     set_grad(original.sharded, grad)
-                # An optimizer step with an unreduced gradient raises. Also mark a reduced gradient
-                # of an earlier step: a step that used only this gradient would miss the accumulated
-                # ones.
+                # Mark the tensor in `.grad`, so that an optimizer step raises. Also mark a reduced
+                # gradient of an earlier step: a step with only this gradient would leave out the
+                # accumulated gradients.
                 UNREDUCED[grad] = original.spec.unit
                 self.shown[original] = grad, version_of(grad), is_view
 
     def is_shown(self) -> bool:
-        """Whether any ``.grad`` now shows accumulated gradients.
+        """Whether any ``.grad`` still contains unreduced gradients, put there by ``show``.
 
-        False if every ``.grad`` has been replaced or removed since ``show``.
+        False if the user has removed or replaced every such ``.grad``.
         """
         return any(param.sharded.grad is shown for param, (shown, *_) in self.shown.items())
 
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
-        """Take ``grad``, which autograd left in ``.grad``; return a tensor for ``receive``.
+        """Return the tensor for ``receive``, after autograd has put ``grad`` into ``.grad``.
 
-        If autograd added the new gradient in place to the accumulated one that ``.grad`` shows, the
-        sum already contains it. Then this method drops the accumulated gradient in ``slots``, and
-        returns a copy of the sum, which ``receive`` can keep.
+        Usually this is ``grad``. But if ``.grad`` still had a tensor from ``show``, autograd has
+        added the new gradient to it in place. Then return a copy of this sum.
         """
         if param not in self.shown or self.shown[param][0] is not grad:
             return grad
-        # Autograd has added in place, before this backward could remove the shown gradient.
         _, _, is_view = self.shown.pop(param)
-        if is_view:
+        if is_view:  # `grad` contains the accumulated gradient
             self.forget(param.index)
         return grad.clone()
 
@@ -496,15 +487,15 @@ class Gradients:
                 event = torch.cuda.Event()
                 event.record()
             self._copies.append(event)
-            # The caller drops `reduced` while the copy still reads the memory. `record_stream`
-            # delays the reuse; a reference until `_finish_copies` would keep all gradients of the
-            # model on the device until the end of backward.
+            # The caller drops `reduced` while the copy still reads its memory. `record_stream`
+            # delays the reuse until the copy is complete. (A reference until `_finish_copies` would
+            # keep all gradients of the model on the device until the end of backward.)
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
 
     def _finish_copies(self) -> None:
-        """Wait, on the host, until all copies are complete: optimizers read ``.grad`` next."""
+        """Block the host until all copies to the offload target are complete."""
         for event in self._copies:
             event.synchronize()
         self._copies.clear()
@@ -521,7 +512,7 @@ class Gradients:
         self.used_by_rank.clear()
         reduced, self._reduced = self._reduced, None
         if self._earlier_grads:
-            self._show_earlier()
+            self._restore_earlier()
         if reduced is None:
             return
         if self.scale != 1.0:
@@ -533,8 +524,8 @@ class Gradients:
                     continue
                 sharded, kept = param.sharded, param.kept_grad
                 if kept is not None and not kept.__dict__:
-                    # Reuse the gradient's Python object: creating an object of a Tensor subclass
-                    # takes several times as long.
+                    # Reuse the Python object of the last step's gradient: creating an object of a
+                    # Tensor subclass takes several times as long.
                     grad: Tensor = kept
                     kept.__dict__ = {
                         "shard_flat": reduced,
@@ -552,22 +543,22 @@ class Gradients:
                 else:
                     self._add_grad(sharded, grad)
 
-    def _show_earlier(self) -> None:
-        """Put the gradients that ``hold_earlier`` removed back into ``.grad``."""
+    def _restore_earlier(self) -> None:
+        """Put the gradients that ``set_aside_earlier`` removed back into ``.grad``."""
         earlier, self._earlier_grads = self._earlier_grads, {}
         with torch.no_grad():
             for param, grad in earlier.items():
                 self._add_grad(param.sharded, grad)
 
     def _add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Set ``.grad`` to ``grad`` plus the present ``.grad``, which may be the user's."""
+        """Set ``.grad`` to ``grad`` plus the present ``.grad``, if there is one."""
         before = get_grad(param)
         if before is not None:
             if isinstance(before, FlatShardTensor) and not before.is_alike:
                 raise RuntimeError(
                     f"{before.spec.where()}: .grad was set to a sharded tensor ({before.text}) "
-                    "before backward, and may hold another gradient on each rank. Expected None, "
-                    "an averaged gradient, or a full tensor of this rank, which backward averages."
+                    "before backward, but may differ between ranks. Expected None, an average, or "
+                    "a full tensor of this rank, which backward averages. Call zero_grad() before."
                 )
             grad.add_(before)
             self._target.page_out(local_range(grad), local_range(before))
@@ -585,15 +576,15 @@ class Gradients:
                 reduction.finish()
         self._empty()
         self.intra_reduced = self._reduced = None
-        for marks in (self.held, self.arrived, self.used_by_rank):
+        for marks in (self.pending, self.arrived, self.used_by_rank):
             marks.clear()
         self.was_edited = False
 
     def leave_failed_backward(self) -> None:
         """Restore the ``.grad`` from before the failed backward."""
         for param in self._params:
-            param.full.grad = None  # the failed backward may have left this rank's own gradient
-        self._show_earlier()
+            param.full.grad = None  # perhaps the failed backward has left an unreduced gradient
+        self._restore_earlier()
 
 
 def edited(unit_name: str) -> RuntimeError:

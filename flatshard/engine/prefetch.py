@@ -1,4 +1,4 @@
-"""``Prefetch``: starts the all-gathers of units early, in the order of the last forward."""
+"""``Prefetch``: starts all-gathers of units early, in the order of the last forward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ExecutionOrder:
     """
 
     def __init__(self) -> None:
-        self._previous: list[int] = []
-        self._current: list[int] = []
+        self._previous: list[int] = []  # indices of units, in the order of the last forward
+        self._current: list[int] = []  # the same for the present forward, up to now
 
     def begin_forward(self) -> None:
-        """Start a new recording. The previous recording becomes the prediction."""
+        """Start a new recording. The last recording becomes the prediction."""
         self._previous = self._current or self._previous
         self._current = []
 
@@ -28,14 +28,12 @@ class ExecutionOrder:
         self._current.append(unit)
 
     def next_forward(self) -> list[int]:
-        """Return the units expected after the latest recorded unit, in order.
+        """Return the units that this forward is expected to run next, in order.
 
-        Empty if nothing can be predicted: no unit is recorded yet, or this forward has departed
-        from the order of the last forward.
+        Empty before the first unit, and if the latest unit is not the unit that was at the same
+        position in the last forward.
         """
         position = len(self._current)
-        # If this forward has departed from the order of the last forward, predict nothing. The next
-        # forward will be predicted from the order of this forward.
         if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
             return []
         return self._previous[position:]
@@ -44,8 +42,8 @@ class ExecutionOrder:
         """Return the units whose backward is expected after the backward of ``unit``, in order."""
         order = (self._current or self._previous)[::-1]
         after = order[order.index(unit) + 1 :] if unit in order else []
-        # If the unit ran twice, return only the units before the unit's second backward. The second
-        # backward calls this method again, to predict the later units.
+        # If the unit ran twice, return only the units before its second backward, which will call
+        # this method again.
         return after[: after.index(unit)] if unit in after else after
 
     @property
@@ -54,10 +52,7 @@ class ExecutionOrder:
         return bool(self._current) and self._current == self._previous
 
     def first_backward(self) -> list[int]:
-        """Return the units in the expected order of backward.
-
-        Empty until the forward has run all units.
-        """
+        """Return all units in the expected order of backward. Empty before the end of forward."""
         return self._current[::-1] if self.is_complete else []
 
 
@@ -75,23 +70,22 @@ class Prefetch:
         self.order = ExecutionOrder()
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units whose all-gather was started by a prefetch and runs in the background
-        # (`_in_background`). Some of these units may have run since; `_under_way` leaves them out.
+        # Units with a transport that sends in the background, whose all-gather was started by a
+        # prefetch. `_under_way` leaves out the units that have run since.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:
-        """Choose again how much to prefetch, after the units' buffers were reallocated."""
+        """Decide how much to prefetch. Called again after unsharded buffers were reallocated."""
         self._budget = max((unit.buffer_bytes for unit in self._units), default=0)
-        # Units whose transport (sockets, for example) sends while this rank computes. With
-        # `BackwardPrefetch.AUTO`, all-gathers of such a unit in backward count as slow, unless
-        # backward all-gathers in a smaller group (`regather_size`).
+        # Units whose transport (sockets) sends while this rank computes.
         self._in_background = {
             unit
             for unit in self._units
             if unit.topology.intra_group.transport_for().gathers_in_background
         }
+        # Sockets are slow, unless backward all-gathers in a smaller group (`regather_size`).
         backward_is_slow = any(unit.placement.regather_size is None for unit in self._in_background)
-        # Whether the end of forward keeps the first unit of backward unsharded, and starts the
+        # Whether forward, at its end, keeps the first unit of backward unsharded, and starts the
         # all-gathers of the next units.
         self._begins_in_forward = self._backward is BackwardPrefetch.END_OF_FORWARD or (
             self._backward is BackwardPrefetch.AUTO and backward_is_slow
@@ -105,22 +99,22 @@ class Prefetch:
         return begins_backward and self.order.first_backward()[:1] == [unit.index]
 
     def in_forward(self) -> None:
-        """Start all-gathers of the units expected after the unit whose forward begins."""
+        """At the beginning of a unit's forward, start all-gathers of the units expected next."""
         if self._forward:
             self._start_expected(self.order.next_forward(), "forward")
 
     def after_forward(self) -> None:
         """At the end of a forward, start the all-gathers of the units that backward uses first."""
         if self._begins_in_forward:
-            # Skip the first unit, which is still unsharded (see `needs_soon`).
+            # Skip the first unit, which is still unsharded, because of `needs_soon`.
             self._start_expected(self.order.first_backward()[1:], "backward")
 
     def in_backward(self, unit: Unit, *, is_over: bool) -> None:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``.
 
-        ``is_over``: whether the backward of ``unit`` is over. With ``BACKWARD_POST``, only the next
-        unit's all-gather starts, after the backward of ``unit``. With other settings, all-gathers
-        start before the backward of ``unit``.
+        Called at the beginning (``is_over=False``) and at the end of the unit's backward. With
+        ``BACKWARD_POST``, the next unit's all-gather starts at the end. With other settings,
+        all-gathers start at the beginning.
         """
         is_post = self._backward is BackwardPrefetch.BACKWARD_POST
         if self._backward is not None and is_post is is_over:
@@ -129,9 +123,9 @@ class Prefetch:
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:
         """Start the all-gather of the first unit in ``expected``, and perhaps of further units."""
-        # If the transport sends in the background, prefetch more than one unit: otherwise the
-        # network would be idle from the end of one all-gather to the start of the next. All
-        # prefetched units together may take at most as much memory as the largest unit.
+        # Prefetch more than one unit if the transport sends in the background: otherwise the
+        # network would be idle between the end of one all-gather and the next unit's forward. All
+        # prefetched units together may take as much memory as the largest unit.
         first = None
         for index in expected:
             unit = self._units[index]
@@ -141,10 +135,9 @@ class Prefetch:
                 first = index
             elif index != first and not (unit in self._in_background and self._fits(unit)):
                 return
-            # In backward, skip a unit if backward has begun for all calls of the unit in the latest
-            # forward. On some ranks, such a unit may still be unsharded, and these ranks would not
-            # take part in an all-gather. An optimizer that steps in backward may also have updated
-            # the unit already.
+            # In backward, skip a unit if the backwards of all calls of the unit have begun already.
+            # Some ranks may still have the unit unsharded, and would not take part in the
+            # all-gather. Also, an optimizer that steps in backward may have updated the unit.
             if purpose == "forward" or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 if unit in self._in_background:

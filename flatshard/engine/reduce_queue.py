@@ -1,6 +1,7 @@
-"""``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
+"""``ReduceQueue``: starts and finishes the reductions of gradients, in one order on all ranks.
 
-Each flat parameter is reduced separately, once its gradients are complete.
+Each flat parameter is reduced separately, once autograd has computed all its gradients. Then the
+flat parameter is called ready.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 
-# Longest wait for a reduction before the end of backward. A peer that lacks a gradient may itself
-# be waiting for this rank, so a longer wait could be a deadlock.
+# Longest wait for a reduction before the end of backward. A rank that lacks a gradient starts the
+# reduction only at the end of its backward, and may be waiting for this rank: a deadlock.
 _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# After some rank lacked a gradient of a flat parameter, the flat parameter counts as uneven
-# (`ReduceQueue._uneven`) for this number of backwards.
+# After a rank lacked a gradient of a flat parameter, no rank waits early for the reduction of this
+# flat parameter (`ReduceQueue._uneven`) in this number of backwards.
 _REMEMBERED = 100
 
 
 class ReduceOrder:
     """The order in which all ranks start the reductions of a backward.
 
-    All ranks must start collectives in the same order, but gradients may become complete in
-    different orders on different ranks, or never. So a reduction waits until all earlier ones in
-    the order have started, at the latest at the end of backward.
+    All ranks must start collectives in the same order, but flat parameters may become ready in
+    different orders on different ranks, or never. So a reduction starts only after all reductions
+    before it in the order: at the latest, at the end of backward.
 
-    This class knows flat parameters only by their indices (``number``).
+    Flat parameters are identified by their indices (``FlatParamHandle.number``).
     """
 
     def __init__(self, number: int) -> None:
         self.sequence = list(range(number))
-        self.num_taken = 0  # number of flat parameters whose reduction was started
-        # Complete flat parameters, in the order in which they completed.
+        self.num_taken = 0  # number of reductions that were started in this backward
+        # Flat parameters whose gradients are complete, in the order of completion.
         self._ready: dict[int, None] = {}
 
     def adopt(self, sequence: list[int]) -> None:
-        """Make ``sequence`` the order in later backwards; the same on all ranks."""
+        """Use ``sequence``, which must be the same on all ranks, as the order from now on."""
         assert sorted(sequence) == sorted(self.sequence), "not a permutation"
         self.sequence = list(sequence)
 
@@ -58,10 +59,10 @@ class ReduceOrder:
         self._ready[number] = None
 
     def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the numbers whose reduction may start now, in order, until ``allows`` is False.
+        """Yield the flat parameters whose reduction may start now, in order.
 
-        The caller starts each reduction before it asks for the next number, so ``allows(number)``
-        runs after all earlier reductions were started.
+        Ends at a flat parameter that is not ready, or for which ``allows(number)`` is False. The
+        caller must start each reduction before it asks for the next.
         """
         while self.num_taken < len(self.sequence):
             head = self.sequence[self.num_taken]
@@ -71,18 +72,18 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Return how many flat parameters at the beginning of the order are complete."""
+        """Return how many flat parameters, from the beginning of the order, are ready."""
         rest = (n for n, number in enumerate(self.sequence) if number not in self._ready)
         return next(rest, len(self.sequence))
 
     def rest(self) -> list[int]:
-        """Return the numbers whose reduction has not started yet, in order."""
+        """Return the flat parameters whose reduction has not started yet, in order."""
         return self.sequence[self.num_taken :]
 
     def suggested(self) -> list[int]:
-        """Return the order in which gradients became complete on this rank, as an order to adopt.
+        """Return the order in which flat parameters became ready on this rank.
 
-        Flat parameters that did not become complete come last.
+        Flat parameters that did not become ready come last.
         """
         return [*self._ready, *(number for number in self.sequence if number not in self._ready)]
 
@@ -92,19 +93,21 @@ class ReduceQueue:
 
     def __init__(self, state: RunState) -> None:
         self._state, self._handles = state, state.handles
-        # For the first backward, guess the reverse of the order of registration; then the ranks
-        # adopt the real order. The root comes last: forward uses some of its parameters
-        # (embeddings, for example) first, so backward computes their gradients last.
+        # For the first backward, guess that flat parameters become ready in the reverse order of
+        # construction, but the root unit last: forward uses some of its parameters (embeddings, for
+        # example) first, so backward computes their gradients last. After this backward, the ranks
+        # adopt the real order.
         self.order = ReduceOrder(len(self._handles))
         backwards = self.order.sequence[::-1]
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self.is_order_agreed = False  # whether the ranks have adopted the real order
-        # A flat parameter is uneven if, in a recent backward, some ranks started its reduction only
-        # at the end, because they lacked a gradient. No rank waits for such a reduction before the
-        # end of backward. Maps its index to the number of later backwards for which it counts as
-        # uneven.
+        # Uneven flat parameters: in a recent backward, only some ranks had all gradients, and the
+        # others started the reduction at the end of backward. So no rank waits for the reduction
+        # before the end. Maps the index of a flat parameter to the number of backwards for which it
+        # stays in this dict.
         self._uneven: dict[int, int] = {}
-        self._in_flight: dict[FlatParamHandle, GradReduce] = {}  # in the order of their start
+        # Unfinished reductions, in the order of their start.
+        self._in_flight: dict[FlatParamHandle, GradReduce] = {}
         self._must_wait = False  # whether all reductions start at the end of backward
         # How many flat parameters, counted from the beginning of the order, may be reduced before
         # the end of backward. Not all of them if users' communication hooks reduce some: then the
@@ -113,9 +116,9 @@ class ReduceQueue:
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
-        # The limit is twice the size of the largest unit's gradients. On an accelerator, the limit
-        # is twice the largest flat parameter's gradient: the host runs far ahead there, so the
-        # memory always rises to the limit.
+        # The limit is twice the size of the largest unit's gradients. On an accelerator, it is
+        # twice the size of the largest flat parameter's gradients: there, the host runs far ahead
+        # of the device, so the memory always rises to the limit.
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
@@ -125,23 +128,23 @@ class ReduceQueue:
     def begin_backward(self, *, must_wait: bool) -> None:
         """Reset the queue for a new backward.
 
-        ``must_wait``: whether all reductions start only at the end of backward (see
-        ``Backward._may_reduce_early``).
+        ``must_wait``: whether reductions may start only at the end of backward
+        (``Backward._may_reduce_early``).
         """
         self._must_wait, self.limit = must_wait, len(self._handles)
         self.order.begin_backward()
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
-                # This backward does not reduce the flat parameter, so later flat parameters must
-                # not wait for it.
+                # This backward does not reduce the flat parameter, so later flat parameters in the
+                # order must not wait.
                 self.order.ready(number)
             elif handle.grads.plan.hook is not None:
                 self.limit = 0
 
     def add(self, handle: FlatParamHandle) -> None:
-        """Mark a flat parameter as complete, start what may start, and finish old reductions.
+        """Mark a flat parameter as ready. Then start the reductions that may start now.
 
-        May wait for the oldest reduction, to limit memory (``_finish_old``).
+        Finishes old reductions, and may wait for the oldest one to limit memory (``_finish_old``).
         """
         self.order.ready(handle.number)
         self.start_ready()
@@ -161,7 +164,7 @@ class ReduceQueue:
         """Start to reduce the gradients of a flat parameter. Collective."""
         with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
             reduction = handle.grads.start_reduction(handle.unit.sync)
-        if reduction is None:  # a communication hook has reduced the gradients already
+        if reduction is None:  # the user's communication hook has already reduced the gradients
             self._tell_reduced(handle)
         else:
             self._in_flight[handle] = reduction
@@ -171,27 +174,26 @@ class ReduceQueue:
             extension.reduced(handle.unit)
 
     def _finish_old(self) -> None:
-        """Finish the reductions that are over.
+        """Keep the results of reductions that are over.
 
-        If the unfinished reductions take more memory than ``max_bytes_in_flight``, wait for the
-        oldest reduction, for a limited time.
+        If unfinished reductions take more memory than ``max_bytes_in_flight``, wait for the oldest
+        reduction, but only for a limited time.
         """
         self._state.pending_sends.drop_sent()
         for reduction in self._in_flight.values():
-            if reduction.to_come:
+            if reduction.later_stages:
                 with self._state.span(Kind.STARTING, purpose="reduce"):
-                    has_crossed = reduction.advance()
-                # A second stage (between nodes, for example) starts after all earlier second
-                # stages.
-                if not has_crossed:
+                    second_has_started = reduction.advance()
+                # Second stages (across nodes) start in order, so no later one can start either.
+                if not second_has_started:
                     break
         while self._in_flight:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
-                # A peer that lacks a gradient starts this reduction only at the end of its
-                # backward, after the time limit of a wait. This is likely if a peer lacked such a
-                # gradient lately, or if some ranks compute no gradients at all (`join`).
+                # A wait is useless if another rank lacks a gradient, because that rank starts this
+                # reduction only at the end of its backward. This is likely if a rank lacked such a
+                # gradient lately, or if some ranks have no more input (`join`).
                 is_late = self._state.lacks_ranks or handle.number in self._uneven
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return
@@ -212,8 +214,8 @@ class ReduceQueue:
     def reduce_rest(self) -> Agreement:
         """Reduce all remaining gradients, at the end of backward. Collective.
 
-        First, the ranks exchange which parameters each rank used (``end_of_backward``). Returns the
-        result of the exchange.
+        Before, the ranks exchange which parameters each rank has used (``end_of_backward.py``).
+        Returns the result of this exchange.
         """
         rest = self.order.rest()
         agreed = exchange_end_of_backward(self._state, set(rest))
@@ -232,11 +234,11 @@ class ReduceQueue:
 
     def _finish_all(self) -> None:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
-        # Start all second stages (between nodes, for example) first, so that they overlap.
+        # First start the second stages (across nodes) of all reductions, so that they overlap.
         for handle, reduction in self._in_flight.items():
-            if reduction.to_come:
+            if reduction.later_stages:
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
-                    reduction.cross()
+                    reduction.start_second_stage()
         while self._in_flight:
             self._finish_first()
 
@@ -250,35 +252,31 @@ class ReduceQueue:
         self.is_order_agreed = True
 
     def _adopt(self, sequence: list[int]) -> None:
-        # Reductions of units that some ranks may skip start only at the end of backward, and all
-        # later reductions would have to wait. So move these units to the end.
+        # Move units that some ranks may skip to the end of the order. The reductions of such units
+        # start only at the end of backward, and later reductions in the order would have to wait.
         self.order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
         try:
-            # The results are dropped, but this rank must run every stage: if it skipped the stage
-            # between nodes, for example, the other ranks' collectives would match this rank's next
-            # collectives.
+            # Nobody needs the results, but this rank must run every stage. If it skipped a stage,
+            # the other ranks' collectives of this stage would match this rank's next collectives.
             self._finish_all()
         finally:
             self._in_flight.clear()
 
 
 def wait_until_reduced(reduction: GradReduce) -> bool:
-    """Wait for a reduction for a limited time, and return whether it is finished.
-
-    A peer that lacks a gradient takes part only at the end of its backward, so a wait without a
-    limit could be a deadlock.
-    """
-    if not reduction.work.reports_end:  # with gloo, only a wait notices the end of a collective
+    """Wait for a reduction, at most ``_STALL_SECONDS``, and return whether it is finished."""
+    if not reduction.work.reports_end:  # gloo notices the end of a collective only in a wait
         return False
     # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
-    # deadlock with a peer that starts this reduction only at the end of its backward.
+    # deadlock with a rank that lacks a gradient, and starts this reduction only at the end of its
+    # backward.
     deadline = time.monotonic() + _STALL_SECONDS
     while not (reduction.advance() and reduction.done()):
         if reduction.computed is not None and not reduction.computed.query():
-            # The device has not computed the gradients yet. Count the time from then on.
+            # The device has not computed the gradients yet. Count the time only afterwards.
             deadline = time.monotonic() + _STALL_SECONDS
         elif time.monotonic() > deadline:
             return False

@@ -38,11 +38,12 @@ class RunState:
     All wrappers of the model share one ``RunState``.
     """
 
-    # `Forward`, `Backward` and `Prefetch` of the model; see `connect`.
+    # The `Forward`, `Backward` and `Prefetch` of the model, set by `connect`.
     forward: Any
     backward: Any
     prefetch: Any
-    # `OutOfForwardUse`. None: operations outside of a unit's forward see only sharded parameters.
+    # Unshards parameters for operations outside of a unit's forward (the extra `out_of_forward`).
+    # None: such operations see only sharded parameters.
     outside_use: Any = None
 
     def __init__(self, units: Sequence[Unit], world: Communicator, number: int) -> None:
@@ -57,8 +58,8 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and the groups in which units all-gather. Groups of one rank are
-        # left out.
+        # The group of all ranks, and all groups in which units all-gather. Without groups of one
+        # rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
             groups += (
@@ -69,34 +70,33 @@ class RunState:
         self.gather_groups = [group for group in dict.fromkeys(groups) if group.size > 1]
         self.has_run = False  # whether any forward of the model has begun yet
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
-        # The extensions with `watches`, which are also called for each forward of each unit.
+        # The extensions with the flag `watches`, which are called for each forward of each unit.
         self.watchers: tuple[StepExtension, ...] = ()
         # `ComparedSteps`, which compares steps of optimizers between ranks. None: no comparison.
         self.steps: Any = None
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
-        # On accelerators, the extra `device_checks` replaces `ForwardEdits` by checks that do not
-        # wait for the device.
+        # Finds edits of unsharded parameters in forward. On accelerators, the extra `device_checks`
+        # replaces this object by checks that do not wait for the device.
         self.edits = ForwardEdits()
-        # This rank's memory that other ranks may still read. One list for all handles: a single
-        # wait at the end of a forward or backward covers the model.
+        # Unfinished sends of this rank, from shards that may not be written yet. There is one list
+        # for all handles, so that the end of a forward or backward waits only once.
         self.pending_sends = PendingSends()
         for number, handle in enumerate(self.handles):
             handle.plan.pending_sends, handle.number = self.pending_sends, number
-        # Device of the unsharded buffers. None: nothing is communicated.
+        # Device of the unsharded buffers. None: no unit communicates.
         self.device: torch.device | None = None
-        # For each unit, how the next forward's backward reduces gradients. Set by `no_sync`;
-        # `plan_syncs` copies the values to the units when a forward begins.
+        # For each unit, how the backward of the next forward will reduce gradients. `no_sync` sets
+        # these values. `plan_syncs` copies them to the units when a forward begins.
         self.syncs = [GradSync.FULL] * len(self.units)
-        # `under_no_sync`: whether a forward that begins now is under `no_sync`, which may delay
-        # only some reductions. `accumulates`: whether the last forward with gradients was under
-        # `no_sync`.
+        # `under_no_sync`: whether a forward that begins now is under `no_sync` (of any unit).
+        # `accumulates`: whether the last forward with gradients was under `no_sync`.
         self.under_no_sync = self.accumulates = False
-        self.lacks_ranks = False  # whether a rank computes no gradients (`join`)
+        self.lacks_ranks = False  # whether some rank has no more input (`join`)
         self.is_converting = False  # whether modules are being converted (dtype or device)
         self.depth = 0  # number of nested forwards of units that are running
         self.expects_backward = False  # whether the outermost forward began with gradients enabled
 
-        # Whether another backward (of a reentrant checkpoint) ran inside the present one.
+        # Whether a second backward (of a reentrant checkpoint) ran inside the present backward.
         self.has_inner_backward = False
 
     def connect(self, forward: Any, backward: Any, prefetch: Any) -> None:
@@ -107,13 +107,13 @@ class RunState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute sizes and storages cached from the units' buffers, after a reallocation."""
-        # On a single rank, units without an unsharded buffer never communicate.
+        """Recompute cached sizes and storages, after unsharded buffers were reallocated."""
+        # On a single rank, a flat parameter without a separate unsharded buffer never communicates.
         is_alone = self.world.size == 1
         devices = (h.device for h in self.handles if h.buffer_bytes or not is_alone)
         self.device = next(devices, None)
-        # `Prefetch` and `ReduceQueue` cache sizes of buffers. `Forward` caches the storages, to
-        # recognise views of a buffer that autograd saves.
+        # `Prefetch` and `ReduceQueue` cache the sizes of buffers. `Forward` caches their storages,
+        # to recognise views of buffers among the tensors that autograd saves.
         for part in (self.prefetch, self.backward.queue, self.forward):
             part.refresh()
 
@@ -123,12 +123,15 @@ class RunState:
         return self.depth > 0 or self.backward.is_running
 
     def check_between_steps(self, caller: str) -> RunState:
-        """Clean up after a step that failed. Raises RuntimeError inside a forward or backward."""
+        """Check that ``caller``, a method of the wrapper, may run now, and clean up a failed step.
+
+        Raises RuntimeError inside a forward or backward, and inside ``no_sync(uneven=True)``.
+        """
         self.forward.recover()
         if self.root.stays_unsharded:
             raise RuntimeError(
-                f"{caller} was called inside of no_sync(uneven=True), where ranks do not meet. "
-                "Call it outside of the context."
+                f"{caller} was called inside of no_sync(uneven=True), where ranks do not "
+                "communicate, but it needs all ranks. Call it outside of the context."
             )
         if self.is_running:
             raise RuntimeError(
@@ -141,17 +144,18 @@ class RunState:
     def is_reducing(self) -> bool:
         """Whether the backward of the latest training forward reduces all gradients over all ranks.
 
-        False after a forward under ``no_sync``. The result is the same on all ranks.
+        False after a forward under ``no_sync``. All ranks get the same result.
         """
         return all(unit.sync is GradSync.FULL for unit in self.units)
 
     def plan_syncs(self) -> None:
-        """Set how the backward of the forward that begins now reduces each unit's gradients."""
+        """Set how each unit's gradients will be reduced in the backward of the present forward."""
         for unit, sync in zip(self.units, self.syncs, strict=True):
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
-                # `SHARD_ONLY` means `FULL` if there is no second group to reduce over, and
-                # `ACCUMULATE` if the intra group has one rank.
+                # `SHARD_ONLY` reduces within the intra group (one node), but not across nodes (the
+                # second group). With one node, this is the full reduction. With one rank per node,
+                # there is nothing to reduce.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL
                 elif unit.topology.intra_group.size == 1:
@@ -163,22 +167,21 @@ class RunState:
 
         Args:
             unit: the unit whose flat parameters are all-gathered.
-            purpose: "forward" or "backward". Backward usually does not need all flat parameters.
+            purpose: "forward" or "backward". Backward does not need embedding tables.
             everything: whether to all-gather all flat parameters, even for backward.
         """
         needs_all = everything or purpose == "forward"
         handles = unit.handles if needs_all else unit.for_backward
         with self.span(Kind.STARTING, unit, purpose=purpose):
             for handle in handles:
-                # Flat parameters that are unsharded already need no all-gather.
                 if handle.unshard(purpose):
-                    # Inside the span: an extension may send messages about this all-gather, whose
-                    # time counts.
+                    # Call extensions inside the span, so that reports include the time of messages
+                    # that an extension sends here.
                     for extension in self.extensions:
                         extension.gathering(handle, purpose)
 
     def unshard(self, unit: Unit, purpose: str, *, everything: bool = False) -> None:
-        """Start the all-gathers of a unit, and wait for them. Collective."""
+        """Start the all-gathers of a unit (see ``start_unshard``), and wait. Collective."""
         self.start_unshard(unit, purpose, everything=everything)
         with self.span(Kind.GATHER_WAIT, unit):
             unit.wait_unshard()
@@ -198,7 +201,7 @@ class RunState:
         self.watchers = tuple(one for one in extensions if one.watches)
 
     def extension(self, name: str) -> Any:
-        """Return the extension with this ``name``. None: the model does not use the extension."""
+        """Return the extension with this ``name``, or None if the model does not use it."""
         return next((one for one in self.extensions if one.name == name), None)
 
     def span(
@@ -221,10 +224,10 @@ class RunState:
         label = "reduce" if purpose == "reduce" else "unshard"
         if purpose is None:
             label = "wait_unshard"
-            # While this rank waits for a unit, only one kind of collective may start: the second
-            # stage of a reduction (between nodes, for example).
+            # While this rank waits for a unit, the only collective that may start is the second
+            # stage of a gradient reduction (across nodes).
             purpose = "other" if unit is None else "reduce"
-        # `enter_context` enters now, a little before the caller's `with`, which only leaves.
+        # `enter_context` starts the spans now, a little before the caller's `with` begins.
         stack = contextlib.ExitStack()
         for watcher in self.watchers:
             stack.enter_context(watcher.span(kind, unit, purpose, ends))

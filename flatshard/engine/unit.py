@@ -1,14 +1,13 @@
-"""``Unit``: one or several wrapped modules with the parameters that they own, and a ``Phase``.
+"""``Unit``: one or several modules whose parameters are unsharded and resharded together.
 
-All parameters of a unit are unsharded and resharded together. ``forward`` and ``backward`` decide
-when; a unit knows nothing of the step around it.
+The files ``forward.py`` and ``backward.py`` decide when a unit is unsharded and resharded. A unit
+keeps the counts for these decisions. ``Unit.handles`` has the unit's flat parameters.
 
 [Note: several modules]
 Coalescing joins small neighbouring modules into one unit. The first call of any of these modules
-unshards the unit. The unit is resharded after as many calls as in the last forward, or at the end
-of the outermost forward if there are fewer calls. So all ranks all-gather the unit equally often,
-even if ranks call the modules in different orders. In backward, the unit is resharded like every
-other unit: when no computation can need the parameters any more.
+unshards the unit. The unit is resharded after as many calls as in the last forward of the model, or
+at the end of the forward if there are fewer calls. So all ranks all-gather the unit equally often,
+even if ranks call the modules in different orders.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from flatshard.units.module_tree import Ignored, name_of, renamed, unit_text
 class Phase(enum.Enum):
     """The part of a step that a unit is in (``Unit.phase``).
 
-    A backward may run inside a forward (to compute forces, for example): the unit moves from
-    FORWARD to BACKWARD, and back to FORWARD if that backward fails. A recomputation, a forward
-    inside a backward, leaves the unit in BACKWARD.
+    A backward may run inside a forward (to compute forces, for example). Then the unit moves from
+    FORWARD to BACKWARD, and back to FORWARD if the backward fails. While activation checkpointing
+    runs a forward again inside backward, the unit stays in BACKWARD.
     """
 
     IDLE = "IDLE"
@@ -48,7 +47,7 @@ class Phase(enum.Enum):
 
 
 class ReshardPoint(enum.Enum):
-    """Points of a step at which ``Unit.buffer_action`` keeps or frees an unsharded buffer."""
+    """Points of a step at which ``Unit.buffer_action`` decides to keep or free a buffer."""
 
     AFTER_FORWARD = "this forward will not call the unit again"
     AFTER_BACKWARD = "the rest of this backward does not need the parameters"
@@ -57,11 +56,11 @@ class ReshardPoint(enum.Enum):
 
 
 class BufferAction(enum.Enum):
-    """Whether an unsharded buffer is freed or kept."""
+    """Whether the unsharded buffer of a flat parameter is freed or kept."""
 
     FREE = "free the memory; the next use all-gathers again"
     KEEP = "keep the buffer; the next use all-gathers again only if the shards were written"
-    SNAPSHOT = "keep the buffer with its present values; copy shards of other ranks that it maps"
+    SNAPSHOT = "keep the buffer and copy other ranks' shards that shared memory maps into it"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -72,32 +71,34 @@ class Call:
     # gradients are computed.
     num_inputs: int = 0
     has_begun: bool = False  # whether the call's backward has begun
-    # Whether the call's backward is over once all gradients of parameters have arrived. Then no
-    # inputs are counted.
+    # Whether the call's backward is over once all gradients of the unit's parameters are computed,
+    # so that input gradients need not be counted (`num_inputs` stays 0).
     ends_with_gradients: bool = False
 
-    # For `SavedTensors`: the number of autograd's next node when the call began, or -1; whether the
-    # forward has saved-tensor hooks; if not, the versions of the
-    # buffers that backward reads through saved views, when the forward ended.
+    # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
-    has_hooks: bool = True
+    has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
+    # Versions, at the end of a forward without hooks, of the unsharded buffers that backward reads
+    # through views in the graph.
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
 
-    # `Forward` and `Backward` of the model, set by `RunState`. Torch's hooks of modules and
-    # parameters hold the unit, and call these two.
-    forward: Any
-    backward: Any
+    # The objects that run the model's steps, set by `RunState.connect`. The hooks on modules and
+    # parameters have only a reference to the unit, and find these objects through the unit.
+    forward: Any  # `Forward` of the model
+    backward: Any  # `Backward` of the model
     context: Any  # `RunState` of the model, set by `start_run`
     state_dict: Any  # `UnitStateDict`
-    reasons: Sequence[str]  # why a policy chose each module
+    reasons: Sequence[str]  # why the wrap policy chose each module, for `unit_report`
 
-    # Called before the first forward; raises if a tensor is still empty after `leave_empty`.
+    # If tensors were left without values at wrapping (`leave_empty`): called before the first
+    # forward, and raises if a tensor still has no values. Otherwise None.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
-    # Whether a `param_init_fn` is running: `apply` and conversions in it skip wrapped submodules.
+    # Whether the user's `param_init_fn` is running: in this function, `module.apply()`, `to()` and
+    # other conversions skip wrapped submodules.
     is_initialising = False
 
     def __init__(
@@ -107,71 +108,71 @@ class Unit:
         settings: Any,  # `Settings` (`module.settings`)
         ignored: Ignored,
     ) -> None:
-        # For each module of the unit, how inputs and outputs are cast.
+        # For each module of the unit, the casts of inputs and outputs (mixed precision).
         self.casts = dict(modules)
-        # `names`: names of the modules in the unwrapped model. `name`: a name made of all names.
+        # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
-        # One flat parameter for each combination of dtype and `requires_grad`; in the root, also
-        # one for each large parameter. Empty if the unit owns no parameter.
+        # The unit's flat parameters: one for each combination of dtype and `requires_grad`, and in
+        # the root unit also one for each large parameter. Empty if the unit owns no parameter.
         self.handles: list[FlatParamHandle] = []
-        # Flat parameters that backward reads: those without `FlatParamHandle.is_lookup`.
+        # The flat parameters that backward reads. The others contain only embedding tables.
         self.for_backward: list[FlatParamHandle] = []
-        # For each module of the unit, the flat parameters whose original parameters are in the
-        # module or its submodules. A `Place` says which module attribute holds the parameter.
+        # For each module of the unit: each flat parameter, with the places (submodule and attribute
+        # name) inside of the module at which its original parameters are.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.settings, self.ignored = settings, ignored
         self.placement, self.topology = settings.placement, settings.topology
-        # The outermost wrappers that contained the unit when they were made.
+        # The outermost wrapper of each model that contains the unit (several if wrapped again).
         self.roots: WeakSet[nn.Module] = WeakSet()
-        self.is_root, self.is_summoned = True, False
-        self.stays_unsharded = False  # inside of `no_sync(uneven=True)`
+        self.is_root, self.is_summoned = True, False  # summoned: inside of `summon_full_params`
+        self.stays_unsharded = False  # whether the program is in `no_sync(uneven=True)`
         # Whether ranks may skip the unit in a step, or run units in different orders.
         self.may_diverge = False
-        # How often each parameter was written through a tensor of a state dict, and how often a
-        # state dict or checkpoint was loaded, keyed by its name in messages. Must be the same on
-        # all ranks.
+        # Counts of loads, keyed by name in messages: how often each state dict or checkpoint was
+        # loaded, and each parameter was written through a tensor of a state dict. The counts must
+        # be the same on all ranks.
         self.loads: Counter[str] = Counter()
-        # Sum of the checksums of these loads and writes. Each backward compares this sum between
-        # ranks; only if the sums differ, the ranks exchange ``loads``.
+        # Checksum of `loads`. Each backward compares this number between ranks. Only if it differs,
+        # the ranks exchange `loads`, to name the difference.
         self.loads_sum = 0
         self.sync = GradSync.FULL  # how the backward of the latest forward reduces gradients
-        self.running: list[Call] = []  # calls under way, the innermost last
+        self.running: list[Call] = []  # calls whose forward is running, the innermost last
 
-        # Number of calls in the latest outermost forward whose own backward has not begun yet. The
-        # count restarts with each outermost forward, so that all ranks have the same count after a
-        # forward that failed on only some ranks.
+        # Number of calls in the model's latest forward whose own backward has not begun yet. The
+        # count restarts with each forward of the model, so that all ranks have the same count after
+        # a forward that failed on only some ranks.
         self.outstanding_backwards = 0
-        self._outstanding_before = 0  # the same count for all earlier outermost forwards
+        self._outstanding_before = 0  # the same count for all earlier forwards of the model
 
-        # Whether the unit cannot see the end of a call's backward, because no input of the call
-        # requires a gradient.
+        # Whether the end of a call's backward cannot be seen, because no input of the call requires
+        # a gradient. Then frozen parameters stay unsharded until the end of the model's backward.
         self._ends_unseen = False
-        self._num_calls = 0  # number of calls in the present or latest outermost forward
+        self._num_calls = 0  # number of calls in the model's present or latest forward
 
-        # Calls still expected in this outermost forward, according to the last forward.
+        # Number of calls still expected in the present forward: as many as in the last forward.
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
         # Whether the unsharded buffers keep their memory after a reshard, because autograd may have
-        # saved views that backward reads at any time. Ranks may differ: the unit is all-gathered
-        # again as usual.
+        # saved views of the buffers that backward reads at any time. The unit is all-gathered again
+        # as usual, so this flag may differ between ranks.
         self.keeps_views = False
-        # Whether a backward has read a saved view after the gradients of all parameters arrived,
-        # because an operation used a detached parameter, for example.
+        # Whether a backward has read a saved view of a buffer after all gradients of the unit's
+        # parameters were computed (because an operation used `p.detach()`, for example).
         self.is_read_late = False
         # Whether an operation outside of the unit's forward has used the parameters in this step.
         self.is_used_outside = False
         # For each call whose backward runs, the number of input gradients that have not arrived.
         self._outstanding_inputs: dict[Call | None, int] = {}
-        # Sum of the shards' versions in the latest backward with create_graph, or -1. While the sum
-        # stays the same, the unit keeps its buffers (`keep_unsharded`).
+        # Sum of the version counters of the shards at the latest backward with create_graph, or -1.
+        # As long as no shard is written, the unit keeps its buffers (`keep_unsharded`).
         self._kept_version = -1
 
     def count_load(self, what: str) -> None:
         """Count that this rank loaded or wrote ``what``: a state dict, checkpoint or parameter.
 
-        The next backward raises an error on all ranks if the ranks have counted differently.
+        The next backward compares the counts between ranks, and raises if they differ.
         """
         self.loads[what] += 1
         self.loads_sum += crc32(f"{self.name}: {what}".encode())
@@ -205,17 +206,17 @@ class Unit:
     ) -> None:
         """Make ``handles`` the unit's flat parameters.
 
-        ``receive`` is called after autograd has filled ``.grad`` of a full parameter, with the flat
-        parameter, the index of the parameter there, and the full parameter.
+        ``receive(handle, index, full)`` is called after autograd has filled ``full.grad``, where
+        ``full`` is the unsharded parameter number ``index`` of the flat parameter ``handle``.
         """
         self.handles = list(handles)
         for handle in self.handles:
             handle.unit = self
             with torch.inference_mode(False):
                 for param in handle.params:
-                    # Keep only a weak reference to the handle. Python's garbage collector does not
-                    # see the references from autograd to the hook. So the collector could never
-                    # free a reference cycle through the hook.
+                    # Give the hook only a weak reference to the handle. The garbage collector does
+                    # not see autograd's reference to the hook, so it could never free a cycle
+                    # through the hook: the model would leak.
                     param.connect(partial(receive, weakref.ref(handle), param.index))
         self.for_backward = [handle for handle in self.handles if not handle.is_lookup]
         for module in self.modules:
@@ -233,17 +234,17 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether all parameters are unsharded, with the present values of the shards."""
+        """Whether all parameters are unsharded, and the shards were not written since."""
         return all(handle.is_current for handle in self.handles)
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether an all-gather of the unit was started, but not awaited yet."""
+        """Whether an all-gather of the unit was started, and no code has waited for it yet."""
         return any(handle.state is ShardState.UNSHARDING for handle in self.handles)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the unit is IDLE, without unsharded buffers, all-gathers and secondary shards."""
+        """Whether the unit is IDLE, and keeps no buffer and no secondary shard for backward."""
         return self.phase is Phase.IDLE and not any(
             handle.state is not ShardState.SHARDED
             or handle.is_free_deferred
@@ -253,7 +254,7 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        """Whether no later backward can need the parameters."""
+        """Whether no further backward of the unit's earlier calls can need the parameters."""
         return (
             self.phase is Phase.IDLE
             and self.outstanding_backwards + self._outstanding_before <= 0
@@ -263,8 +264,8 @@ class Unit:
 
     def keep_unsharded(self) -> None:
         """Keep the unsharded buffers until the shards change."""
-        # A backward with create_graph adds nodes for which saved-tensor hooks do not run, so these
-        # nodes save plain views of the unsharded buffers.
+        # Called in a backward with create_graph. Such a backward adds nodes to the graph without
+        # calling saved-tensor hooks, so these nodes save plain views of the unsharded buffers.
         self._kept_version = sum(handle.version for handle in self.handles)
 
     @property
@@ -274,17 +275,18 @@ class Unit:
     # ------------------------------------------------------------ unshard and reshard
 
     def wait_unshard(self) -> None:
-        """Wait for the all-gathers; then let the modules hold the unsharded parameters."""
+        """Wait for the all-gathers. Then put the unsharded parameters into the modules."""
         for handle in self.handles:
             handle.wait_unshard()
-        # Backward may have all-gathered only a part, but a recomputed forward reads all parameters.
+        # Also install parameters that were not all-gathered (embedding tables in backward), because
+        # a recomputed forward reads all parameters from the modules.
         for handle in self.handles:
-            handle.show_unsharded()
+            handle.install_unsharded()
 
     def buffer_action(
         self, handle: FlatParamHandle, point: ReshardPoint, *, is_needed_soon: bool = False
     ) -> BufferAction:
-        """Decide whether to free the unsharded buffer of ``handle``. Only this method decides.
+        """Decide whether the unit frees or keeps the unsharded buffer of ``handle``.
 
         ``is_needed_soon``: whether the rest of the forward, or the beginning of backward, uses the
         unit.
@@ -293,52 +295,51 @@ class Unit:
             return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
-        # After a backward with create_graph, later nodes of the graph may read the buffer.
+        # A backward with create_graph added nodes to the graph that read the buffer later.
         if self._kept_version >= 0 and self._is_kept_unsharded:
             return BufferAction.SNAPSHOT
         shows_shards = handle.memory.shows_shards
         if point is not ReshardPoint.AFTER_FORWARD:
-            # With a single rank, keeping the buffer would save no all-gather, and would miss edits
-            # of a shard through `p.data`, which do not change the version.
+            # Free the buffer after each backward if this rank holds the whole parameter: keeping it
+            # would save no all-gather, and the next forward would miss edits of the shard through
+            # `p.data`, which do not change the version counter.
             frees = self.placement.reshard_after_backward or handle.is_whole or shows_shards
             return BufferAction.FREE if frees else BufferAction.KEEP
-        # Keep a unit that is needed soon: otherwise the unit would have to be all-gathered again.
         stays = is_needed_soon or not self.placement.reshard_after_forward
         if not (stays and self.backward_follows):
             return BufferAction.FREE
         if self.sync is GradSync.ACCUMULATE:
-            # A backward under no_sync may run on this rank only. So it must not start an
+            # A backward under no_sync may run on this rank only. So the backward must not start an
             # all-gather, and must not read shards in shared memory that other ranks may be writing.
             return BufferAction.SNAPSHOT
-        return BufferAction.FREE if shows_shards or self._is_spare(handle) else BufferAction.KEEP
+        return BufferAction.FREE if shows_shards or self._is_unread(handle) else BufferAction.KEEP
 
-    def _is_spare(self, handle: FlatParamHandle) -> bool:
-        """Whether to free the buffer of ``handle`` after forward, since backward does not read it.
+    def _is_unread(self, handle: FlatParamHandle) -> bool:
+        """Whether ``handle`` has only embedding tables, which backward does not read.
 
-        False if the strategy keeps all buffers after forward.
+        False if the strategy keeps all buffers after forward anyway.
         """
         reshards = self.placement.reshard_after_forward or handle.memory.shows_shards
         return reshards and handle.is_lookup
 
     def copies_saved(self, handle: FlatParamHandle) -> bool:
-        """Whether autograd saves copies of the parameters of ``handle`` for backward.
+        """Whether copies of the embedding tables in ``handle`` are saved for backward.
 
-        Otherwise autograd saves a ``SavedView``, and backward unshards the unit again to read it.
+        Otherwise a ``SavedView`` is saved, and backward unshards the unit again to read the table.
         """
-        # Save copies for the root: different ranks may use a parameter of the root in different
-        # operations. With `SavedView`s, perhaps only one rank's backward would start an all-gather.
-        return self.is_root and self._is_spare(handle)
+        # Copy for the root unit: if one rank uses a table in another operation than a lookup (a
+        # tied output layer), only this rank's backward would unshard the table, and deadlock.
+        return self.is_root and self._is_unread(handle)
 
     def reshard(
         self, point: ReshardPoint = ReshardPoint.STEP_LEFT, *, is_needed_soon: bool = False
     ) -> None:
-        """Let the modules hold sharded parameters, and free or keep the unsharded buffers.
+        """Put the sharded parameters into the modules, and free or keep the unsharded buffers.
 
-        ``buffer_action`` decides which buffers are freed.
-        State: any phase -> IDLE.
+        ``buffer_action`` decides which buffers are freed. The unit moves to phase IDLE.
         """
         for handle in self.handles:
-            if handle.held is not None:
+            if handle.installed is not None:
                 handle.put_back()
         self.phase = Phase.IDLE
         if point is not ReshardPoint.AFTER_FORWARD:
@@ -356,41 +357,43 @@ class Unit:
                     # out of the buffer before the buffer is freed.
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
-                # In backward, nodes of a recomputed forward may still need views of the buffer.
-                # Without hooks, the nodes of a retained graph hold views, too, but need none.
-                may_be_held = point is ReshardPoint.AFTER_BACKWARD and (
-                    handle.was_held or self.forward.saved.has_hooks
+                # In backward, a recomputed forward may have saved views of the buffer that are read
+                # later, so the buffer keeps its memory as long as views exist. Without saved-tensor
+                # hooks, a retained graph has views too, but reads them only after an all-gather.
+                may_be_viewed = point is ReshardPoint.AFTER_BACKWARD and (
+                    handle.had_views or self.forward.saved.has_hooks
                 )
-                handle.reshard(though_held=not may_be_held)
+                handle.reshard(though_viewed=not may_be_viewed)
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # An unfinished all-gather reads the shard, which the optimizer may write next.
+                # Finish the all-gather, which reads the shard: the optimizer may write the shard.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
 
     def begin_iteration(self) -> None:
-        """Reset the counts of calls, because an outermost forward begins."""
+        """Reset the counts of calls, because a forward of the model begins."""
         self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
-        # A backward under no_sync may have run, and resharded the unit, on only some ranks. Reshard
-        # it here too: otherwise the other ranks would start an all-gather without this rank.
+        # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
+        # reshard the unit on this rank too: otherwise the others would all-gather without this
+        # rank.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:
                     handle.reshard()
 
     def end_iteration(self) -> None:
-        """Reset the counts of outstanding backwards: the model's backward is over, or failed."""
+        """Reset the counts of outstanding backwards, after the end of the model's backward."""
         self.is_used_outside = False
         self.outstanding_backwards = self._outstanding_before = 0
 
     def end_call(self, *, backward_follows: bool) -> bool:
         """Count a finished call of a module of the unit.
 
-        Returns True after the last call that this forward is expected to make.
+        Returns True after the last call that the model's forward is expected to make.
         """
         self.backward_follows = backward_follows
         self._num_calls += 1
@@ -398,9 +401,9 @@ class Unit:
         return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
-        """Move from FORWARD to IDLE, and free buffers as ``buffer_action`` says.
+        """Reshard the unit, because the model's forward will not call it again.
 
-        Called when this outermost forward will not call the unit again.
+        Does nothing if the unit is not in phase FORWARD, or while a call of the unit is running.
         """
         if self.phase is Phase.FORWARD and not self.running:
             self.reshard(ReshardPoint.AFTER_FORWARD, is_needed_soon=is_needed_soon)
@@ -408,25 +411,26 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """Reset the counts of the last backward, and remove gradients from ``.grad``.
+        """Reset the counts of the last backward, and remove earlier gradients from ``.grad``.
 
-        Otherwise autograd would add new gradients to them in place.
+        If earlier gradients stayed in ``.grad``, autograd would add new gradients to them in place.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False
         for handle in self.handles:
-            # For all other handles, `show_unsharded` has checked the places in forward.
-            if handle.is_aliased or self.may_diverge:
+            # If forward has not called `install_unsharded`, check here that no parameter was
+            # replaced.
+            if handle.shard_is_buffer or self.may_diverge:
                 handle.check_places()
-                handle.count_trainable()  # also if this rank has skipped the unit in forward
+                handle.count_trainable()  # not done yet if this rank skipped the unit in forward
             handle.grads.arrived.clear()
-            # Unreduced gradients stay in `grads`, to which backward adds.
+            # Unreduced gradients stay in `handle.grads`, and backward adds to them there.
             if handle.grads.shown or ASSIGNED:
                 handle.grads.take_all_back()
             if handle.is_whole:
                 handle.grads.take_assigned_of_whole()
-            if handle.is_aliased:
-                handle.grads.hold_earlier()
+            if handle.shard_is_buffer:
+                handle.grads.set_aside_earlier()
 
     def begin_call_backward(self, call: Call) -> None:
         """Count the beginning of the backward of ``call``, when an output's gradient arrives."""
@@ -439,7 +443,7 @@ class Unit:
             self._ends_unseen = True
 
     def receive_input_gradient(self, call: Call | None) -> bool:
-        """Count a gradient of an input of ``call``. Return whether no input gradient is missing."""
+        """Count a gradient of an input of ``call``. Return whether this was the last one."""
         outstanding = self._outstanding_inputs.pop(call, 0)
         if outstanding > 1:
             self._outstanding_inputs[call] = outstanding - 1
@@ -457,44 +461,45 @@ class Unit:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether the rest of this backward cannot need the parameters."""
+        """Whether the rest of this backward cannot need the unit's parameters."""
         return (
             self.phase is Phase.BACKWARD
             and not self.may_diverge
             and not self._outstanding_inputs
             and self.has_all_gradients
-            # All gradients of trained parameters have arrived. But a frozen parameter gets no
-            # gradient, so backward may still need it until the gradients of all inputs of all calls
-            # have arrived. If a call has no input that requires a gradient (`_ends_unseen`), the
-            # unit stays unsharded until the end of the model's backward.
+            # A frozen parameter gets no gradient, so backward may need the parameter until the
+            # gradients of all inputs of all calls have arrived. If a call has no input that
+            # requires a gradient (`_ends_unseen`), keep the unit unsharded until the end of the
+            # model's backward.
             and not (self._ends_unseen and not self.trains_all)
         )
 
     def leave_failed_backward(self) -> None:
-        """Undo what users can see of a failed backward. No communication, and no wait.
+        """After a failed backward, restore ``.grad``, hooks, and the sharded parameters in modules.
 
-        State: any phase -> IDLE, unless a forward of the unit is around the backward.
+        Does not communicate or wait. ``reset`` does the rest of the cleanup later.
         """
         for handle in self.handles:
             handle.grads.leave_failed_backward()
             handle.give_hooks_back()
-        if not self.running:  # otherwise the forward around the failed backward may go on
+        # If the backward failed inside of a forward of the unit, the forward may continue.
+        if not self.running:
             self.put_back()
 
     def put_back(self) -> None:
-        """Let the modules hold sharded parameters, and keep the buffers for now.
+        """Put the sharded parameters into the modules, but do not free the buffers yet.
 
-        No communication, and no wait. State: any phase -> IDLE.
+        Does not communicate or wait. The unit moves to phase IDLE.
         """
         for handle in self.handles:
-            if handle.held is not None and not self.is_summoned:
+            if handle.installed is not None and not self.is_summoned:
                 handle.put_back()
         self.phase = Phase.IDLE
 
     def forget_calls(self) -> None:
         """Forget this rank's calls of the unit's modules.
 
-        Allowed only if no later backward runs through the graphs of these calls.
+        Call this only if no later backward runs through the graphs of these calls.
         """
         self.running.clear()
         self.keeps_views = False

@@ -303,23 +303,23 @@ def on_copy_stream(device: torch.device) -> Iterator[None]:
 
 # ------------------------------------------------------------ comparing memory
 
-# The result of `checksum`. Tensors with different bytes almost always have different checksums.
+# The result of `checksum`. Different tensors almost always have different checksums.
 Checksum = tuple[int, int]
 
 _COLUMNS = 1 << 10  # number of columns of the table in `checksum`
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Return two weighted sums over the bytes of a tensor, to compare tensors between ranks.
+    """Return two weighted sums over a tensor's memory, to find out whether two tensors differ.
 
-    Unlike plain sums, the weighted sums change if two elements are exchanged.
+    Unlike plain sums, weighted sums change if two elements are exchanged.
     """
     if tensor.numel() == 0:
         return (0, 0)
     words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. The first result multiplies the sum
-    # of each column by the column's number, and adds up the products. The second result does the
-    # same for the rows. Words that do not fill a row are added separately.
+    # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of all
+    # columns, each column's sum multiplied by the column's number. The second result is the same
+    # for rows. Words that do not fill a row are added separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (
@@ -330,10 +330,10 @@ def checksum(tensor: Tensor) -> Checksum:
 
 
 def sample(tensor: Tensor) -> list[int]:
-    """Return a few words of a tensor's memory, to find out later whether the tensor was written.
+    """Return up to 32 words of a tensor's memory, to find out later whether the tensor was written.
 
-    The words are spread over the memory. This takes a few microseconds. Empty for a tensor on an
-    accelerator, because a read would wait for the device.
+    The words are spread over the memory. Reading them takes a few microseconds. Empty for a tensor
+    on an accelerator, because a read would wait for the device.
     """
     words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
     return words[:: words.numel() // 32 + 1].tolist()

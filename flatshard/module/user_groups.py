@@ -30,7 +30,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
         mode: the user's choice of transport.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has a wrong type.
         ValueError: both a process group and a mesh were passed, the mesh has other dimensions, or
             the groups of all ranks do not form a grid.
     """
@@ -48,7 +48,7 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups in the user's argument ``process_group``: none, one, or two groups.
+    """Return the groups in the user's argument ``process_group``: zero, one or two groups.
 
     Raises:
         TypeError: the argument is not None, a process group or a pair of process groups.
@@ -91,8 +91,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # Without names, assume the order of torch's FSDP. Refuse other names, such as a dimension for
-    # tensor parallelism, whose ranks hold different parameters or compute on the same inputs.
+    # If dimensions have no names, assume the order of torch's FSDP. Refuse other names: the ranks
+    # of a dimension for tensor parallelism, for example, hold different parameters.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -108,8 +108,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # SLURM also sets these variables in the shell of a job, in which torchrun or a script may start
-    # another number of ranks. srun started the ranks if SLURM_NTASKS equals the world size.
+    # Use SLURM's variables only if srun has started the ranks: then SLURM_NTASKS is the world size.
+    # SLURM also sets them in the shell of a job, where torchrun may start other numbers of ranks.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -120,14 +120,10 @@ def _ranks_per_node() -> int | None:
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
-    """Return the communicator of all ranks of the user's grid of groups.
+    """Return the communicator of all ranks of the user's groups, which form a grid.
 
-    Collective: all ranks of the grid.
-
-    Args:
-        shard: this rank's shard group.
-        replicate: this rank's replicate group.
-        rows: the ranks of all shard groups.
+    Collective: all ranks of the grid. ``shard`` and ``replicate``: the groups of this rank.
+    ``rows``: the ranks of all shard groups.
     """
     size = shard.size * replicate.size
     for group in (shard, replicate):
@@ -138,9 +134,9 @@ def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Grou
     return subgroup(shard, sorted(chain.from_iterable(rows)))
 
 
-# ---------------------------------------------------------------- the groups that other ranks have
+# ---------------------------------------------------------------- comparison between ranks
 
-_Group = tuple[int, ...]  # the global ranks of a group
+_Group = tuple[int, ...]  # the members of a group, as ranks in the default group
 
 _COMPARING = "ShardedWrapper: comparing process groups"
 _PAIR = "process_group=(shard_group, replicate_group)"
@@ -149,14 +145,14 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
     """Check that all ranks passed the same options, and that their groups form a grid.
 
-    In a grid the rows are the shard groups and the columns are the replicate groups. A rank sends
-    the members of its replicate group to its shard group, and the reverse. So each rank checks all
-    groups that share a rank with its own, and no rank needs every group.
+    In a grid, the rows are the shard groups, and the columns are the replicate groups. Each rank
+    sends the members of its replicate group to its shard group, and the reverse. Then each rank
+    checks all groups that share a rank with its own groups. Together, the ranks check all groups.
 
     Collective: all ranks of the groups.
 
     Args:
-        groups: this rank's process groups: none, one, or (shard group, replicate group).
+        groups: this rank's process groups: zero, one, or (shard group, replicate group).
         mode: the user's choice of transport.
 
     Returns:
@@ -165,8 +161,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: options differ, or groups form no grid. All ranks of the groups raise.
     """
-    # Compare the modes before making communicators: with another mode, a rank would make fewer
-    # process groups, and the other ranks would wait for ever.
+    # Compare the transport options before making communicators: with other options, a rank would
+    # make fewer process groups, and the other ranks would wait forever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -188,8 +184,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Perhaps only some ranks see a problem. Tell all ranks: otherwise the others would wait for
-    # ever in their next collective.
+    # Perhaps only some ranks see a problem. Tell all ranks, so that all ranks raise: otherwise the
+    # others would wait forever in their next collective.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
@@ -207,7 +203,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
-    # Make each set once: the intersection of two sets iterates only over the smaller.
+    # Convert each group to a set once, because the loop uses each group many times.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (

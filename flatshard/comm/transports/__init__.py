@@ -1,7 +1,7 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
-This module also averages over ranks, in rank order and at least in fp32: the averages are the same
-in every run, with every transport that adds in flatshard's code.
+Also ``average``, by which transports add in rank order, so that the results are the same in every
+run and with every transport.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatshard.options import Collectives, TransportOptions
 
 
 class Members:
-    """The ranks of one process group, and the process groups that flatshard makes of these ranks.
+    """The ranks of one process group, and the process groups that flatshard makes from these ranks.
 
     Attributes:
         rank: rank of this process within the group.
@@ -36,14 +36,14 @@ class Members:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: TransportOptions) -> None:
-        """Collective if ``group`` has several ranks: all ranks of ``group``.
+        """Make the process groups. Collective (all ranks of ``group``) if there are several ranks.
 
         Raises:
             ValueError: the group's backend does not support the requested ``options``.
         """
         self.group, self.options = group, options
         self.rank, self.global_rank = 0, 0
-        # A tuple and not a list, because recorded collectives keep a reference to the ranks.
+        # A tuple, because records of collectives keep a reference, and must not change.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
@@ -52,7 +52,7 @@ class Members:
         # Each rank begins with the rank after itself, so that not all ranks send to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
-        self.meeting = f"ShardedWrapper, rank {self.global_rank}: meeting the other ranks"
+        self.connecting = f"ShardedWrapper, rank {self.global_rank}: connecting to the other ranks"
         self.host = HostExchange(None, HOST)
         if group is not None and self.size > 1:
             self._meet(group)
@@ -66,27 +66,27 @@ class Members:
                 f"{dist.get_backend(group)}. Leave the option out, or make the group with "
                 'backend="gloo".'
             )
-        # After an error flatshard aborts its groups, and the socket transport has its own tags.
-        # Neither may affect the user's collectives on `group`.
-        is_apart = self.is_gloo and self.options.collectives is not Collectives.NATIVE
-        # The collectives of one group match only by order, and ranks may alternate all-gathers and
-        # reductions differently: a reduction starts as soon as its gradients are complete. So use
-        # two groups.
-        with named(self.meeting):
-            self.gather_group = new_group(group) if is_apart else group
+        # For sockets, make a new group for all-gathers, and do not use the user's `group`: errors
+        # abort the group, and messages have tags that could match the user's messages.
+        for_sockets = self.is_gloo and self.options.collectives is not Collectives.NATIVE
+        # Use separate groups for all-gathers and reductions. A reduction starts when its gradients
+        # are complete, so its order among the all-gathers may differ between ranks, but collectives
+        # of one group match only by order.
+        with named(self.connecting):
+            self.gather_group = new_group(group) if for_sockets else group
             self.reduce_group = new_group(group)
-            # The native transport begins all-gathers without comparing with the other ranks first.
-            # If one rank exchanged a small value on the same group meanwhile, gloo would see two
-            # sizes and end the process. So on gloo, small values get a third group.
-            control = new_group(group) if self.is_gloo and not is_apart else self.gather_group
+            # With gloo's own collectives, use a third group for small values. Otherwise, if one
+            # rank began an all-gather and another rank exchanged a small value, gloo would match
+            # two messages of different sizes, and end the process.
+            control = new_group(group) if self.is_gloo and not for_sockets else self.gather_group
             self.host = HostExchange(*control_of(control), self.reduce_group.group_name)
         self.history, self.is_fake = self.host.history, is_fake(self.gather_group)
 
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add row by row: a kernel that adds all rows at once would choose the order by the sizes of the
-    # tensors, and rounding depends on the order.
+    # Add row by row. A kernel that adds all rows at once would choose the order of additions by the
+    # tensors' sizes, but rounding depends on the order.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -99,14 +99,14 @@ def divide(total: Tensor, number: int, out: Tensor) -> None:
     ``out`` has the dtype of ``total``, and may be ``total`` itself.
     """
     if number & (number - 1) == 0 and not total.is_complex():
-        # The product is bitwise equal to the quotient, and takes half the time.
+        # For a power of two, the product is bitwise equal to the quotient, and takes half the time.
         torch.mul(total, 1 / number, out=out)
     else:
         torch.div(total, number, out=out)
 
 
 class Gather(NamedTuple):
-    """Arguments of an all-gather of parameters, or of averages from a ``ReduceScatter``."""
+    """Arguments of an all-gather: of parameters, or of averages from a ``ReduceScatter``."""
 
     # This rank's part, (shard_numel,). Must not be written until all ranks have received the part.
     shard: Tensor
@@ -119,7 +119,7 @@ class Gather(NamedTuple):
     memory: BufferMemory | None = None
     # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
     exact: bool = False
-    # Whether this is the second half of an all-reduce of gradients, in the order of the reductions.
+    # Whether this is the second half of an all-reduce of gradients.
     reduced: bool = False
 
 
@@ -128,12 +128,12 @@ class ReduceScatter(NamedTuple):
 
     # This rank's gradients, (shard_numel * size,). The transport may overwrite the gradients.
     full: Tensor
-    # Receives this rank's shard of the averages, (shard_numel,). The dtype of ``out`` is the dtype
-    # in which gradients are added, and may be wider than the dtype of ``full``.
+    # Receives this rank's shard of the averages, (shard_numel,). Gradients are added in the dtype
+    # of ``out``, which may be wider than the dtype of ``full``.
     out: Tensor
     unit_fqn: str
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
-    fixed_order: bool = False  # whether to add in rank order, even if the backend would not
+    fixed_order: bool = False  # whether gradients must be added in rank order
 
     # "reduce"; or "all_reduce" if this reduce-scatter is the first half of an all-reduce, whose
     # second half is a ``Gather`` with ``reduced``.
@@ -148,8 +148,8 @@ class BufferRequest(NamedTuple):
     device: torch.device
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
 
-    # Offload target (memory or disk) for the shard's memory, if it may be mapped into the buffer:
-    # all-gathers need not copy a mapped shard. None: do not map.
+    # Where this rank's shard is stored (memory or disk), if the shard may be a part of the buffer:
+    # then all-gathers need not copy this rank's shard. None: the shard has separate memory.
     shard_target: OffloadTarget | None = None
 
 
@@ -164,26 +164,27 @@ class Transport(abc.ABC):
 
     # Whether the transport moves only tensors in host memory.
     host_only = True
-    # The transport moves only flat parameters with smaller tags.
+    # The transport moves only flat parameters with a tag below this number.
     max_tag: float = math.inf
-    # Whether collectives of different ranks match by order, and not by the flat parameter's tag.
+    # Whether the collectives of different ranks match by order, and not by the flat parameter's
+    # tag.
     is_ordered = False
-    # Whether flatshard's code, and not the backend, adds gradients ([Note: sums]).
+    # Whether flatshard's code, not the backend, adds gradients ([Note: sums] in `communicator.py`).
     adds_here = True
-    # Whether an all-gather progresses while the host computes, so that an early start saves time.
+    # Whether an all-gather makes progress while the host computes, so that prefetching saves time.
     gathers_in_background = False
 
     @classmethod
     def connect(cls, members: Members) -> Transport | str:
-        """Return a transport for the group, or the reason why the group cannot use this class.
+        """Return a transport for the group, or a text: why the group cannot use this class.
 
-        The reason is for ``unit_report``; "" if the user's options exclude the transport.
-        Collective: all ranks return a transport, or all a reason.
+        The text is for ``unit_report``. "": the user's options exclude the transport. Collective:
+        either all ranks return a transport, or all ranks return a text.
         """
         return ""
 
     def forget(self, tag: int) -> None:  # noqa: B027 (only transports that match by tag keep any)
-        """Drop what the transport keeps about a tag, because the flat parameter was freed."""
+        """Drop all records about a tag, because its flat parameter was freed."""
 
     @abc.abstractmethod
     def gather(self, request: Gather, op_name: str) -> AsyncWork:
@@ -201,11 +202,11 @@ class Transport(abc.ABC):
         """
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Return memory for an unsharded buffer, which later calls of ``gather`` fill."""
+        """Return memory for an unsharded buffer, which calls of ``gather`` will fill."""
         return allocate(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
-        """Whether waits for other ranks block a stream of ``device`` instead of the host."""
+        """Whether a wait for other ranks blocks a stream of ``device``, and not the host."""
         return False
 
     def sum_dtype(self, dtype: torch.dtype, *, fixed_order: bool) -> torch.dtype:
@@ -218,7 +219,7 @@ class Transport(abc.ABC):
 
 
 class LocalTransport(Transport):
-    """Transport of a group of one rank: copies on the current stream, and sends nothing."""
+    """Transport of a group of one rank: copies the shard on the current stream, sends nothing."""
 
     name, host_only = "nothing", False
 

@@ -15,10 +15,10 @@ from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport,
 from flatshard.comm.work import AsyncWork
 from flatshard.units.layout import as_bytes, as_real
 
-# All backends gather these dtypes. Tensors of other dtypes are sent as bytes.
+# Dtypes that all backends can all-gather. Tensors of other dtypes are sent as bytes.
 _USUAL = {torch.float32, torch.float64}
 
-# Size at which every backend uses its algorithm for large tensors, for `warm_up`.
+# Number of elements that makes every backend use its algorithm for large tensors.
 _LARGE_NUMEL = 1 << 20
 
 
@@ -28,8 +28,7 @@ _REDUCE_OPTIONS.reduceOp = dist.ReduceOp.AVG
 _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
 
 
-# Unlike torch.distributed's functions for the same collectives, the next two functions check no
-# arguments.
+# The next two functions save time: they check no arguments, unlike torch.distributed's functions.
 def _all_gather_single(out: Tensor, shard: Tensor, *, group: Any) -> Any:
     """Begin the backend's all-gather."""
     return group._allgather_base(out, shard, _GATHER_OPTIONS)
@@ -43,8 +42,8 @@ def _reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any) -> Any:
 class NativeTransport(Transport):
     """Moves tensors by the backend's collectives, on every device that the backend supports.
 
-    In reductions, the backend adds gradients, in its own order and in the gradients' dtype, or
-    flatshard adds in a fixed order.
+    In reductions, the backend adds gradients in its own order and in the gradients' dtype. With
+    ``fixed_order``, the backend only exchanges gradients, and flatshard adds.
     """
 
     host_only, is_ordered = False, True
@@ -66,8 +65,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # The purpose is not part of the description: if one rank unshards a unit for forward
-            # and another for backward, both take part in the same all-gather.
+            # Leave out the purpose from the description, which ranks compare: if one rank unshards
+            # a unit for forward and another rank for backward, both take part in one all-gather.
             unit = request.unit_fqn or "the root unit"
             what = f"all-gather of {unit!r}, flat parameter {request.tag}"
             if is_gloo:
@@ -76,7 +75,7 @@ class NativeTransport(Transport):
         if out.dtype not in _USUAL:
             out, shard = as_bytes(out), as_bytes(shard)
         work = _all_gather_single(out, shard, group=group)
-        # Handles of torch's "fake" backend, which moves nothing, never report completion.
+        # torch's "fake" backend moves nothing, and its handles never report completion.
         works = [] if members.is_fake else [work]
         reports_end = not (request.reduced and is_gloo)
         return AsyncWork(works, op_name, [shard, out], reports_end=reports_end, condition=need)
@@ -86,7 +85,7 @@ class NativeTransport(Transport):
         group, kept = self._members.reduce_group, [buffer, request.out]
         need = self._members.history.begin(group)
         if request.fixed_order:
-            # The backend fills `arrived` after this method has returned, so keep it alive.
+            # Keep `arrived` alive: the backend fills it after this method has returned.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -110,15 +109,16 @@ class NativeTransport(Transport):
         return AsyncWork(works, op_name, [buffer], condition=need)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # A backend that opens connections in its first reduction blocks the host until all ranks
-        # have started this reduction. In a backward, another rank could wait for an all-gather that
-        # this rank has not started yet: a deadlock.
+        # Run each kind of reduction once, so that the backend opens connections now. This blocks
+        # the host until all ranks have started the same reduction. In a backward, another rank
+        # could wait for an all-gather that this rank has not started yet: a deadlock.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return
         self._warmed_up.add(kind)
         group, size = self._members.reduce_group, self._members.size
-        # Backends have several algorithms, and each opens its own connections.
+        # Backends use different algorithms, with different connections, for small and large
+        # tensors.
         for numel in (1, -(-_LARGE_NUMEL // size)):
             full = torch.zeros(numel * size, device=device)
             part = torch.zeros(numel, device=device)

@@ -1,15 +1,15 @@
 """``SocketTransport``: all-gathers parameters and averages gradients by gloo's sends and receives.
 
 gloo's own collectives are slower: ``all_gather`` fills a temporary tensor, ``reduce_scatter`` is an
-all-reduce and a copy, and the all-to-all uses only one direction of a slow link at a time. This
-transport uses single sends and receives. gloo matches a send and a receive by their tag, and each
-flat parameter has its own tag, so ranks may begin all-gathers in different orders.
+all-reduce and a copy, and the all-to-all uses only one direction of a slow link at a time. gloo
+matches a send and a receive by their tag, and each flat parameter has its own tag, so ranks may
+begin all-gathers in different orders.
 
-gloo's sends and receives complete only when a thread waits for them, and a wait cannot be
-cancelled. So a background thread waits for gradients and adds pieces as they arrive, while the
-training thread continues. Beginning a send or receive can take as long as sending the data, because
-gloo waits for its own thread or writes into the socket directly. So a second background thread
-begins them.
+gloo's sends and receives complete only while a thread waits for them, and a wait cannot be
+cancelled. So a background thread waits for gradients, and adds them as they arrive, while the
+training thread continues. Even beginning a send or receive can take as long as sending the data,
+because gloo may write into the socket directly. So a second background thread begins sends and
+receives.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from flatshard.options import Collectives, OffloadError
 from flatshard.options.extras import default_extra
 from flatshard.units.layout import as_bytes
 
-# Gradients are received and added in pieces. While one piece is added, the next pieces are on their
-# way.
+# Gradients are received and added in pieces. While one piece is added, the next pieces arrive.
 PIECE_BYTES = 2 << 20
-# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them
-# without starting a pool of threads for each of flatshard's background threads.
+# Number of elements added at once. So few elements stay in the CPU's cache, and torch adds them in
+# the calling thread. (For more elements, torch would start a pool of threads.)
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -86,15 +85,15 @@ class _Message:
         """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both, because they keep the tensor alive, and this object may live until the whole
+        # Drop both attributes, which keep the tensor alive: this object may live until the whole
         # collective is complete.
         del self._ask
         self._begun = None
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # If the program drops a model during an all-gather, after a backward that failed for
-        # example, keep the tensor until the message has arrived: if a receive is freed before,
-        # gloo stops reading from that rank, and all later collectives of the ranks wait for ever.
+        # If the program drops a model during an all-gather (after a failed backward, for example),
+        # keep the tensor until the message has arrived. If a receive were freed before, gloo would
+        # stop reading from that rank, and all later collectives of the ranks would wait forever.
         if not is_ending() and self._begun is not None and self._begun.done():
             with contextlib.suppress(RuntimeError):  # near the end of Python, no thread can start
                 _dropped.put(partial(_end_dropped, self._begun, self._ask))
@@ -138,13 +137,13 @@ class SocketTransport(Transport):
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         numel, dtype, target = request.numel, request.dtype, request.shard_target
         part = numel // self._members.size
-        # With rounding to the wire dtype, this rank's range of the buffer differs from the shard,
-        # so the shard's memory cannot be mapped into the buffer.
+        # If values are rounded to the wire dtype, this rank's range of the buffer differs from the
+        # shard. So the shard's memory cannot be a part of the buffer.
         is_exact = self._sent_dtype(dtype) is dtype
         page_pool = default_extra("page_pool") if target is not None and is_exact else None
         if page_pool and page_pool.fills_pages(part * dtype.itemsize):
             own = range(self._members.rank * part, (self._members.rank + 1) * part)
-            # If the system has no addresses left or cannot make a file, use ordinary memory below.
+            # On an error (no addresses left, no space for a file), use ordinary memory below.
             with contextlib.suppress(OSError, OffloadError):
                 return page_pool.PooledBuffer(numel, dtype, own, target)  # type: ignore[no-any-return]
         return allocate(numel, dtype, request.device)
@@ -158,16 +157,16 @@ class SocketTransport(Transport):
         dtype = source.dtype if request.exact else self._sent_dtype(source.dtype)
         arrived, then = out, None
         if dtype is not source.dtype:
-            # Round this rank's part too: all ranks must compute with the same values.
+            # Also round this rank's own part, because all ranks must compute with the same values.
             source, arrived = source.to(dtype), torch.empty_like(out, dtype=dtype)
 
             def then() -> None:
                 out.copy_(arrived)
 
         group, tag, slots = members.gather_group, request.tag, arrived.chunk(members.size)
-        # Begin the receives first. For each receive, gloo sends a notice to the sender over the
-        # data connection, and the sender waits for the notice. Notices that queue behind this
-        # rank's data would arrive late, and only one direction of a link would be used at a time.
+        # Begin the receives first. For each receive, gloo sends a notice to the sender, for which
+        # the sender waits. Notices share the connection with data: behind this rank's sends, they
+        # would arrive late, and only one direction of a link would be used at a time.
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
@@ -193,7 +192,7 @@ class SocketTransport(Transport):
         average = _Average(members, request, dtype, step)
         shards = full.chunk(members.size)
         leaving = {peer: shards[peer].to(dtype).split(step) for peer in members.peers}
-        # One piece to each peer in turn keeps the links to all peers busy.
+        # Send one piece to each peer in turn, which keeps the links to all peers busy.
         average.sends = [
             _Message(members.reduce_group.send, leaving[peer][number], peer, request.tag)
             for number in range(len(leaving[members.peers[0]]))
@@ -208,7 +207,7 @@ class SocketTransport(Transport):
 class _Piece(NamedTuple):
     """Consecutive elements of an average, received and added together."""
 
-    out: Tensor  # the elements of the result
+    out: Tensor  # receives the averages of these elements
 
     # The values of all ranks, this rank included, in the order of the additions.
     values: list[Tensor]
@@ -216,7 +215,7 @@ class _Piece(NamedTuple):
 
 
 class _Average:
-    """A reduce-scatter in progress, with the interface of ``dist.Work``.
+    """An unfinished reduce-scatter, with the interface of ``dist.Work``.
 
     ``run`` receives the other ranks' values, averages them, and waits for this rank's sends.
     """
@@ -226,17 +225,15 @@ class _Average:
     ) -> None:
         """Prepare the messages that receive the other ranks' values.
 
-        Args:
-            members: the ranks of the group.
-            request: this rank's gradients, and the tensor for the average.
-            dtype: dtype in which gradients are sent.
-            step: maximum number of elements of a message.
+        ``dtype``: dtype in which gradients are sent. ``step``: maximum number of elements of a
+        message.
         """
         self._size, self._pieces = members.size, list[_Piece]()
         self.sends: list[_Message] = []
         self._over: Future[None] = Future()  # completed at the end of `run`
 
-        # The background thread and a thread in `wait` may both call `run`. The first does the work.
+        # The background thread and a thread in `wait` may both call `run`. Only the first does the
+        # work.
         self._is_taken = threading.Lock()
         out, peers, numel = request.out, sorted(members.peers), request.out.numel()
         # If the dtypes are equal, receive the first peer's values into the result, and add there.
@@ -251,9 +248,8 @@ class _Average:
                 _Message(members.reduce_group.recv, theirs, peer, request.tag)
                 for theirs, peer in zip(values, peers, strict=True)
             ]
-            # Add in rank order. If this is rank 0, its values come second, because the result may
-            # already contain the first peer's values: the order of the first two summands does not
-            # matter.
+            # Add in rank order, but on rank 0, add its own values second, because `out` may already
+            # contain the first peer's values. The order of the first two summands has no effect.
             values.insert(max(members.rank, 1), mine)
             self._pieces.append(_Piece(part, values, receives))
 
@@ -267,9 +263,9 @@ class _Average:
 
     def wait(self) -> None:
         """Wait until the average is complete. If ``run`` failed, raise the error."""
-        # Do not only wait for the background thread, which may be busy with another model's
-        # average. The other ranks may begin that average only after the end of this average: a
-        # deadlock. `run` does nothing if the background thread has begun this average.
+        # Call `run` in this thread, too. (It does nothing if the background thread has begun this
+        # average.) The background thread may be busy with another model's average, which the other
+        # ranks begin only after this average: a deadlock.
         self.run()
         self._over.result()
 
@@ -291,7 +287,7 @@ class _Average:
             self._add(piece)
         for send in self.sends:
             send.wait()
-        # Drop all references to tensors, so that the caller can free the memory after ``wait``.
+        # Drop all references to tensors, so that their memory can be freed after `wait`.
         self._pieces.clear()
         self.sends.clear()
 
@@ -310,8 +306,8 @@ class _Average:
 class _Thread:
     """A background thread that runs tasks in order. The first task starts the thread."""
 
-    # Python waits for the threads of `concurrent.futures` executors at its end, so a thread that
-    # waits for a dead rank would block the exit.
+    # This is no executor of `concurrent.futures`: at its end, Python waits for an executor's
+    # threads, so a thread that waits for a dead rank would block the exit.
 
     def __init__(self, name: str) -> None:
         self._name = OUR_THREADS + name
@@ -342,4 +338,4 @@ def _end_dropped(begun: Future[Any], _: object) -> None:
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # otherwise the variable would keep the task's tensors alive until the next task
+        del task  # otherwise this variable would keep the task's tensors alive until the next task

@@ -1,13 +1,13 @@
 """Extra: detects a deadlock of ranks, makes the deadlocked ranks raise, and logs long waits.
 
-Used by default if this folder is installed. Without it, ranks in different exchanges of flatshard
-still raise (see ``HostExchange``), but ranks in different collectives wait until the process
-group's timeout, and errors do not name lines of the program.
+Used by default if this folder is installed. Without this folder, ranks in different small exchanges
+of flatshard still raise (see ``HostExchange``). But ranks in different collectives wait until the
+process group's timeout, and errors do not name lines of the program.
 
-A thread per process looks about once a second at all waits for collectives, on the host and on the
-GPU (``Watchdog``). It logs a wait of ``PATIENCE_SECONDS`` on the host once (logger ``flatshard``,
-level WARNING), with the line of the program and the ranks without a reported wait. It ends a wait
-only if the wait would certainly never end (see ``detector``).
+In each process, a thread (``Watchdog``) checks about once a second all waits for collectives, on
+the host and on the GPU. It logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
+``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. It
+ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from flatshard.extras.deadlock import detector, gpu, program
 from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
 from flatshard.extras.deadlock.program import OwnCollective
 
-# Minimum length, in seconds, of a wait that is logged.
+# Minimum duration of a wait that is logged.
 PATIENCE_SECONDS = 60.0
-# The same, for a wait in the constructor of a wrapper. A rank that does not come may use another
-# wrapper, without flatshard, so only the log of this rank tells the user.
+# The same, for a wait in the constructor of a wrapper. The other rank may use another wrapper
+# (DDP), so only this rank's log tells the user about the wait.
 MEETING_SECONDS = 10.0
 
 _MEETING_REMEDY = (
@@ -49,9 +49,9 @@ _REMEDY = (
     "rank, not under `if rank == 0:`."
 )
 
-_END_SECONDS = 5.0  # maximum number of seconds to wait until a running check of the thread ends
+_END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running check
 
-_ERROR_LENGTH = 400  # maximum number of characters of the error that a rank publishes at its end
+_ERROR_LENGTH = 400  # maximum number of characters of an error that a rank publishes when it ends
 
 _logger = logging.getLogger("flatshard")
 
@@ -62,10 +62,10 @@ class Watchdog(CollectiveWatch):
     def __init__(self) -> None:
         self._pid = 0  # id of the process in which the watchdog's thread runs; 0: not started
         self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
-        self._users: set[int] = set()  # ids of Python's threads that have waited for other ranks
+        self._users: set[int] = set()  # ids of the program's threads that ever waited for ranks
         self._thread: threading.Thread | None = None
-        # Held during a check. The end of the program waits for it: a check may be in a backend's
-        # C++ code, which ends the process with SIGABRT if Python ends meanwhile.
+        # Locked during a check. The end of the program waits for the lock: a check may be in C++
+        # code of a backend, which ends the process with SIGABRT if Python ends meanwhile.
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
         # Wait in a collective of the user's program that the last `look` found.
@@ -79,12 +79,13 @@ class Watchdog(CollectiveWatch):
             self._start()
         detector.histories[history.name] = history
         detector.begin_run()
-        # From now on, other ranks may wait for this rank, and must be told if the program ends.
+        # From now on, other ranks may wait for this rank. So they must be told if its program ends.
         tell_of_end()
 
     def explain(self, wait: watched) -> str | None:
         reason = detector.explain(self._waits.get(wait) or _blocked(wait))
-        taken_back = gpu.take_back_error()  # last, because the look-up takes time
+        # Call this last: the line above takes time, in which an error may be set in this thread.
+        taken_back = gpu.take_back_error()
         return reason or taken_back
 
     def program_line(self) -> str:
@@ -98,7 +99,7 @@ class Watchdog(CollectiveWatch):
         self._thread.start()
 
     def stop(self) -> None:
-        # Keep the lock, so that the thread calls no backend any more.
+        # Do not release the lock, so that the thread calls no backend any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
             # Abort NCCL collectives that do not complete. After an error, a collective may never
@@ -125,8 +126,8 @@ class Watchdog(CollectiveWatch):
 
     def _look(self) -> None:
         stacks = {waits.thread: [*waits] for waits in waits_by_thread()}
-        # Autograd's threads (one per accelerator, not started by Python) are not users: the thread
-        # in `backward()` waits for them, and never begins collectives at the same time.
+        # Leave out autograd's threads (one per accelerator, not started by Python): while they run,
+        # the thread in `backward()` waits for them, and begins no collectives.
         ours = (one for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
         self._users = {one.ident or 0 for one in ours} & stacks.keys()
         self._waits = {
@@ -143,20 +144,20 @@ class Watchdog(CollectiveWatch):
                 _logger.warning(
                     "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
                 )
-        # Only then look for a deadlock: if several threads communicate, a thread that does not wait
-        # may still begin the collective that the other ranks need.
+        # Look for a deadlock only if a single thread communicates. Otherwise, another thread may
+        # still begin the collective for which the other ranks wait.
         if len(self._users) == 1:
             (user,) = self._users
-            # The last wait is the innermost: a thread of autograd waits while the user's thread
-            # waits in backward.
+            # Put the user's thread first, so that the last wait is the innermost: while a thread of
+            # autograd waits, the user's thread is in backward.
             waits = chain(stacks.pop(user), *stacks.values())
             self._deadlock.look(self._wait_of(user, [self._waits[wait] for wait in waits]))
 
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        The last of ``waits`` (in flatshard's collectives on the host), a wait in a collective of
-        the user's program, or for an NCCL collective on the GPU.
+        This is the last of ``waits`` (in flatshard's collectives on the host), or a wait in a
+        collective of the user's program, or a wait for an NCCL collective on the GPU.
         """
         wait = waits[-1] if waits else None
         if wait is not None and wait.need is not UNKNOWN:
@@ -200,7 +201,7 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 class _OwnWait(BlockedWait):
     """A wait in a collective called by the user's program, not by flatshard.
 
-    A user's hook may call the collective while flatshard waits; ``outer`` is flatshard's wait.
+    ``outer``: if a user's hook called the collective while flatshard was waiting, flatshard's wait.
     """
 
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
@@ -214,7 +215,7 @@ class _OwnWait(BlockedWait):
     def is_known(self, found: OwnCollective) -> bool:
         """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
 
-        Looked up once, after some seconds, because the look-up is slow and most waits are short.
+        Reads these once, but only after some seconds, because it is slow and most waits are short.
         """
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:
@@ -233,7 +234,7 @@ class _OwnWait(BlockedWait):
 
 
 class _GpuWait(BlockedWait):
-    """A wait for an NCCL collective, in a line of the program that waits for the GPU."""
+    """A wait for an NCCL collective on the GPU, in a line of the program such as ``x.item()``."""
 
     def __init__(self, found: gpu.GpuCollective, began: float) -> None:
         self.found = found
@@ -245,13 +246,13 @@ class _GpuWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """Let this process tell all ranks immediately when and how the user's program ends."""
-    # Other ranks notice the end of a process only after the exit handlers, which may take long.
-    # Python calls `sys.excepthook` earlier, for an uncaught exception.
+    """When the user's program ends, let this process tell all ranks at once how it ended."""
+    # Other ranks notice the end of a process only after its exit handlers, which may take long. For
+    # an uncaught exception, Python calls `sys.excepthook` before the exit handlers.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
         sys.excepthook = partial(_tell_error, sys.excepthook)
-    # Python runs the handler that was registered last first. So register again, to tell the other
-    # ranks before the handlers of libraries run, which may take long.
+    # Python runs exit handlers in reverse order of registration. Register again to be the last, so
+    # that the other ranks are told before handlers of libraries run.
     atexit.unregister(_tell)
     atexit.register(_tell, "sys.exit() or the end of its program")
 
@@ -263,7 +264,8 @@ def _tell_error(before: Callable[..., Any], kind: type, error: BaseException, tr
             detector.log_failure(*own)
     how = f"{kind.__name__}: {error}"[:_ERROR_LENGTH]
     _tell(how, threading.get_ident())
-    # Tell the end once more at exit: another thread may begin collectives until then.
+    # Tell the other ranks once more at exit, because another thread may begin collectives until
+    # then.
     atexit.unregister(_tell)
     atexit.register(_tell, how)
     before(kind, error, trace)

@@ -1,23 +1,24 @@
 """``Deadlock``: finds ranks in different collectives that wait for each other forever.
 
-If a wait lasts some seconds, the rank publishes a report in the process group's store: where it
-waits, and how many collectives it has begun. Then it reads the reports of some of the awaited
-ranks. Shorter waits publish and read nothing.
+If a rank waits for some seconds, it publishes a report in the process group's store: in which
+collective it waits, and how many collectives it has begun. Then it reads the reports of some of the
+ranks for which it waits. Shorter waits publish and read nothing.
 
 [Note: proof]
-A collective ends only after every rank has begun it. Take a set of ranks, all waiting at the same
-moment. If each waits for another rank of the set that has not begun the same collective, none ever
-continues, because a waiting rank begins nothing. All ranks wait at the same moment if each
-published the same wait before and after it, so a rank publishes a lasting wait again and again.
+A collective ends only after every rank has begun it. Take a set of ranks that all wait at the same
+moment. If each waits for another rank of the set that has not begun the same collective, no rank of
+the set ever continues, because a waiting rank begins nothing. All ranks wait at the same moment if
+each has published the same wait before and after this moment. So a rank publishes a lasting wait
+again and again.
 
-The proof covers collectives of flatshard and of the user's program (see the notes in ``program``
-and ``gpu``). A computing rank publishes nothing, so a wait for a slow rank is never reported as a
-deadlock. Nor does a process with several communicating threads.
+The proof covers collectives of flatshard and of the user's program (see the notes in ``program.py``
+and ``gpu.py``). A rank that computes publishes nothing, so a wait for a slow rank is never reported
+as a deadlock. A process in which several threads communicate publishes nothing either.
 
 [Note: traffic]
-The number of bytes does not grow with the number of ranks. A report names at most ``_ASKED`` of the
-awaited ranks, and a rank reads at most ``_READ`` reports. A rank that finds a deadlock publishes
-the finding under the name of each process group concerned, where every waiting rank reads it.
+The number of bytes does not grow with the number of ranks. A report names at most ``_ASKED`` ranks
+for which the rank waits, and a rank reads at most ``_READ`` reports. A rank that finds a deadlock
+publishes a finding under the name of each process group concerned. All waiting ranks read it there.
 """
 
 from __future__ import annotations
@@ -45,32 +46,33 @@ _logger = logging.getLogger("flatshard")
 
 _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 
-# Minimum length, in seconds, of a wait that a rank publishes.
+# Minimum duration of a wait that a rank publishes.
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# Maximum number of awaited ranks whose reports a rank reads per wait. To prove a deadlock, a single
-# awaited rank in the deadlock is enough.
+# Of the ranks for which a rank waits, it reads the reports of at most this number. For the proof of
+# a deadlock, the report of one such rank is enough.
 _ASKED = 16
 # Maximum number of reports read by a rank in a check (`Deadlock.look`).
 _READ = 4 * _ASKED
-# After a finding about a collective of the user's program, a rank stays in the wait for so many
-# checks, in which the other ranks read and log the finding.
+# After a finding about a collective of the user's program, a rank stays in its wait for this number
+# of checks, so that the other ranks read and log the finding.
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
 PROGRAM = "the program's own"  # kind of the collectives called by the user's program
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
-# For each group and kind of collective: how many this rank has begun, and the most recent.
+# For each process group and kind of collective: how many this rank has begun, and the latest ones.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
-# Value of ``BlockedWait.need`` if flatshard does not know the awaited collective.
+# Value of ``BlockedWait.need`` if flatshard does not know for which collective the thread waits.
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-# For each process group of flatshard, by name: the history of the collectives that this rank began.
+# For each process group of flatshard, by name: a record of the collectives that this rank has
+# begun.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
@@ -88,7 +90,7 @@ class BlockedWait:
     """A wait of a thread of this process for a collective."""
 
     describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
-    need: WaitCondition  # the awaited collective, and the ranks that must begin it, too
+    need: WaitCondition  # the collective, and the ranks that must begin it to end the wait
     number: int = 0  # identifies the wait to other ranks; 0: not published yet
     thread: int = 0  # id of the waiting thread
     verdict: str | None = None  # why the wait will never end; None if the wait may still end
@@ -104,11 +106,11 @@ class BlockedWait:
 
 
 class _Finding(NamedTuple):
-    """A reason why waits never end, published by the rank that found the reason."""
+    """The reason why some waits never end, published by the rank that has found it."""
 
     text: str
-    # The group, kind and number of each wait. None: all waits for collectives of the groups under
-    # whose names the finding is published, except of the user's program.
+    # The group, kind and number of each of these waits. None: all waits in the groups under whose
+    # names the finding is published, except waits for collectives of the user's program.
     waits: list[list[Any]] | None
 
 
@@ -121,7 +123,8 @@ class _Report(NamedTuple):
     need: WaitCondition
     # The collectives that the rank has begun.
     begun: AllBegun
-    # Whether `need` lists only the first `_ASKED` ranks: readers assume all ranks of the group.
+    # Whether `need` lists only the first `_ASKED` ranks. Then the wait is for all ranks of the
+    # group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -154,14 +157,14 @@ class Deadlock:
 
     def __init__(self) -> None:
         self._wait: BlockedWait | None = None
-        self._pause = self._next = 0.0
-        self._heard: _Reports = {}
-        self._before: _Reports = {}
+        self._pause = self._next = 0.0  # seconds between checks, and the time of the next check
+        self._heard: _Reports = {}  # reports of the ranks for which this rank waits
+        self._before: _Reports = {}  # earlier reports of ranks that may be in a deadlock
         self._store: Any = None
         self._world: Any = None  # the default group that `_store` belongs to
 
     def look(self, wait: BlockedWait | None) -> None:
-        """Check whether ``wait`` can end; if not, set ``wait.verdict`` and make the wait raise.
+        """Check whether ``wait`` can end. If not, set ``wait.verdict`` and make the wait raise.
 
         Called about once a second with the present wait, or None. Publishes the wait, and reads the
         reports of other ranks.
@@ -182,11 +185,11 @@ class Deadlock:
         if wait.verdict is not None:
             self._give_up(wait)
             return
-        # Set the time of the next check before using the store: after an error of the store, an
-        # immediate check would probably fail again.
+        # Set the time of the next check before using the store. If the store raises an error, an
+        # immediate next check would probably fail again.
         self._next = now + LONGEST_LOOK_SECONDS
         if not wait.number:
-            # A separate connection: another thread may block the default one while it waits.
+            # Use a separate connection to the store: another thread may block the default one.
             self._store, self._world = _own_store(), weakref.ref(dist.group.WORLD)
             wait.number = int.from_bytes(os.urandom(6), "big") + 1
         mine = self._publish(wait)
@@ -194,20 +197,20 @@ class Deadlock:
         stuck = self._stuck(mine)
         finding = self._finding(wait, stuck, mine)
         if finding is not None:
-            # Publish the finding before this rank leaves the collective: then the other ranks fail,
-            # and need the reason.
+            # Publish the finding before this rank leaves the collective: when it leaves, the other
+            # ranks fail, and need the reason.
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
-            # A launcher kills all ranks after the first error of a rank. A rank that waits in a
-            # collective of the user's program must log the finding first, because its own error, of
-            # the backend, lacks the reason. So delay this rank's error.
+            # A launcher kills all ranks after the first error. In a collective of the user's
+            # program, ranks get an error of the backend, without the reason, so they must log the
+            # finding first. So delay this rank's error if such a collective is concerned.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
                 self._give_up(wait)
             return
-        # While the same ranks stay in the same waits, keep the first reports: the proof needs two
-        # of each wait.
+        # While the same ranks stay in the same waits, keep their first reports, because the proof
+        # needs two reports of each wait.
         if _ids(stuck) != _ids(self._before):
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
@@ -216,7 +219,8 @@ class Deadlock:
     @staticmethod
     def _note(wait: BlockedWait, finding: _Finding) -> None:
         wait.verdict = finding.text
-        # A collective of the user's program raises the backend's error, without the reason.
+        # Log the reason if the error will not contain it: a collective of the user's program raises
+        # an error of the backend.
         if wait.need.kind == PROGRAM:
             _logger.error("rank %d, %s: %s", dist.get_rank(), wait.published, finding.text)
 
@@ -229,10 +233,10 @@ class Deadlock:
 
     @staticmethod
     def _compare(now: float) -> None:
-        """Compare the collectives begun by all ranks, if no backward has done so recently.
+        """Compare which collectives the ranks have begun, if no backward has done so recently.
 
-        If the ranks differ, logs an error and sets ``make_error``. In evaluation, ranks in
-        different collectives might compute with wrong values without a deadlock.
+        Needed for evaluation, where ranks in different collectives might compute with wrong values
+        without a deadlock. If ranks differ, logs an error and sets ``make_error``.
         """
         for history in known_histories():
             if now - (history.unchecked_since or now) <= FIRST_LOOK_SECONDS:
@@ -246,16 +250,16 @@ class Deadlock:
             if reason is not None:
                 problem = _tell(store, reason, _all_begun()).text
                 _logger.error("%s", problem)
-                # `make_error` makes the next collective raise. But on a GPU, the main thread may
-                # wait forever before that, so raise there now, and before `make_error` is set:
-                # otherwise the main thread could raise twice.
+                # `make_error` makes the next collective raise. But the main thread may wait forever
+                # for the GPU before the next collective, so raise there now. Do this before setting
+                # `make_error`: otherwise the main thread could raise twice.
                 gpu.end_waits(threading.main_thread().ident or 0, gpu.with_trace(problem), now)
                 history.make_error = partial(gpu.own_error, problem)
 
     def ranks_elsewhere(self, wait: BlockedWait) -> list[int]:
-        """Return the awaited ranks that do not report a wait themselves.
+        """Return the ranks for which this rank waits, and which do not report a wait themselves.
 
-        They may compute, have ended, or wait in a way unknown to flatshard.
+        These ranks may compute, have ended, or wait in a way that flatshard cannot see.
         """
         if wait is not self._wait or not wait.number:
             return []
@@ -273,7 +277,8 @@ class Deadlock:
         with contextlib.suppress(Exception):  # the process that serves the store may have ended
             _publish(self._store, _NO_WAIT)
             is_open = wait.need.kind == PROGRAM and wait.verdict is None
-            # The program's own collective raised only the backend's error: log a published reason.
+            # The wait was for a collective of the user's program, whose error lacks the reason. If
+            # another rank has published the reason meanwhile, log it.
             if is_open and (finding := _told(self._store, wait.need)):
                 self._note(wait, finding)
 
@@ -298,7 +303,7 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
-        """Return why the wait never ends, or None if neither this nor another rank knows a reason.
+        """Return why the wait never ends, or None if no reason is known.
 
         ``stuck``: the reports of ranks that may be in a deadlock with this rank.
         """
@@ -323,9 +328,9 @@ class Deadlock:
 
 
 def explain(wait: BlockedWait) -> str | None:
-    """Return why ``wait`` never ended, after ``wait`` failed with an error; None if unknown.
+    """Return why ``wait`` has failed with an error, or None if unknown.
 
-    Also considers findings about earlier waits in the group: an awaited rank may have ended there.
+    Also reads findings about earlier waits in the group, because another rank may have ended there.
     """
     if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
         return wait.verdict
@@ -347,27 +352,28 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # A rank publishes the numbers of the program's and of NCCL collectives only during waits of a
-    # single communicating thread. If a number is unknown, assume that the rank has begun: then no
-    # false deadlock is reported.
+    # The numbers of the program's collectives and of NCCL collectives are unknown if several
+    # threads of the rank communicate. Then assume that the rank has begun the collective, so that
+    # no false deadlock is reported.
     unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]
 
 
 def _reports_for(need: WaitCondition, store: Any) -> _Reports:
-    """Read the latest reports of the ranks that a wait waits for, at most ``_ASKED`` ranks."""
+    """Read the latest reports of at most ``_ASKED`` of the ranks in ``need``."""
     return _read(store, need.ranks[:_ASKED])
 
 
 def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
-    """Return why a wait with the condition ``need`` can never end, or None if no reason is found.
+    """Return why a wait with the condition ``need`` can never end, or None.
 
-    An awaited rank has ended, or ranks began different collectives.
+    There are two reasons: another rank has ended, or ranks have begun different collectives.
     """
     for report in reports.values():
         if report.wait == _ENDED and _missing(need, report.begun) > 0:
             return _Finding(report.text, [])
-    # Compare all groups: after different collectives on the GPU, a rank may wait in another group.
+    # Compare the collectives of all groups. NCCL does not block the host, so after a difference in
+    # one group, a rank may wait in another group.
     mine = [(group, *one) for group, kinds in _all_begun().items() for one in kinds.items()]
     for (group, kind, (_, ours)), rank in product(mine, reports):
         _, theirs = reports[rank].begun.get(group, {}).get(kind, (0, []))
@@ -381,18 +387,18 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 
 
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
-    """Return a finding if an NCCL collective of the program met one of the model, otherwise None.
+    """Return a finding if an NCCL collective of the program was matched with one of the model.
 
-    On a common NCCL process group, the n-th collective of a rank meets the n-th of every other
-    rank. If one is the program's and another the model's, both wait forever. ``reports``: of other
-    ranks.
+    In an NCCL process group, the n-th collective of a rank is matched with the n-th collective of
+    every other rank. If one belongs to the program and another to the model, both wait forever.
+    ``reports``: the reports of other ranks.
     """
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
             (ours, own), (theirs, their_own) = _own_on_gpu(mine, group), _own_on_gpu(report, group)
-            # Suppose that a rank has begun at least as many collectives as another rank, but fewer
-            # collectives of the program. Then this rank has begun a collective of the model where
-            # the other rank has begun a collective of the program.
+            # If rank A has begun at least as many collectives as rank B, but fewer collectives of
+            # the program, then A has begun a collective of the model where B has begun a collective
+            # of the program.
             is_mixed = own != their_own and (ours - theirs) * (own - their_own) <= 0
             if report.wait > 0 and is_mixed and min(own, their_own) >= 0:
                 text = (
@@ -408,9 +414,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Return how many NCCL collectives a rank has begun in ``group``.
 
-    Returns two numbers: all NCCL collectives, and those of the user's program; (0, 0) if the rank
-    has begun none, or none of flatshard, whose kind is the name of the process group, perhaps with
-    " on cuda".
+    Returns two numbers: of all NCCL collectives, and of those of the user's program. (0, 0): the
+    rank has begun none, or none of flatshard. The kind of flatshard's collectives is the name of
+    the process group, perhaps with " on cuda".
     """
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
@@ -419,15 +425,15 @@ def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
 
 
 def _all_begun() -> AllBegun:
-    """Return the collectives of flatshard that this rank has begun, for all groups."""
+    """Return the collectives of flatshard that this rank has begun, in all process groups."""
     return {history.name: _begun(history) for history in known_histories()}
 
 
 def _everything_begun(thread: int | None) -> AllBegun:
-    """Return the collectives that this rank has begun, for all groups.
+    """Return the collectives that this rank has begun, in all process groups.
 
-    ``thread`` begins the program's collectives; None if the program has ended. If a second thread
-    may begin collectives, the program's collectives and those on the GPU are left out.
+    ``thread``: the thread of the program that begins collectives. None: the program has ended. If
+    another thread may begin collectives too, the result has only collectives of flatshard.
     """
     begun, own = _all_begun(), program.begun(thread)
     for kind, numbers in ((PROGRAM, own), (ON_GPU, gpu.begun() if own else {})):
@@ -448,7 +454,7 @@ def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
 def tell_end(how: str, thread: int | None) -> None:
     """Publish how this rank's program has ended, so that ranks that wait for this rank raise.
 
-    ``thread``: thread of the program that has ended. None: all threads have ended.
+    ``thread``: the thread of the program that has ended. None: all threads have ended.
     """
     text = f"rank {dist.get_rank()} ended by {how}"
     begun = _everything_begun(thread)
@@ -459,8 +465,8 @@ def log_failure(name: str, group: dist.ProcessGroup) -> None:
     """Log why a collective of the user's program failed. ``name``: name of the collective."""
     me = dist.get_rank()
     others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != me)
-    # The collective's number is not known here. No rank has begun a collective of the kind "", so
-    # each rank that has ended is a reason.
+    # The collective's number is not known here. So ask for a collective of the kind "", which no
+    # rank has begun: then every rank that has ended counts as the reason.
     if finding := _why(WaitCondition(group.group_name, "", 1, others)):
         _logger.error("rank %d, %s: %s", me, name, finding.text)
 
@@ -475,8 +481,7 @@ def _circle(reports: _Reports) -> _Reports:
     If all ranks of the subset wait at the same moment, they are deadlocked (see [Note: proof]).
     Returns {} if this rank is not in the subset.
     """
-    # Repeatedly drop the ranks that wait for no remaining rank. When no rank is dropped any more,
-    # each remaining rank waits for a remaining rank.
+    # Repeatedly drop the ranks that do not wait for a remaining rank, until no rank is dropped.
     while True:
         stuck = {
             rank: report
@@ -504,13 +509,13 @@ def _in_words(stuck: _Reports) -> str:
 def begin_run() -> None:
     """Choose the names under which this rank publishes, for a new default process group.
 
-    A program may destroy its process group after an error, and make a new one with the same store,
-    which still has the old reports.
+    After an error, a program may destroy its process group, and make a new one with the same store,
+    which still has the old reports. So reports of the new group need new names.
     """
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
-        # Each rank has its own counter, so no rank waits for another rank here.
+        # Count the groups that this rank has made. Each rank has its own counter, so no rank waits.
         try:
             number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         except RuntimeError as error:
@@ -520,7 +525,8 @@ def begin_run() -> None:
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        # A reading rank checks several reports by one call only if all of them exist.
+        # Publish a report at once: other ranks check for several reports by one call, which is True
+        # only if all exist.
         _publish(_stores[world], _NO_WAIT)
 
 
@@ -542,14 +548,14 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
-    """Publish ``finding`` under the name of each of ``groups``, and of each group in the finding.
+    """Publish ``finding`` for all ranks that wait in one of ``groups``.
 
-    Also for each NCCL group in which this rank has begun a collective. Ranks that wait in one of
-    these groups read it.
+    Also for ranks that wait in a group that the finding names, or in an NCCL group in which this
+    rank has begun a collective.
 
     Returns:
-        The finding that counts: the first, if several ranks publish at the same time, so that all
-        ranks raise the same text.
+        The finding to raise. If several ranks publish at the same time, this is the first finding,
+        so that all ranks raise the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks
@@ -565,7 +571,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
 
 
 def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding | None:
-    """Return the latest published finding for the group of ``need``, or None.
+    """Return the latest finding published for the group of ``need``, or None.
 
     ``need``: the collective for which this rank waits. With ``is_exact``, return only a finding
     about this collective.

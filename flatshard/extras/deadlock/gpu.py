@@ -2,8 +2,8 @@
 
 [Note: waits on the GPU]
 An NCCL call only queues a kernel, and returns. The thread waits later, in a line that needs a
-result from the GPU, such as ``loss.item()``, ``torch.cuda.synchronize()`` or ``tensor.cpu()``, or
-in a line that launches a kernel for the first time: to load it, CUDA may wait for all running
+result from the GPU (``loss.item()``, ``torch.cuda.synchronize()``, ``tensor.cpu()``), or in a line
+that launches a kernel for the first time: to load the kernel, CUDA may wait for all running
 kernels.
 
 A thread is considered to wait for a collective on the GPU if for some seconds:
@@ -39,9 +39,9 @@ from torch.distributed import distributed_c10d
 
 from flatshard.comm.work import CollectiveError
 
-# Functions that may wait for the GPU: all of torch, and conversions such as `float(tensor)`. Only
-# names are compared. A function of another library with such a name does harm only if it waits, so
-# the names of such functions (`sleep`, `recv`) are removed.
+# Names of functions that may wait for the GPU: all of torch, and conversions such as
+# `float(tensor)`. A function of another library with the same name matters only if it waits, so the
+# names of such functions (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
@@ -51,19 +51,20 @@ _ABORT_SECONDS = 10.0
 # a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Function of flatshard's backward that polls until the GPU has reduced gradients, and so waits for
-# all-gathers that come before.
+# Function in flatshard's backward that polls until the GPU has reduced gradients. So it also waits
+# for all-gathers that were queued before.
 _POLLS = "wait_until_reduced"
 _IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
 
-# Variables with which users choose the file of torch's flight recorder, without the rank.
+# Environment variables by which users choose the file of torch's flight recorder.
 _TRACE_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 # Process groups that this module has aborted: a second abort would end the process with SIGSEGV.
 _aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
-# Time of each thread's last ``CollectiveError``, and the text of an error that `end_waits` has set
-# and the thread has not raised yet, by the thread's identifier. Hold `_raising` to use them.
+# For each thread, by its identifier: the time of its last ``CollectiveError``, and the text of an
+# error that `end_waits` has set and the thread has not raised yet. Hold the lock `_raising` to use
+# these dicts.
 _raised: dict[int, float] = {}
 _to_raise: dict[int, str] = {}
 _raising = threading.Lock()
@@ -85,8 +86,8 @@ class GpuWaits:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look
 
-        # The instruction at which the thread was at the last look (`_place_of`), and when a look
-        # first found the thread there.
+        # The instruction at which the thread was at the last look (`_place_of`), and the time since
+        # which it has been there.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None
@@ -100,10 +101,11 @@ class GpuWaits:
         flatshard all-gathers.
 
         Returns:
-            The collective, and the time of the look that first saw the wait; None if there is no
-            wait, or only since less than ``after_seconds``.
+            The collective, and the time at which the wait was first seen. None: there is no wait,
+            or only since less than ``after_seconds``.
         """
-        # The sequence numbers are fast to read, and change during training.
+        # First compare the numbers of begun collectives: they are fast to read, and a thread that
+        # trains changes them.
         numbers = begun()
         if numbers != self._numbers or not numbers:
             self._numbers, self._place, self._found = numbers, None, None
@@ -127,23 +129,23 @@ def begun() -> dict[str, int]:
 def end_waits(thread: int, text: str, since: float) -> None:
     """Abort this rank's incomplete NCCL collectives, and raise an error in ``thread``.
 
-    The error is ``CollectiveError(text)``, raised when the present bytecode instruction ends,
-    unless the thread has raised another one after the time ``since``. If all NCCL collectives
-    of this rank are complete, nothing happens.
+    The thread raises ``CollectiveError(text)`` when its present bytecode instruction ends, unless
+    it has raised a CollectiveError after the time ``since``. If all NCCL collectives of this rank
+    are complete, nothing happens.
     """
     if _incomplete():
-        # Set the error before the abort. The abort ends the thread's wait although the collective
-        # has not written its result, and the thread must raise before it uses the result.
+        # Set the error before the abort. The abort ends the thread's wait, although the collective
+        # has not written its result. So the thread must raise before it uses the result.
         _raise_in_thread(thread, text, since)
         abort()
 
 
 def take_back_error() -> str | None:
-    """Cancel the pending error of ``end_waits`` in this thread, and return its text or None.
+    """Cancel an error that ``end_waits`` has set in this thread, and return its text or None.
 
-    Called before this thread raises a ``CollectiveError``, because ``end_waits`` aborted its own
-    collective: otherwise the program would get a second error in the ``except`` clause of the
-    first. A thread of autograd cancels the error of the main thread, which raises autograd's
+    Called before this thread raises a ``CollectiveError``, because its own collective was aborted.
+    Otherwise, the program would get a second error in the ``except`` clause of the first. A thread
+    of autograd cancels the error of the main thread, because the main thread raises autograd's
     errors.
     """
     thread = threading.current_thread()
@@ -162,9 +164,9 @@ def _cancel_error(thread: int) -> None:
     this = threading.get_ident()
     if thread != this:
         set_error(ctypes.c_ulong(thread), None)
-    # Python can also cancel a pending error by setting None. But Python 3.11 tries for ever to
-    # raise the None if a debugger or a coverage tool traces the thread. So set another error
-    # instead, and catch it here.
+    # Cancel a pending error of this thread by setting another error, and catching it here. (Setting
+    # None should cancel it, too. But if a debugger or a coverage tool traces the thread, Python
+    # 3.11 tries forever to raise the None.)
     with contextlib.suppress(_Cancelled):
         set_error(ctypes.c_ulong(this), ctypes.py_object(_Cancelled))
         time.sleep(0)  # Python raises the error after a call
@@ -175,7 +177,7 @@ class _Cancelled(BaseException):
 
 
 def own_error(text: str) -> CollectiveError:
-    """Return the error that this thread shall raise, in place of an error of ``end_waits``."""
+    """Return a ``CollectiveError`` to raise, and cancel an error that ``end_waits`` has set."""
     take_back_error()
     return CollectiveError(text)
 
@@ -219,16 +221,16 @@ def with_trace(text: str) -> str:
 
 
 def abort() -> None:
-    """Abort the NCCL backends of process groups with incomplete collectives of this rank.
+    """Abort the NCCL backends of all process groups with incomplete collectives of this rank.
 
-    Otherwise every later wait for the GPU would last forever, and torch's own watchdog could end
-    the process with SIGABRT. No collective is possible in an aborted group.
+    Without an abort, every later wait for the GPU would last forever, and torch's own watchdog
+    could end the process with SIGABRT. No collective is possible in an aborted group.
     """
     backends = _backends()
     groups = [*_incomplete()]
     _aborted.update(groups)
-    # An abort waits until the group's kernels have ended, and a kernel may be queued behind one of
-    # another group. So abort all at the same time, each in its own thread.
+    # An abort waits until the group's kernels have ended, and a kernel may be queued behind a
+    # kernel of another group. So abort all groups at the same time, each in its own thread.
     threads = [
         threading.Thread(
             target=_abort, args=(backends[group],), name="flatshard-abort", daemon=True
@@ -242,7 +244,7 @@ def abort() -> None:
 
 
 def _abort(backend: Any) -> None:
-    # the error that torch raises if NCCL has already failed
+    # Suppress the error that torch raises if NCCL has already failed.
     with contextlib.suppress(RuntimeError):
         backend.abort()
 
@@ -283,8 +285,8 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         # The keys of "pg_status" number the NCCL groups in the order of their creation, including
         # destroyed groups. Incomplete operations in the flight recorder name their groups.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
-        # Without entries, all collectives are complete, or the recorder is off. Then take the
-        # numbers as indices into `groups`, which are wrong if a group was destroyed.
+        # Without entries, all collectives are complete, or the recorder is off. Then use the keys
+        # as indices into `groups`. These are wrong if a group was destroyed.
         groups, found = [*backends], {}
         group_of = {group.group_name: group for group in groups}
         for key, counts in dumped["pg_status"].items():
@@ -292,7 +294,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
                 continue
             group = group_of[name_of[key]] if name_of else groups[int(key)]
             begun_here = backends[group]._get_sequence_number_for_group()
-            # No such group, or a count above its sequence number: a group was destroyed.
+            # A group was destroyed, because the count is larger than the group's sequence number.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
             # -1: no collective is complete
@@ -312,7 +314,7 @@ def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> G
     thread, _, instruction = place
     for group, number in _incomplete().items():
         name = group.group_name
-        # A wait in `_POLLS` ends after a second if only a reduction of gradients is incomplete.
+        # In `_POLLS`, a wait for a reduction ends after a second. So look only for all-gathers.
         if instruction == _IN_POLLS and name not in gathers:
             continue
         ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
@@ -331,9 +333,9 @@ def _place_of(thread: int) -> tuple[int, int, int] | None:
     of_python = {
         one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)
     }
-    # Keep no frame while the slow `_can_wait` runs: it would keep the function's variables alive,
-    # for example a view of a parameter that is about to be sharded. The last element maps the code
-    # of all functions in the stack to the ids of their frames.
+    # Do not keep a frame while the slow `_can_wait` runs: a frame keeps the function's variables
+    # alive, for example a view of a parameter that is about to be resharded. The last element maps
+    # the code of each function in the stack to the id of its frame.
     stacks = [
         (
             *(other, id(frame), frame.f_code, frame.f_lasti),
@@ -365,7 +367,7 @@ def _can_wait(code: CodeType, offset: int) -> bool:
     for one in before:
         if one.offset >= offset:
             break
-        # The load of a call's function has the same line and column as the call.
+        # Find the instruction that loads the function: it has the line and column of the call.
         begins = one.positions is not None and (one.positions[0], one.positions[2]) == start
         if begins and one.opname.startswith("LOAD_") and isinstance(one.argval, str):
             loaded = one.argval

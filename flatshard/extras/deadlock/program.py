@@ -1,16 +1,17 @@
 """Reads the state of the user's program during a wait: line, collectives and threads.
 
 [Note: collectives of the program]
-A thread that waits in ``dist.barrier()``, a collective of the program, is in a Python frame of
-``torch.distributed``, whose local variables contain the process group and the work. So the
+If the program calls a collective, such as ``dist.barrier()``, the waiting thread is in a Python
+frame of ``torch.distributed``, whose local variables contain the process group and the work. So the
 collective can be found without patching torch.
 
-To compare ranks, each collective needs a number that is the same on all ranks: torch's flight
-recorder numbers the collectives of each gloo group. The group's sequence number also counts sends
-and receives, so ranks differ. A wait in a collective without a record is ignored.
+To compare ranks, each collective needs a number that is the same on all ranks. Torch's flight
+recorder numbers the collectives of each gloo group. (The group's sequence number is useless: it
+also counts sends and receives, which differ between ranks.) A wait in a collective without a record
+is ignored.
 
 If a group has no record at all, a rank publishes the sequence number, which is never smaller than
-the recorder's. So the detector may miss a deadlock, but never reports a wait that will end.
+the recorder's number. So deadlock detection may miss a deadlock, but never ends a wait wrongly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Parts of torch whose threads never begin a collective: data loading and compilation.
+# Folders of torch whose threads never begin a collective: data loading and compilation.
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 
 
@@ -50,14 +51,13 @@ class OwnCollective(NamedTuple):
     group: dist.ProcessGroup
 
     def number(self) -> int | None:
-        """Return the number in the group, equal on all ranks; None if it was not recorded."""
+        """Return the collective's number in the group, or None if it was not recorded."""
         last = _last_of(_recorded(), self.group.group_name)
         # Suppress the error of a group that has no backend for CPU tensors.
         with contextlib.suppress(RuntimeError):
-            # The last record is of this collective only if its `op_id` is the group's present
-            # sequence number, which sends and receives increase, too. A completed record is of an
-            # earlier one: the thread waits on another backend (NCCL), which this recorder does not
-            # record.
+            # Check that the group's last record is about this collective: its `op_id` must be the
+            # group's present sequence number, and it must not be completed. Otherwise the thread
+            # waits on another backend (NCCL), of which this recorder has no records.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])
@@ -74,7 +74,7 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
-    # The outermost function of `torch.distributed`: collectives of objects call those of tensors.
+    # Name the outermost function of `torch.distributed`, because some collectives call others.
     codes = (one.f_code for one, _ in traceback.walk_stack(frame))
     in_torch = takewhile(lambda code: code.co_filename.startswith(_TORCH), codes)
     names = [code.co_name for code in in_torch if code.co_filename == _C10D]
@@ -99,15 +99,14 @@ def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGro
 def begun(thread: int | None) -> dict[str, int]:
     """Return how many collectives this rank's program has begun, keyed by the group's name.
 
-    {} if another thread may begin a collective, because then the numbers may grow while ``thread``
-    waits. ``thread`` is None if the program has ended.
+    Empty if another thread may begin a collective, because then the numbers may grow while
+    ``thread`` waits. ``thread`` is None if the program has ended.
     """
     at_most: dict[str, int] = {}
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
-    # Reading the recorder is slow: with dozens of ranks on a core, ranks would do little else. So
-    # read only after another collective.
+    # Reading the recorder is slow (70 ms), so read it only if another collective has begun since.
     records = _recorded_at(frozenset(at_most.items()))
     if thread is not None and not _is_alone(thread, records):
         return {}
@@ -141,10 +140,10 @@ def line_of(thread: int) -> str:
 
 
 def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
-    """Whether ``thread`` is the only thread that can begin a collective.
+    """Whether ``thread`` is probably the only thread that begins collectives.
 
-    Assumed if no other thread has begun a collective, runs code of the program, or of torch outside
-    of ``_HARMLESS``.
+    True if no other thread has begun a collective, and no other thread runs code of the program, or
+    of torch outside of ``_HARMLESS``.
     """
     began = {int(one.get("thread_id", thread)) for one in records}
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}

@@ -88,7 +88,7 @@ class DivergentUnits(StepExtension):
                 # Wait even if no forward used the unit: the other ranks do not write their shards
                 # until this rank has read the shards.
                 handle.wait_unshard()
-                if not handle.is_aliased:
+                if not handle.shard_is_buffer:
                     handle.put_back()
                 if stays:
                     handle.snapshot()

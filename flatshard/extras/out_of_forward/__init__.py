@@ -1,15 +1,15 @@
 """``OutOfForwardUse``: runs operations on sharded parameters outside of their unit's forward.
 
-A module may read a weight of a child module or iterate over a ``Sequential``, and a user may call
-``model.encoder(...)``. Outside of their unit's forward, modules hold sharded parameters. If an
-operation needs more than this rank's part, ``OutOfForwardUse`` runs it on the full parameter.
+A module may read a weight of a child module, and a user may call ``model.encoder(...)``. Outside of
+their unit's forward, modules have sharded parameters. If an operation needs more than this rank's
+part of a parameter, ``OutOfForwardUse`` runs the operation on the full parameter.
 
 [Note: which full tensor]
-If a forward of the model is running, the unit is unsharded until the forward around the operation
-ends. Later operations then read plain tensors, and backward works as for the unit's own forward.
-Between forwards, the unit is unsharded only for the operation. If no graph is recorded
-(``generate``), only the parameter is all-gathered. A tensor that an earlier operation computed from
-sharded parameters (``1 + weight``) is sharded, too, and is all-gathered without its unit.
+If a forward of the model is running, the parameter's unit is unsharded until the forward that
+contains the operation ends. Later operations then read plain tensors, and backward works as for the
+unit's own forward. Between forwards, the unit is unsharded only for the operation. If no graph is
+recorded (``generate``), only the parameter is all-gathered. A tensor that an earlier operation has
+computed from sharded parameters (``1 + weight``) is sharded, too, and is all-gathered alone.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class OutOfForwardUse(ParamOwner):
             for handle in state.handles
             for param in handle.params
         }
-        # These two speed up programs that read one parameter after another (see `_full`).
-        # `_loop_flat`: the flat parameter that was all-gathered for the loop, with the handle and
-        # the version of the shard. `_loop_last`: the parameter that was read last.
+        # For programs that read one parameter after another (see `_full`). `_loop_flat`: a handle,
+        # the version of its shard, and its all-gathered flat parameter. `_loop_last`: the parameter
+        # that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
-        # Units for which a warning was given. None: the warning about averages of weights.
+        # Units for which a warning was given. None in the set: the warning about averages of
+        # weights was given.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
             # A `ShardSpec` keeps a weak reference to its owner: autograd references the parameters,
@@ -68,24 +69,24 @@ class OutOfForwardUse(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
+        # Backward does not unshard flat parameters that have only embedding tables, because lookups
+        # do not read the table in backward. But here, another operation has used a table.
         is_backward = unit.phase is Phase.BACKWARD and self._backward.is_running
         if handle.is_lookup and is_backward:
-            # Backward does not unshard a table that only lookups use. Another operation used this
-            # one.
             self._backward.unshard_again(unit)
         return handle.is_lookup and is_backward
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # Also True in a forward that activation checkpointing runs again in backward.
+        # The second part is for a forward that activation checkpointing recomputes in backward.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` with full tensors in place of sharded tensors. Collective.
 
-        Returns NotImplemented if a sharded argument is an unreduced gradient or optimizer state, or
-        belongs to another model, or if ``func`` writes to it in a forward. Then the caller handles
-        ``func``.
+        Returns NotImplemented for the cases that the caller handles: a sharded argument is an
+        unreduced gradient or optimizer state, or belongs to another model, or ``func`` writes to it
+        in a forward.
 
         Raises:
             RuntimeError: ``func`` writes to one of the full tensors, or changes its shape.
@@ -117,7 +118,7 @@ class OutOfForwardUse(ParamOwner):
             return result
 
         def write(full_of: dict[int, Tensor]) -> Any:
-            # Clone the tensor, because other operations may read the memory (see `_full`).
+            # Write to a clone, because other operations may read the same memory (see `_full`).
             target: FlatShardTensor = args[0]
             full = full_of[id(target)] = full_of[id(target)].clone()
             before = full.data_ptr(), full.shape, full.stride()
@@ -144,8 +145,8 @@ class OutOfForwardUse(ParamOwner):
             result = self._run_unsharded(call, sharded)
         else:
             result = self._run_alone(call, sharded)
-        # Warn after the collectives: if Python raises the warning as an error, no rank is left
-        # waiting.
+        # Warn after the collectives: if Python's filter turns the warning into an error, no other
+        # rank waits for this rank.
         for tensor in sharded:
             self._warn(tensor, name, is_average=name.endswith("_") and not writes)
         return result
@@ -159,8 +160,8 @@ class OutOfForwardUse(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_unit_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Between forwards, the unit is resharded when this context ends, so return copies.
-            # Inside of a forward, views stay valid until the forward ends.
+            # Between forwards, the unit is resharded when this context ends, so return copies of
+            # views. Inside of a forward, views are valid until the forward ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:
@@ -177,8 +178,8 @@ class OutOfForwardUse(ParamOwner):
                 like = self._places[t.spec][2].full if casts and t.is_unit_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
-        # Keep the flat parameter only if the call did not raise: a failed call may have written to
-        # it.
+        # Keep the flat parameter only if the call does not raise: a failed call may have written to
+        # the flat parameter.
         result = call(copies)
         self._loop_flat = flat
         # Return copies of views: a view would keep the whole flat parameter in memory.
@@ -189,9 +190,9 @@ class OutOfForwardUse(ParamOwner):
 
         Collective: all ranks of the shard group.
 
-        A loop may read all parameters in order, to update an average of weights that was copied
-        before wrapping. So the read of a second parameter in a row all-gathers the whole flat
-        parameter, for all later reads until its last parameter.
+        A program may read all parameters in order (to update an average of weights). So if two
+        neighbouring parameters of a flat parameter are read, the second read all-gathers the whole
+        flat parameter, also for the reads that follow.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
@@ -213,8 +214,8 @@ class OutOfForwardUse(ParamOwner):
     def unsharded(self, units: Iterable[Unit]) -> Iterator[bool]:
         """Unshard ``units`` inside the context. Collective.
 
-        Yields True if the units are resharded at the end of the context, and False if the units
-        stay unsharded until the forward around the context ends.
+        Yields True if the units are resharded at the end of the context, and False if they stay
+        unsharded, because the context is inside of a forward.
         """
         state, forward = self._state, self._forward
         is_outermost = not (self.is_in_forward or forward.begins_recomputation())
@@ -248,8 +249,8 @@ class OutOfForwardUse(ParamOwner):
 
     def _warn(self, tensor: FlatShardTensor, name: str, *, is_average: bool) -> None:
         unit = self._places[tensor.spec][0]
-        # An in-place operation on a plain tensor that reads a parameter usually updates an average
-        # of weights, in a loop over all units. So warn only once for all.
+        # If an operation writes to a plain tensor and reads a parameter, it usually updates an
+        # average of weights, in a loop over all parameters. So warn only once for all units.
         what = None if is_average else unit
         if what in self._warned or unit.topology.world.rank != 0:
             return

@@ -4,16 +4,17 @@ Used for ``collectives="auto"`` if this folder is installed and the system permi
 each other's memory. Without this folder, ``collectives="auto"`` uses sockets.
 
 In a collective, each rank publishes the address of its data. The other ranks copy the data (in an
-all-gather) or add them up piece by piece (in a reduce-scatter), and then publish that they have
-read the data.
+all-gather) or add the data piece by piece (in a reduce-scatter). Then each rank publishes that it
+has read the data of all ranks.
 
 Large shards are not copied at all. Each rank keeps its shard in a file in memory, and maps all
 ranks' files, in rank order, into the unsharded buffer (``MappedShards``). An all-gather only waits
-until no rank writes a shard any more, and resharding drops the mapped pages. ``PendingSends`` keeps
-a rank from writing its shard until all other ranks have read the shard.
+until no rank writes to its shard any more, and resharding drops the mapped pages. At the end of a
+forward or backward, each rank waits until all ranks have dropped its shard (``PendingSends``),
+because an optimizer may write to it next.
 
-The mapping is private, so writes of a module to unsharded parameters do not change the shards. A
-shard whose file cannot be created or mapped is copied into the buffers instead.
+The mapping is private, so if a module writes to unsharded parameters, the shards do not change. If
+the file of a shard cannot be created or mapped, the shard is copied into the buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from flatshard.units.layout import as_bytes
 
 # Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.
 _REDUCING = peer_memory.TAGS // 2
-# Elements to read and add at a time, so that they are in the CPU's cache for the addition.
+# Number of elements to read and add at a time. So few elements stay in the CPU's cache.
 _PIECE_NUMEL = 1 << 16
 
 
@@ -60,8 +61,8 @@ class SharedMemoryTransport(transports.Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag: the arguments of a wait until all ranks have read this rank's last
-        # publication, which comes before this rank's next publication.
+        # For each tag: the arguments of a wait until all ranks have read this rank's last data.
+        # This rank waits before it publishes other data under the tag.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -69,8 +70,7 @@ class SharedMemoryTransport(transports.Transport):
     def connect(cls, members: Members) -> SharedMemoryTransport | str:
         if not members.is_gloo:
             return ""
-        # A wire dtype asks for rounded values with every transport, and this transport does not
-        # round.
+        # This transport cannot round to a `wire_dtype`, and `collectives=` may exclude it.
         if members.options != TransportOptions():
             return "collectives= or wire_dtype= asks for it"
         mailbox = Mailbox()
@@ -89,12 +89,12 @@ class SharedMemoryTransport(transports.Transport):
         part = request.numel // self.members.size
         can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
         if can_map:
-            # If no file can be created, or no address range is free, this rank copies the shards.
+            # On an error (no file can be created, or no addresses are free), copy the shards.
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # The value must be the same on all ranks, even if only this rank copies shards: all ranks
-        # must reshard at the same time.
+        # Set the same value on all ranks, even if only this rank copies shards: units are resharded
+        # depending on this value, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 
@@ -106,7 +106,7 @@ class SharedMemoryTransport(transports.Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory only in the wait: shards may not be published yet.
+        # Read the other ranks' memory in the wait, because shards may not be published yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -149,7 +149,7 @@ class SharedMemoryTransport(transports.Transport):
             transports.divide(total, members.size, result)
 
     def close_taken_files(self) -> None:
-        """Close files that all ranks have mapped: a process can usually open only 1,024 files."""
+        """Close files that all ranks have mapped. A process can usually open only 1,024 files."""
         for one in list(self._open_files):
             file, taken = one
             if all(record.is_completed() for record in taken):
@@ -161,20 +161,20 @@ class SharedMemoryTransport(transports.Transport):
     ) -> Publication:
         """Publish an address, and an open file if ``file`` is not -1, for the other ranks to read.
 
-        The returned work waits for the publications of the other ranks, and keeps ``kept`` alive
-        until the other ranks have read this rank's memory. The file is closed after all ranks have
-        mapped the file. First waits until the other ranks have read the tag's previous publication.
+        First waits until the other ranks have read the tag's previous publication. The returned
+        work waits for the publications of the other ranks. It keeps ``kept`` alive until the other
+        ranks have read this rank's memory. The file is closed after all ranks have mapped it.
         Collective: all ranks of the group.
         """
-        # Wait before overwriting a record: a mailbox has only one record per tag, which a slow rank
-        # may not have seen yet.
+        # A mailbox has only one record per tag. So wait until even the slowest rank has read the
+        # previous record, before overwriting it.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
-        # Count the collective before the record is visible: the deadlock detector compares both.
+        # Count the collective before its record is visible: deadlock detection compares both.
         need = history.begin(members.gather_group, ("offer", tag))
         number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
         sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
@@ -204,11 +204,11 @@ class SharedMemoryTransport(transports.Transport):
 
 @dataclass(eq=False)
 class Publication(AsyncWork):
-    """A collective in flight: this rank has published memory, and waits for the other ranks."""
+    """An unfinished collective: this rank has published memory, and waits for the other ranks."""
 
     _: KW_ONLY
     records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
-    take: Callable[[], None]  # publishes that this rank has read the memory of all other ranks
+    take: Callable[[], None]  # tells all ranks that this rank has read their memory
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -217,7 +217,7 @@ def _give_up(awaited: Iterable[Awaited]) -> None:
 
 
 class MappedShards(BufferMemory):
-    """Unsharded buffer of a flat parameter that maps all ranks' shards, without a copy."""
+    """Unsharded buffer of a flat parameter, into which all ranks' shards are mapped, not copied."""
 
     shard: Tensor
     shows_shards = True
@@ -240,7 +240,7 @@ class MappedShards(BufferMemory):
         super().__init__(torch.frombuffer(buffer, dtype=request.dtype))
         file, found = mapped_files.create_mapped(self._target, self._nbytes)
         os.close(file)
-        # The shard is a shared mapping, so other ranks see writes to the shard.
+        # Map the file with the shard as shared memory, so that other ranks see writes to the shard.
         self.shard = torch.frombuffer(found, dtype=request.dtype)
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
@@ -272,8 +272,8 @@ class MappedShards(BufferMemory):
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
-        # Create the file only now: at construction, all units would have open files at the same
-        # time, and a process may have only few open files.
+        # Create the file now, and not at construction: then all units would have open files at the
+        # same time, and a process may have only a few open files.
         try:
             file, found = mapped_files.create_mapped(self._target, self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -281,7 +281,7 @@ class MappedShards(BufferMemory):
         try:
             with torch.no_grad():
                 torch.frombuffer(found, dtype=self.shard.dtype).copy_(self.shard)
-            # Map the file at the shard's old addresses, to which existing tensors and views point.
+            # Map the file at the shard's old address, to which existing tensors and views point.
             mapped_files.map_at(file, self.shard.data_ptr(), self._nbytes)
         except OSError:
             os.close(file)
@@ -290,9 +290,9 @@ class MappedShards(BufferMemory):
         return file
 
     def _map(self, rank: int, file: int) -> None:
-        """Map the open file with a rank's shard at the rank's place in the buffer.
+        """Map the open file with a rank's shard into the buffer, at the rank's position.
 
-        If the system refuses, ``_fill`` will copy the shard.
+        If the system refuses, ``_fill`` copies the shard later.
         """
         place = self.buffer.data_ptr() + rank * self._nbytes
         with contextlib.suppress(OSError):
@@ -300,7 +300,7 @@ class MappedShards(BufferMemory):
             self._mapped.add(rank)
 
     def _fill(self, records: dict[int, Awaited]) -> None:
-        """Map or copy the shards of all ranks into the buffer, after all have been published."""
+        """Map or copy all shards into the buffer, after all ranks have published their shards."""
         members, processes = self._transport.members, self._transport.processes
         for rank, record in records.items():
             # The other process keeps the file open until this rank calls `take`.
@@ -322,7 +322,7 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # From now on the other ranks may write their shards.
+        # Tell the other ranks that this rank reads their shards no longer, and that they may write.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -332,8 +332,7 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call `take` only after this rank has copied the shards: after `take`, other ranks may
-            # write their shards.
+            # Call `take` after the shards are copied, because it lets other ranks write to them.
             self._publication.take()
             self._publication = None
             self._num_copied = self._transport.members.size

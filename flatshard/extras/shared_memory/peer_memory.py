@@ -5,12 +5,14 @@ On Linux, a process can read the memory of another process of the same user with
 or a container forbids the call on any rank, or if the ranks are on several hosts, no rank uses the
 call: ``meet`` returns the same answer on all ranks.
 
-Each rank publishes records in a mailbox, a file in memory that the other ranks map and poll. A tag
-is a number for all collectives of the same kind on the same flat parameter. There are two kinds of
-records: "publication n of this tag is at this address", and "this rank has taken (finished reading)
-all other ranks' publications n of this tag". Until all ranks have taken a publication, the memory
-must not change, and no new publication may use the tag. A poll costs less than a microsecond, a
-message through a socket thirty, and a thread.
+Each rank publishes records in a mailbox, a file in memory that the other ranks map and poll. A
+record belongs to a tag, a number for all collectives of one kind on one flat parameter. There are
+two kinds of records: "my data for collective n of this tag are at this address" (an offer), and "I
+have read all other ranks' data for collective n of this tag" (the data are taken). Until all ranks
+have taken a rank's data, the rank must not change them, and must make no new offer for the tag.
+
+Polling a mailbox takes less than a microsecond. A message through a socket would take thirty, and
+need a thread.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from flatshard.extras import mapped_files
 
 # Number of tags in a mailbox.
 TAGS = 1 << 16
-# Words per tag: (number, address, file, check) of this rank's publication, and from word `_TAKEN`
-# on the same four words for this rank's record of having taken the other ranks' publications.
+# Words per tag: the four words (number, address, file, check) of this rank's offer, and from word
+# `_TAKEN` on, the same four words of the record that this rank has taken the other ranks' data.
 _WORDS = 8
 _TAKEN = 4
 _MAILBOX_BYTES = TAGS * _WORDS * 8
@@ -48,7 +50,8 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Reason why other processes cannot read this process, and the remaining fields are not valid.
+    # Why other processes cannot read this process. "": they can. Otherwise, the other fields are
+    # not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
@@ -88,11 +91,14 @@ class Mailbox:
             self._file = None
 
     def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish ``address``, and an open file to map (or -1), as publication ``number``."""
+        """Publish that this rank's data for collective ``number`` of ``tag`` are at ``address``.
+
+        ``file``: an open file with the data, for other ranks to map, or -1.
+        """
         self._write(tag * _WORDS, number, address, file)
 
     def take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read all publications ``number`` of a tag."""
+        """Publish that this rank has read all ranks' data for collective ``number`` of ``tag``."""
         self._write(tag * _WORDS + _TAKEN, number, 0, -1)
 
     def _write(self, first: int, number: int, address: int, file: int) -> None:
@@ -125,23 +131,23 @@ class PeerProcess:
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if the process has ended, which its mailbox does not show."""
+        """Raise ``RuntimeError`` if the process has ended. Its mailbox does not show the end."""
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
-        """Return an object whose ``wait`` waits for publication ``number`` of ``tag``."""
+        """Return a wait until the process has offered data for collective ``number`` of ``tag``."""
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has read publication ``number`` of a tag."""
-        # The wait also ends if the process ends without the record: then it reads nothing any more.
+        """Return a wait until the process has read data for collective ``number`` of ``tag``."""
+        # The wait also ends if the process has ended, because it reads nothing any more.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
     """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``."""
 
-    # Contents of the record, once the record has arrived.
+    # Contents of the record. Valid after the record has arrived.
     address = 0
     file = -1
     _is_given_up = False
@@ -172,8 +178,8 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # If another wait for the process has timed out since this record was requested, do not
-        # wait: timeouts would add up.
+        # If another wait for the process has timed out since this wait was requested, do not wait:
+        # otherwise a program with many waits would run for many timeouts.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
         while not self.is_completed():
@@ -230,9 +236,9 @@ def meet(
             problem = "the ranks are on several hosts, or in separate containers"
         if problem:
             return [], problem
-        # With the security module Yama (kernel.yama.ptrace_scope=1), only these processes can read
-        # this process: ancestors, a single process chosen by this process, and descendants of the
-        # chosen process. Choose the launcher, because all ranks are descendants of the launcher. If
+        # With the kernel's security module Yama (kernel.yama.ptrace_scope=1), a process can be read
+        # only by its ancestors, and by one process that it chooses, with this process's
+        # descendants. Choose the launcher, because all ranks are descendants of the launcher. If
         # the ranks have several launchers, allow any process.
         launchers = {one.launcher for one in addresses}
         # If the launcher is outside of the container, its process id is 0 here. But 0 means "no

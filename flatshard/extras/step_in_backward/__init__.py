@@ -4,9 +4,9 @@ Each unit's gradients are freed after the unit's step, so the gradients of the w
 exist at the same time. A unit's step overlaps with the reductions of other units.
 
 The supported optimizers update each element separately, without communication. So ranks may step
-parts of a unit at different times, with the same result, and each rank decides for itself which
-units to step early (before the end of backward). At the end of backward, when each rank knows which
-parameters any rank has used, each rank steps the remaining units.
+their shards of a unit at different times, with the same result. Each rank decides for itself which
+units to step early (before the end of backward). At the end of backward, when the ranks have
+exchanged which parameters were used, each rank steps the remaining units.
 
 Without this folder, ``ShardedWrapper.step_in_backward()`` raises ``MissingExtraError``.
 """
@@ -60,7 +60,7 @@ class StepInBackward:
 
 
 class _DropConsumed(OptimizerExtension):
-    """Sets ``.grad`` to None after a step in backward, so that ``optimizer.step()`` skips it."""
+    """Lets ``optimizer.step()`` skip parameters that were stepped in backward."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -75,29 +75,30 @@ class SteppedInBackward(StepExtension):
     def __init__(self, state: RunState) -> None:
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
-        # The attributes up to `_problem` describe the current backward. `_owned`: result of
-        # `_find_owned`.
+        # The attributes up to `_problem` describe the current backward. `_owned`: the unit and the
+        # name of each parameter (`_find_owned`).
         self._owned: dict[int, tuple[Unit, str]] = {}
         self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units that this backward has not stepped yet, and whose gradients are at least partly
-        # reduced.
+        # Units that this backward has not stepped yet, and of which at least one flat parameter's
+        # gradients are reduced.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
 
-        # The attributes below describe what has happened since the last step.
+        # Since the last step: whether gradients were accumulated under no_sync, and the value of
+        # the counter `OutsideUse.count` at the last step.
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
-        # Parameters stepped in this backward; `end_backward` puts a `ConsumedGrad` into `.grad`.
+        # Parameters stepped in this backward, into whose `.grad` `end_backward` puts a placeholder.
         self._showing: list[nn.Parameter] = []
 
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.
 
-        Returns True, and texts about the parameter groups for ``agreed`` to compare between ranks.
+        Returns True, and texts about the parameter groups, which ranks compare (``agreed``).
         """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -136,7 +137,7 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a failed backward, and set each ``.grad`` that is a ``ConsumedGrad`` to None.
+        """Forget a failed backward, and remove the placeholders (``ConsumedGrad``) from ``.grad``.
 
         Otherwise autograd would add the next gradient to the placeholder.
         """
@@ -163,8 +164,8 @@ class SteppedInBackward(StepExtension):
                 for record in at_step:
                     record(optimizer)
         except RuntimeError as error:
-            # Raise this error at the end of backward: if this rank raised now, other ranks would
-            # wait in the backward's collectives.
+            # Raise this error only at the end of backward. If this rank raised now, other ranks
+            # would wait for it in the collectives of this backward.
             self._problem = error
         else:
             self._parts = self._plan_parts()
@@ -187,8 +188,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more."""
-        # Step no unit early if a backward runs inside this backward: the inner backward may add
-        # gradients to any unit.
+        # Step no unit early if another backward ran inside of this backward (of a reentrant
+        # checkpoint), because such a backward may add gradients to any unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -196,29 +197,29 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grads.used_by_rank)
                 handle.grads.publish([n in used for n in range(len(handle.params))])
-                # `publish` has cleared this, which the rank sends at the end of backward.
+                # Restore `used_by_rank`, which `publish` has cleared: the end of backward sends it.
                 handle.grads.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
                 with profiled("step", unit.name):
                     self._step(self._parts[unit.index])
             except Exception as error:
-                # Raise this error at the end of backward: if this rank raised now, other ranks
-                # would wait for reductions.
+                # Raise this error only at the end of backward. If this rank raised now, other ranks
+                # would wait for its reductions.
                 error.add_note(f"in step_in_backward(), stepping {unit_text(unit.name)}")
                 self._problem, self._waits_for_end = error, True
                 return
 
     def _may_step(self, unit: Unit) -> bool:
         # A unit may be stepped early only if the rest of this backward cannot use the unit. So (1)
-        # all its parameters must have gradients: then all are used, whatever other ranks used; (2)
-        # no forward of the unit may still wait for its backward; and (3) the unit's inputs must
-        # have gradients, so backward computes nothing more in the unit. After the step, the unit
-        # must not be unsharded again in this backward, because some ranks would send old shards,
-        # and other ranks new shards. So prefetching skips units whose backward has begun.
+        # all its parameters must have gradients, (2) the backwards of all forwards of the unit must
+        # have begun, and (3) the gradients of the unit's inputs must be computed. After the step,
+        # the unit must not be unsharded again in this backward, because some ranks would send old
+        # shards, and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.grads.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
-            # Before the user froze a parameter, another rank may have accumulated a gradient.
+            # A frozen parameter gets no gradient now, but a rank may have accumulated a gradient
+            # for it before the user froze it.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
             and not is_sending(self.state.pending_sends, handle.flat_param)
@@ -234,7 +235,7 @@ class SteppedInBackward(StepExtension):
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if any rank has stepped a unit that got further gradients."""
+        """Raise, on all ranks, if a rank has stepped a unit before its last gradients arrived."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
@@ -244,7 +245,7 @@ class SteppedInBackward(StepExtension):
 
         Called after users' post-accumulate hooks, because the step drops the gradients.
         """
-        # This backward ran inside a forward. The backward after that forward will step the units.
+        # If this backward ran inside a forward, the backward after the forward steps the units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -263,8 +264,8 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Put the placeholders into `.grad` only now: until now, backward could still have added
-            # gradients.
+            # Put the placeholders into `.grad` only now, because backward adds no gradients any
+            # more.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 

@@ -151,12 +151,12 @@ class Summoned:
         with torch.inference_mode(False), torch.no_grad():
             # Under NO_SHARD, the sharded parameters may be plain full parameters, which the user
             # can edit directly if edits are kept.
-            if moves or not (handle.is_aliased and request.writeback):
+            if moves or not (handle.shard_is_buffer and request.writeback):
                 self._gather()
         self._version = handle.version
         handle.summoned = self
         # The full parameters that the modules hold on this rank, if any.
-        self.shown = self.copies or (handle.sharded if handle.is_aliased else [])
+        self.shown = self.copies or (handle.sharded if handle.shard_is_buffer else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
         # Mark the hook, so that `OriginalParam.hold_hooks` does not remove it together with users'
         # hooks.

@@ -1,8 +1,8 @@
 """Extra: iterates over the full tensors of a sharded model, one unit at a time.
 
 ``full_tensors`` yields all tensors, ``WeightChanges`` only the weights that have changed, and
-``MergedLora`` adds LoRA adapters of PEFT to the weights on their way out. All ranks together run
-the iteration (``read``). ``norms`` computes norms of all parameters, gradients or updates.
+``MergedLora`` adds LoRA adapters of PEFT to the yielded weights. All ranks run the iteration
+together (``read``). ``norms`` computes norms of all parameters, gradients or updates.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from flatshard.units.module_tree import unit_text
 __all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]
 
 _CALLER = "WeightChanges.changes()"
-# For each size of an element, the dtype in which elements are compared: bit by bit, as integers. No
-# integer has 16 bytes.
+# For each size of an element in bytes, the dtype in which elements are compared bit by bit. There
+# is no integer of 16 bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# If a larger share of one rank's shard has changed, the whole flat parameter is sent.
+# If a larger share of any rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
 
@@ -62,8 +62,8 @@ class Options:
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     bucket_bytes: int | None = None
-    # `repr=False`, because ranks compare the text of the request, and a function's text differs.
-    # Ranks compare the chosen names instead.
+    # Ranks compare the text of these options. `repr=False` leaves out `names`, because the text of
+    # a function differs between ranks. Ranks compare the chosen names instead.
     names: Callable[[str], bool] | Collection[str] | None = field(default=None, repr=False)
     ranks: Any = "all"
     merge_lora: bool = False
@@ -196,15 +196,15 @@ def read(
         lora.adapters = {key: one.clone() for name, one in adapters for key in name.names}
 
     def reading(is_exiting: Callable[[], bool] = sys.is_finalizing) -> Iterator[Any]:
-        # A generator that is closed early still takes part in all remaining all-gathers, unless the
-        # process exits. `is_exiting` is a local variable, because Python clears global variables at
-        # exit.
+        # If the consumer stops early, this generator still takes part in the remaining all-gathers,
+        # unless the process exits. `is_exiting` is a parameter, because Python clears global
+        # variables at exit.
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
         # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
         items = _items(units(options, flats, rest), options)
         try:
-            # The first item is empty: see the end of `read`.
+            # The first item is empty, and read at the end of `read`.
             for item in chain([[]], filter(None, items)):
                 if stopped or (item and not is_reading):
                     continue
@@ -238,9 +238,8 @@ def read(
             raise failed
 
     items = reading()
-    # Start the generator. If the user drops the iterator before the first item, `reading` must
-    # still take part in the all-gathers, for which the other ranks wait. But if a generator is
-    # dropped before it has started, Python runs none of its code.
+    # Start the generator. If a generator is dropped before it has started, Python runs none of its
+    # code. But `reading` must always take part in the all-gathers, for which other ranks wait.
     next(items)
     return items
 
@@ -285,8 +284,8 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
     """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
 
-    Sizes are those after the cast to ``options.dtype``. A tensor larger than the limit gets a list
-    of its own. Without a limit, each list contains one item. The last list may be empty.
+    Sizes are counted after the cast to ``options.dtype``. A tensor larger than the limit is alone
+    in its list. Without a limit, each list contains one item. The last list may be empty.
     """
     bucket: list[Item] = []
     size, limit = 0, options.bucket_bytes
@@ -307,14 +306,14 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
     Collective. The all-gather of the next flat parameter starts before the tensors of the current
-    flat parameter are yielded. All ranks that read items start each all-gather at the same item.
-    Otherwise, if the user's program runs a collective between two items, the collective could come
-    before an all-gather on one rank and after it on another, and NCCL would deadlock.
+    flat parameter are yielded, at the same item on all ranks. If ranks started it at different
+    items, a collective that the user's program runs between two items could come before the
+    all-gather on one rank and after it on another, and NCCL would deadlock.
     """
-    # Memory for the last, the present and the next flat parameter. A cache does not reuse memory in
-    # which the consumer still holds a tensor.
+    # Memory for the last, the present and the next flat parameter. A cache does not reuse memory as
+    # long as the consumer keeps a tensor in it.
     caches = cycle([BufferCache(), BufferCache(), BufferCache()])
-    # Dtype to which each rank casts before sending. With `merge_lora`, the cast follows the merge.
+    # Dtype to which each rank casts before sending. With `merge_lora`, cast only after the merge.
     sent = None if options.merge_lora else options.dtype
     started = (_start(handle, next(caches), sent) for handle in flats)
     following = next(started, None)
@@ -327,7 +326,7 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
         views = [(name, view_of(full, param.span), param.spec) for name, param in some]
         is_local = options.ranks == "local"
         yield [(name, view if is_local else spec.unsplit(view)) for name, view, spec in views]
-    # The rest are the model's own tensors. So copy them: the consumer may write to an item.
+    # Copy tensors outside of units, which belong to the model: the consumer may write to an item.
     yield [(name, tensor.detach().clone()) for name, tensor in rest]
 
 
@@ -341,7 +340,7 @@ def _start(
     """
     with torch.inference_mode(False), torch.no_grad():
         shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
-        # Cast before the all-gather, unless more bytes would be sent then.
+        # Cast before the all-gather, unless the cast would make the elements larger.
         sent = min(yielded_dtype(shard, asked), shard.dtype, key=lambda one: one.itemsize)
         full = cache.take(handle.layout.padded_numel, sent, handle.device)
         if handle.is_whole or (handle.is_current and buffer.dtype == shard.dtype):
@@ -420,7 +419,7 @@ class WeightChanges:
         """
         Options(dtype).check(1)
         self._model, self._dtype = model, dtype
-        # Rounded copies of shards and of tensors outside of units, from the last complete pass.
+        # Rounded copies of shards, and of tensors outside of units, from the last complete pass.
         self._kept: dict[Any, Tensor] = {}
 
     def changes(self, *, ranks: int | str = "all", digests: bool = False) -> Iterator[WeightChange]:
@@ -449,7 +448,8 @@ class WeightChanges:
         options = Options(self._dtype, ranks=ranks, digests=digests)
         finish = lambda _, __, *change: WeightChange(*change)  # noqa: E731
         items = read(self._model, _CALLER, options, self._units, finish)
-        # Empty until the pass is complete: the next pass then yields all weights.
+        # `_kept` is empty until this pass is complete. So after a pass that was not read to its
+        # end, the next pass yields all weights.
         self._last, self._kept = self._kept, {}
         return self._keeping(items)
 
@@ -488,13 +488,14 @@ class WeightChanges:
         if options.digests or None in counts:
             full = handle.gather_flat(new).view(dtype)
         if where is not None and None not in counts:
-            # All ranks send equally many values: a rank with fewer changes adds values at -1.
+            # All ranks must send equally many values. A rank with fewer changes sends more values,
+            # with the position -1.
             padding = 0, max(counts) - len(where)
             places = (where + handle.topology.index * len(new)).to(torch.int32)
             places = handle.gather_flat(nn.functional.pad(places, padding, value=-1))
             values = handle.gather_flat(nn.functional.pad(new[where], padding)).view(dtype)
             values, places = values[places >= 0], places[places >= 0].to(torch.int64)
-        # Yield copies: the pickle of a view would contain the values of the whole flat parameter.
+        # Yield copies, because the pickle of a view would contain the whole flat parameter.
         for name, param in params:
             span = param.span
             digest = checksum(view_of(full, span).clone()) if options.digests else None
@@ -509,7 +510,7 @@ class WeightChanges:
 
 
 def _words(tensor: Tensor, options: Options) -> Tensor:
-    """Return a copy of the rounded values, as integers: 0.0 is not -0.0, and NaN equals itself."""
+    """Return a copy of the rounded values as integers, to compare bit by bit (NaN equals NaN)."""
     rounded = tensor.detach().to(yielded_dtype(tensor, options.dtype), copy=True).contiguous()
     return rounded.view(_WORDS[rounded.itemsize])
 
@@ -546,7 +547,7 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
             if indices is None:
                 target.copy_(values)
             else:
-                # As integers, because `put_` does not support float8.
+                # Write integers with the same bits, because `put_` does not support float8.
                 new = _words(values.to(target.device, target.dtype), Options())
                 target.view(new.dtype).put_(indices.to(target.device), new)
             if digest is not None and digest != checksum(target.to(values.dtype, copy=True)):
@@ -575,8 +576,9 @@ class MergedLora:
             ModuleNotFoundError: PEFT is not installed.
             NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
         """
-        # Paths of PEFT's modules, which the merged model lacks (None), and of the modules that take
-        # their place, with the place's path in the merged model. Paths are "" or end with ".".
+        # Paths in the model, mapped to paths in the merged model. In the merged model, an inner
+        # module takes the place of each module of PEFT, which is mapped to None. Paths are "" or
+        # end with ".".
         self._paths: dict[str, str | None] = {"": ""}
         # For each weight's name in the merged model: the layers with adapters, and their paths.
         self._layers: dict[str, dict[Any, str]] = defaultdict(dict)
@@ -610,8 +612,8 @@ class MergedLora:
                 kind, adapter, *rest = name.split(".")
                 one = self.adapters[path + name].to(weight)
                 full[kind][adapter] = SimpleNamespace(weight=one) if rest else one
-            # A stand-in for the layer, with full adapters. PEFT rounds the change of the weight to
-            # the dtype of `get_param()`.
+            # Let PEFT compute the change of the weight, by a copy of the layer with full adapters.
+            # PEFT rounds the change to the dtype of `get_param()`.
             stand_in = copy.copy(layer)
             vars(stand_in).update(_modules=layer._modules | full, get_param=lambda at=weight: at)
             adapters = dict.fromkeys(adapter for some in full.values() for adapter in some)

@@ -49,16 +49,16 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
         groups: dict[tuple[Communicator, ...], list[int]] = {}
         for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
             if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-                # A plain tensor in `.grad` of a sharded parameter was set by the user, and is the
-                # full gradient on every rank. So the norm needs no communication.
+                # If the user has set `.grad` of a sharded parameter to a plain tensor, this is the
+                # full gradient on every rank, so its norm needs no communication.
                 is_whole = not isinstance(tensor, FlatShardTensor) and kind == "grad"
                 comms = () if is_whole and spec.comm.size > 1 else spec.comms
                 groups.setdefault(comms, []).append(index)
         values = []
         for comms, some in groups.items():
             parts = [local_range(tensors[index]) for index in some]
-            # Ranks compare the names. Without the kind, ranks that call `norms` with different
-            # kinds would combine norms of parameters with norms of gradients.
+            # Ranks compare these names. They contain the kind: otherwise, ranks that call `norms`
+            # with different kinds would combine norms of parameters with norms of gradients.
             names = [f"{kind} {specs[index].name!r}" for index in some]
             values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.

@@ -1,14 +1,13 @@
 """Extra: steps optimizers that need whole parameters (Muon, LAMB, Adafactor, LBFGS).
 
 Some optimizers compute with a whole tensor: Newton-Schulz in Muon, rows and columns in Adafactor,
-the norm of a layer, blocks of 8-bit states. They step each parameter on a single rank, its owner,
-which gathers the parts, keeps the optimizer's state, and scatters the new values. Optimizers that
-combine several parameters (LBFGS) step all parameters on every rank. ``WholeTensorAdapter`` finds
-the ``StepMode`` by trying copies of the optimizer.
+the norm of a layer, blocks of 8-bit states. Then each parameter is stepped on a single rank, its
+owner, which gathers the parts, keeps the optimizer's state, and scatters the new values. Optimizers
+that combine several parameters (LBFGS) step all parameters on every rank. ``WholeTensorAdapter``
+finds out how an optimizer must step (its ``StepMode``) by trials with copies of the optimizer.
 
-Without this folder, an optimizer not known to be element-wise raises at the first step on sharded
-parameters. The element-wise optimizers of torch, and optimizers passed to
-``flatshard.declare_elementwise``, do not need this extra.
+Without this folder, an optimizer raises at the first step on sharded parameters, unless it is known
+to be element-wise: an optimizer of torch, or passed to ``flatshard.declare_elementwise``.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ _logger = logging.getLogger("flatshard")
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. If this multiple is
-# above 1, more parameters can go to the rank that already holds most of the parameter's elements.
+# Maximum share of work and memory of a rank, as a multiple of an equal share. Because it is above
+# 1, more parameters can be stepped by the rank that already holds most of their elements.
 ABOUT_EQUAL = 1.05
 
 OP = "optimizer.step()"
@@ -87,10 +86,10 @@ def swap_full_in(
     full: dict[FlatShardTensor, nn.Parameter],
     others: Collection[Any],
 ) -> ExitStack:
-    """Replace sharded parameters of an optimizer by full parameters, until the stack is closed.
+    """Replace an optimizer's sharded parameters by full parameters, until the stack is closed.
 
-    ``full`` maps sharded to full parameters, to which the state moves. All other parameters leave
-    the optimizer, except ``others``.
+    ``full`` maps sharded parameters to full parameters, which also get the optimizer's state. All
+    other parameters are removed from the optimizer, except ``others``.
     """
     undo = ExitStack()
     kept = {id(param) for param in others}
@@ -112,7 +111,7 @@ def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, 
 
 
 class WholeTensorAdapter(OptimizerAdapter):
-    """Steps an optimizer not known to be element-wise, in the ``StepMode`` found by trials."""
+    """Steps an optimizer not known to be element-wise. Trials find its ``StepMode``."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -126,19 +125,20 @@ class WholeTensorAdapter(OptimizerAdapter):
         self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         # The sharded parameters at the last step on full parameters.
         self._params: dict[FlatShardTensor, ShardSpec] = {}
-        # The full parameters, if every rank steps all of them (`StepMode.ON_EVERY_RANK`).
+        # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
         self._swap = ExitStack()
 
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
-        # A trial may have all-gathered parameters, which ends all steps that have begun.
+        # Mark this step as begun again: a trial may have all-gathered parameters, which ends all
+        # steps that have begun.
         stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Run the step eagerly, but not a closure, which may run a compiled model.
+            # Do not compile the step. But a closure may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` restores the stance. If a step raises, the finalizer restores the stance.
+                # `undo` restores the stance, or after an error in the step, the finalizer.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         self._choose_owners(optimizer)
@@ -152,8 +152,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
 
     def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
-        # All optimizers of torch call the closure first (LBFGS). Without reduced gradients, any
-        # optimizer must call the closure first.
+        # Call the closure first for optimizers of torch, which all do so, and if there are no
+        # reduced gradients to step with.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -190,12 +190,12 @@ class WholeTensorAdapter(OptimizerAdapter):
         some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
         if self.mode is not StepMode.ON_SHARDS or not some:
             return
-        # Parameters that have a gradient for the first time may need another mode.
+        # These parameters have a gradient for the first time, so they may need another mode.
         facts = {f"parameter {param.spec.name!r}": "with a gradient" for param in some}
         comms = dict.fromkeys(param.spec.comm for param in sharded)
         agreed(lambda: (True, facts), comms, OP, REMEDY)
-        # With gradients of zero, as from torch's get_state_dict, an optimizer may skip its
-        # computation (DAdaptSGD). So repeat the trial once a gradient is not zero.
+        # If all gradients are zero (in a step by torch's get_state_dict), an optimizer may skip its
+        # computation (DAdaptSGD). So repeat the trial when a gradient is not zero.
         grads: Any = [param.grad for param in some]
         norms = zip(some, operators.norms(grads, 1.0), strict=True)
         moving = {id(param) for param, norm in norms if norm.item() != 0}
@@ -210,7 +210,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 "parameters, but the ranks of this model together hold only a part of the DTensor. "
                 "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # The full model on every rank may not fit into its memory.
+        # Warn if every rank has all full parameters, which may not fit into its memory.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
@@ -234,7 +234,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         for comm in self._comms() if self.mode is not StepMode.ON_EVERY_RANK else ():
             some = [param for param, spec in params.items() if spec.comm is comm]
             held = [{rank: e.stop - e.start for rank, e in p.spec.holders()} for p in some]
-            # Only the earlier owner has optimizer state.
+            # An earlier owner stays the owner, because it has the optimizer state.
             known = [self._owners.get(param) for param in some]
             owners = choose_owners([p.spec.shape for p in some], held, comm.size, known)
             self._owners.update(zip(some, owners, strict=True))
@@ -287,7 +287,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
-        # The trial cannot always see draws: an optimizer may draw only for large parameters.
+        # Check this in each step, because trials have only small parameters, and an optimizer may
+        # draw only for large parameters.
         if not torch.equal(random, _random_state(params)):
             warnings.warn(
                 f"{type(optimizer).__name__}.step() draws random numbers. Each rank draws them "
@@ -315,7 +316,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return agreed(prepare, self._comms(), OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
-        """Divide parameters into parts. For each part, an owner gathers about ``PART_BYTES``."""
+        """Divide parameters into parts of about ``PART_BYTES`` on each owner."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
@@ -347,8 +348,8 @@ class WholeTensorAdapter(OptimizerAdapter):
                 grad = None if param.grad is None else next(tensors)
                 loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
                 if value is None:
-                    # Only the owner has state. Without an entry, torch's get_state_dict would make
-                    # a step to create state.
+                    # This rank is not the owner, so it has no state. Make an empty entry:
+                    # otherwise, torch's get_state_dict would step the optimizer to create state.
                     optimizer.state[param] = {}
                     continue
                 full[param] = nn.Parameter(value, param.requires_grad)
@@ -362,7 +363,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return finish
 
     def _average(self, loss: Any) -> Any:
-        """Return the ranks' average loss, by which optimizers such as LBFGS decide. Collective."""
+        """Average the loss over the ranks, for optimizers that use it (LBFGS). Collective."""
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
@@ -391,7 +392,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         """Replace the optimizer's sharded parameters by full parameters. Collective."""
         self._agree_on_gradients(optimizer)
         for param, full in self._start_gather(optimizer, [*self._params])().items():
-            # The optimizer may keep references to parameters between calls of a closure.
+            # Reuse the parameter objects of the last call, because the optimizer may keep
+            # references.
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
@@ -400,9 +402,9 @@ class WholeTensorAdapter(OptimizerAdapter):
     # ------------------------------------------------------------ state
 
     def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        """Send the owners' state of all parameters to all ranks, and return the state. Collective.
+        """Send the owners' optimizer state to all ranks, and return the state. Collective.
 
-        State with a value per element is sharded; all other state is equal on all ranks.
+        State with one value per element is sharded. All other state is equal on all ranks.
         """
         if self._params and self.mode is StepMode.ON_EVERY_RANK:
             self._check_same_state(optimizer)
@@ -418,7 +420,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             }
             everyone = comm.host.gather(described, "optimizer state")
             for number, param in enumerate(params):
-                # State from a checkpoint is already sharded, on all ranks, until the next step.
+                # Skip state from a checkpoint, which is sharded on all ranks until the next step.
                 if _sharded_state(optimizer.state.get(param, {})):
                     continue
                 owner = self._owners[param]
@@ -461,7 +463,7 @@ class WholeTensorAdapter(OptimizerAdapter):
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Return the approximate work of a parameter's step; for a matrix, of Newton-Schulz."""
+    """Return the approximate work of a parameter's step (for a matrix, of Newton-Schulz)."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = sorted((shape[0], math.prod(shape[1:])))
@@ -478,14 +480,14 @@ def choose_owners(
 ) -> list[int]:
     """Choose for each parameter its owner, the rank that will step it. Returns a list of ranks.
 
-    The choice gives each rank about an equal share of the work and memory, and sends few elements.
-    All ranks choose the same owners.
+    Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
+    choose the same owners.
 
-    A parameter with an owner in ``known`` keeps this owner, and a parameter whose elements are all
-    on one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
-    ranks with elements of the parameter (``held``: how many), and the rank with the smallest share
-    so far. Among the candidates that stay within an equal share, the rank with most elements
-    becomes the owner. If no candidate does, the rank with the smallest share becomes the owner.
+    A parameter with an owner in ``known`` keeps this owner. A parameter whose elements are all on
+    one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
+    ranks that have elements of the parameter (``held``: how many), and the rank with the smallest
+    share so far. Of the candidates whose share would stay about equal or smaller, the rank with
+    most elements becomes the owner. If there is none, the rank with the smallest share does.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

@@ -35,19 +35,20 @@ class StepMode(enum.Enum):
     ON_EVERY_RANK = "all full parameters on every rank"
 
 
-# Trials multiply gradients by each of _SCALES: an optimizer may clip only gradients that are larger
-# than before (StableSPAM). Full parameters in trials have dimensions of at most _LONGEST.
+# Maximum size of each dimension of a full parameter in trials.
 _LONGEST = 6
+# Trials make a step with gradients multiplied by each of these factors, because an optimizer may
+# clip only gradients that are larger than before (StableSPAM).
 _SCALES = (1.0, 1e-3, 1e3)
 
 
 class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
-    Such an optimizer (distributed Muon, for example) divides the parameters among the ranks by
-    itself, so every rank must step all parameters: otherwise the collective would mix values of
-    different parameters. flatshard's own collectives run inside operations on sharded tensors, in
-    which torch turns the mode off.
+    Such an optimizer (distributed Muon, for example) itself divides the parameters among the ranks.
+    So every rank must step all parameters: otherwise the collective would mix values of different
+    parameters. flatshard's own collectives do not raise, because they run inside operations on
+    sharded tensors, in which torch turns this mode off.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,11 +58,11 @@ class _NoCollectives(TorchFunctionMode):
 
 
 def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Find the ``StepMode`` of an optimizer, without a change of its state and parameters.
+    """Find the ``StepMode`` of an optimizer, without changing its state and parameters.
 
     Collective: all ranks of the optimizer's sharded parameters.
     """
-    # Trials must not change the random number generators, nor take time for compilation.
+    # Trials must not change the random number generators, and must not take time for compilation.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         with _NoCollectives():
@@ -70,19 +71,19 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                     return StepMode.ON_SHARDS
             _check_attributes(optimizer)
             # An optimizer with `eval()` (ScheduleFree) replaces the weights by averages, for which
-            # every rank needs the full state. An optimizer that steps another optimizer (Lookahead)
-            # may also replace the weights.
+            # every rank needs the full state. So may an optimizer that contains another optimizer
+            # (Lookahead).
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
                 return _try_full_params(optimizer)
-            except Exception:  # every rank then steps as if the model were not sharded
+            except Exception:  # then every rank steps as if the model were not sharded
                 return StepMode.ON_EVERY_RANK
 
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo writes to gradients of modules in the optimizer's attributes, as K-FAC makes them."""
+    """Undo writes to gradients in this context, if the optimizer has modules (K-FAC)."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
@@ -108,7 +109,8 @@ def copy_with_params(
 ) -> torch.optim.Optimizer:
     """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
 
-    Attributes with parameters hold the new ones in the copy, and inner optimizers are copied, too.
+    The new parameters also replace the old parameters in attributes of the optimizer. Inner
+    optimizers are copied, too.
     """
     # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
     # optimizer's class, and without `super().__init__()` no step would work afterwards.
@@ -117,14 +119,14 @@ def copy_with_params(
     memo |= {id(one.state): defaultdict(dict) for one in twins}
     # An old parameter without a new parameter in `groups` is kept, not copied.
     memo |= {id(old): old for one in twins for old in all_params(one)}
-    # Keep modules, too: the copy of a unit would take the new parameters as its own.
+    # Do not copy modules: the copy of a unit would take the new parameters as its own.
     memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         memo |= {id(old): new for old, new in zip(group["params"], params, strict=False)}
         memo[id(group["params"])] = list(params)
     for params in [group["params"] for one in twins for group in one.param_groups]:
-        # Groups of an inner optimizer get a list without the old parameters, which a trial must not
-        # change.
+        # Leave old parameters out of the groups of inner optimizers, because a trial must not
+        # change them.
         memo.setdefault(id(params), [memo[id(p)] for p in params if memo[id(p)] is not p])
     for one, twin in twins.items():
         attributes = {
@@ -148,7 +150,7 @@ def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can step copies of the sharded parameters, with sharded state."""
+    """Whether the optimizer gives correct results on sharded parameters. Tried with copies."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
         twin = copy_with_params(optimizer, groups)
@@ -163,9 +165,9 @@ def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
             step_unhooked(twin)
     except Exception:
         return False
-    # Sharded state of one value per element is correct, and so is a single number. But a plain
-    # tensor of several elements (means of rows in Adafactor, 8-bit values in blocks) was computed
-    # as if this rank's elements were the full parameter.
+    # Sharded state (one value per element) is correct, and so is a single number. But a plain
+    # tensor of several elements (means of rows in Adafactor, 8-bit values in blocks) is wrong,
+    # because it was computed as if this rank's elements were the full parameter.
     return all(
         isinstance(value, FlatShardTensor | int | float | str | None)
         or (isinstance(value, Tensor) and value.numel() == 1)
@@ -185,7 +187,7 @@ def _copied(param: Tensor) -> Tensor:
             spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
-            # `twin.spec` refers to no model, so an operation that needs the full gradient raises.
+            # `twin.spec` belongs to no model, so an operation that needs the full gradient raises.
             twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.shard_role)  # type: ignore[attr-defined]
         elif grad is not None:
             twin.grad = grad.detach().clone()
@@ -220,7 +222,8 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
 def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
     """Find the ``StepMode`` by trial steps of small full parameters.
 
-    If the parameters step in two halves as they step together, different owners may step them.
+    Different ranks may step the parameters if two optimizers, each with half of the parameters,
+    compute the same values as one optimizer with all parameters.
     """
     shapes = [_small_shapes(group["params"]) for group in optimizer.param_groups]
     kinds = ((0, 1), (0,), (1,), ())
@@ -241,9 +244,9 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return small shapes, two for each number of dimensions among the parameters.
+    """Return small shapes for trials, two for each number of dimensions among the parameters.
 
-    Each shape is paired with a parameter of this number of dimensions.
+    Each shape is paired with a parameter that has this number of dimensions.
     """
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
@@ -253,10 +256,10 @@ def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 class _Trial:
-    """A copy of an optimizer over small full parameters, for trial steps.
+    """A copy of an optimizer with small full parameters, for trial steps.
 
-    Each group has only the parameters whose index modulo 2 is in ``parities``: with (0, 1) all,
-    with (0,) or (1,) half of the parameters.
+    Each group has only the parameters whose index modulo 2 is in ``parities``: all parameters with
+    (0, 1), and half of them with (0,) or (1,).
     """
 
     def __init__(
@@ -285,13 +288,13 @@ class _Trial:
     def step(self, scale: float) -> None:
         for param, grad in self._grads.items():
             param.grad = grad * scale
-        # If the optimizer draws random numbers, the results for all parameters and for half of them
-        # differ, rightly: it must step all parameters together.
+        # Use the same seed in all trials. If the optimizer draws random numbers, the results with
+        # all parameters and with half of them still differ, so every rank steps all parameters.
         torch.manual_seed(1)
         step_unhooked(self._twin)
 
     def shared_values(self) -> str:
-        """Return a text with the optimizer's values that belong to no parameter (a step count)."""
+        """Return the optimizer's values that belong to no parameter (a step count), as a text."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._twin.param_groups]
         hidden = {"state", "param_groups", "defaults"}
         rest = {k: v for k, v in self._twin.__dict__.items() if k not in hidden}
