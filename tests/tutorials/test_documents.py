@@ -591,11 +591,12 @@ WORDS = {
     **dict.fromkeys(("index", "huggingface"), 500),
     **dict.fromkeys(("README", "construction"), 700),
     **dict.fromkeys(("comparison", "guide"), 900),
-    **dict.fromkeys(("profiling-and-performance", "try"), 1200),
     **dict.fromkeys(("choosing", "gpus-and-nodes"), 1400),
     **dict.fromkeys(("CONTRIBUTING", "checkpoints", "frameworks"), 1500),
     **dict.fromkeys(("architecture", "migration", "precision-and-offload", "reference"), 1900),
     **dict.fromkeys(("evidence", "recipes"), 2000),
+    "profiling-and-performance": 1000,
+    "try": 1200,
     "troubleshooting": 2500,
 }
 
