@@ -58,8 +58,9 @@ class _NamesMissing(type):
 class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    A unit's parameters are unsharded (all-gathered) just before they are needed, and resharded just
-    after. Names, shapes and state dicts are those of the unwrapped module.
+    ``auto_wrap_policy`` divides the module into units. A unit's parameters are unsharded
+    (all-gathered) together before they are needed, and resharded (freed) afterwards. Names, shapes
+    and state dicts are those of the unwrapped module.
 
     Collective: all ranks must construct the wrapper, run forward and backward, and take state
     dicts.
@@ -88,7 +89,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
             (replicate, shard). Parameters may be DTensors over another dimension.
         device_id: device of parameters and computation, or an accelerator's index. None: the
-            parameters' device, or the current accelerator if the group has no CPU backend.
+            parameters' device; the current accelerator if the group has no CPU backend.
         sync_module_states: True: all ranks take rank 0's weights; other ranks' weights may be on
             the meta device. None: the same if the ranks' weights differ, with a warning. False:
             each rank keeps its weights.
@@ -100,13 +101,13 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             strategy decides. An int k, a divisor of the shard group's size: backward all-gathers
             from k ranks only, which keep a secondary shard.
         broadcast_buffers: broadcast rank 0's buffers when DistributedDataParallel would. False:
-            each rank keeps its own.
+            each rank keeps its own buffers.
         ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
-            Their gradients stay local. Those outside of ``module`` have no effect.
+            Each rank keeps its own gradients of them.
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
-            order: experts, dropped layers. True: all units. They stay unsharded from the outermost
+            order (experts, dropped layers). True: all units. They stay unsharded from the outermost
             forward to the end of backward.
-        coalesce_bytes: join neighbouring units of a policy into one of at most this many bytes.
+        coalesce_bytes: let neighbouring units of a policy act as one unit, up to this many bytes.
             0: never. None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
@@ -115,9 +116,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             even if ranks on one host could share memory; ``"native"``: one collective of the
             backend per unit and purpose, for comparison.
         wire_dtype: ``torch.bfloat16``: over gloo's sockets, round parameters and gradients before
-            they are sent. Shards and sums keep their dtypes.
+            sending. Shards and sums keep their dtypes.
         others: ``forward_prefetch``, ``ignored_modules``, ``limit_all_gathers``, and keywords of
-            DistributedDataParallel and ``fully_shard``: see the migration page.
+            DistributedDataParallel and ``fully_shard`` (see the migration page).
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown keyword.
@@ -265,7 +266,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         *,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> AbstractContextManager[None]:
-        """Train on uneven inputs, as with DistributedDataParallel's ``join``.
+        """Train on uneven inputs inside a context, as with DistributedDataParallel's ``join``.
 
         A rank without inputs left repeats the collective calls of the other ranks with zero
         gradients: forwards, backwards, ``model.clip_grad_norm_``, and steps of element-wise
@@ -557,14 +558,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Let the modules of ``module`` hold full plain parameters, under the unwrapped names.
+        """Let modules hold full plain parameters, under the unwrapped names, inside a context.
 
-        At the end, even after an exception, each rank copies its own range of the full values into
-        its shards. All ranks must write the same values, otherwise the model becomes inconsistent.
-        Edits of values and ``requires_grad`` are kept, and with ``with_grads`` also edits of
-        gradients. Hooks and other attributes that are set inside the context are lost. Forwards
-        inside the context do not communicate, and compute in the parameters' own dtype. Backwards
-        to the parameters, copies of the model, and a nested summon of the same parameters raise.
+        At the end of the context, even after an exception, each rank copies its own range of the
+        full values into its shards. All ranks must write the same values, otherwise the model
+        becomes inconsistent. Edits of values and ``requires_grad`` are kept, and with
+        ``with_grads`` also edits of gradients. Hooks and other attributes that are set inside the
+        context are lost. Forwards inside the context do not communicate, and compute in the
+        parameters' own dtype. Backwards to the parameters, copies of the model, and a nested summon
+        of the same parameters raise.
 
         Collective: all ranks, at entry.
 
@@ -598,7 +600,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return summon.summon(module, request, recurse=recurse)  # type: ignore[no-any-return]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` on all modules of the unwrapped module, children first, but not on wrappers.
+        """Call ``fn`` with each module of the unwrapped module, children first; not with wrappers.
 
         ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
         must write the same values on all ranks: if ``fn`` draws random numbers, use the same seed
@@ -864,7 +866,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the setting of ``set_state_dict_type``, as torch's ``StateDictSettings``.
+        """Return what ``set_state_dict_type`` has set, as torch's ``StateDictSettings``.
 
         Raises:
             RuntimeError: units have different settings.

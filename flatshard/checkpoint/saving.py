@@ -68,7 +68,7 @@ def save(
     async_: bool = False,
     keep: int | None = None,
 ) -> PendingSave | None:
-    """Save a model in training in the folder ``path``, for ``load`` on any number of ranks.
+    """Save model and optimizer in the folder ``path``, for ``load`` on any number of ranks.
 
     Each rank writes its own shards and optimizer state; no tensor is sent. The folder gets its name
     only when all files are on the disk: if the program is killed earlier, the previous checkpoint

@@ -237,7 +237,7 @@ LEFT_EMPTY = "_flatshard_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """Do not initialise a module on the meta device, because ``load_state_dict`` gives its values.
+    """Leave a module on the meta device without values, which ``load_state_dict`` gives later.
 
     Pass this function as ``param_init_fn``, or call it inside of a ``param_init_fn``. Only the
     shards get memory. The first forward raises an error if a tensor still has no values.

@@ -88,7 +88,7 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
 
     The optimizer's ``step`` then gets plain 1-D tensors, like torch's own element-wise optimizers.
     Without the declaration, flatshard finds out by a trial before the first step whether the
-    optimizer works on true-shape sharded parameters or needs full parameters.
+    optimizer works on sharded parameters or needs full parameters.
 
     Example:
         ```python

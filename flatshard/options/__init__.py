@@ -166,10 +166,10 @@ class BackwardPrefetch(_SameAsTorchs):
     BACKWARD_POST = "BACKWARD_POST"
     """Start after this unit was resharded. This keeps one unit less in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
-    """Start as with ``BACKWARD_PRE``, and already at the end of forward.
+    """As ``BACKWARD_PRE``, but backward's first all-gather starts already when forward ends.
 
-    When forward ends, the last unit stays unsharded, which saves one all-gather. The all-gather of
-    the unit that backward needs next starts at once. Use this on a slow network, which would be
+    When forward ends, the last unit stays unsharded, which saves one all-gather, and the all-gather
+    of the unit that backward needs next starts at once. Use this on a slow network, which would be
     idle between forward and backward. After a forward without backward, both units stay unsharded.
     """
 

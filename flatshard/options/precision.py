@@ -42,7 +42,7 @@ class ReduceMode(enum.Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes in which parameters are all-gathered and gradients are reduced.
+    """Dtypes in which units compute, parameters are all-gathered and gradients are reduced.
 
     The shard, the gradient for the optimizer and the optimizer state keep the parameter's own
     dtype, as do state dicts and ``summon_full_params``. Only floating point tensors are cast.

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 ROW = re.compile(r"^\| `([\w.]+)(?:\(\))?` \|")
 INTERNAL = {
     *("changes_nothing", "describe", "described", "extra_repr", "is_alike", "is_on"),
-    *("parameter", "params", "placement", "refuse", "takes_params"),
+    *("parameter", "params", "placement", "refuse", "takes_params", "text"),
     # Methods of torch's classes, which mean the same here.
     *("data", "data_ptr", "grad", "named_children", "named_modules"),
 }

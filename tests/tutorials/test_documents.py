@@ -586,6 +586,30 @@ def test_site(tmp_path: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+# Largest number of words of each page, so that a reader finds what there is. `api.md` is generated.
+WORDS = {
+    **dict.fromkeys(("index", "huggingface"), 500),
+    **dict.fromkeys(("README", "construction"), 700),
+    **dict.fromkeys(("comparison", "guide"), 900),
+    **dict.fromkeys(("choosing", "gpus-and-nodes"), 1400),
+    **dict.fromkeys(("CONTRIBUTING", "checkpoints", "frameworks"), 1500),
+    **dict.fromkeys(("architecture", "migration", "precision-and-offload", "reference"), 1900),
+    **dict.fromkeys(("evidence", "recipes"), 2000),
+    "profiling-and-performance": 1000,
+    "try": 1200,
+    "troubleshooting": 2500,
+}
+
+
+def test_pages_are_short() -> None:
+    pages = {path.stem: path for path in DOCUMENTS if path.stem not in ("api", "CHANGELOG")}
+    texts = {name: re.sub("<!--.*?-->", "", path.read_text()) for name, path in pages.items()}
+    words = {name: len(text.split()) for name, text in texts.items()}
+    assert words.keys() == WORDS.keys()
+    assert not {name: number for name, number in words.items() if number > WORDS[name]}
+    assert sum(words.values()) <= 27_000
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/evidence.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""

@@ -156,7 +156,7 @@ class MemoryPlan(UnitMemory):
 def predict(
     model: nn.Module, *, world_size: int, collectives: str = "nccl", **keywords: Any
 ) -> MemoryPlan:
-    """Predict the memory of each rank if ``model`` is wrapped with the same keywords.
+    """Predict the memory of each rank if ``ShardedWrapper`` wraps ``model`` with these keywords.
 
     The prediction needs no process group and does not communicate, so ``world_size`` may be any
     number. The prediction excludes activations, and the memory of libraries and of Python.
