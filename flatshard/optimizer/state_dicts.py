@@ -29,6 +29,7 @@ from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_st
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
+from flatshard.units.module_proxy import callers
 from flatshard.units.module_tree import unit_text
 
 StateDict = dict[str, Any]
@@ -80,11 +81,7 @@ def is_getting_shards() -> bool:
 
 def _frames() -> Iterator[FrameType]:
     """Yield this thread's stack frames of functions in ``_MODULE``, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE:
-            yield frame
-        frame = frame.f_back
+    return (frame for frame in callers() if frame.f_globals.get("__name__") == _MODULE)
 
 
 # ------------------------------------------------------------ torch's get_state_dict
