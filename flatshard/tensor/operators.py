@@ -227,8 +227,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         origin = sharded_tensor.origin_of(operands, caller)
         if _needs_full(func, operands, origin, caller) is not None:
             first_sharded(args, kwargs).refuse(func._schema.name)
-        if torch.is_grad_enabled():
-            _has_draws(func, operands)
+        _has_draws(func, operands)
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
@@ -400,11 +399,10 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
-    tensor = first_sharded(args, kwargs)
     if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
-        tensor.refuse(f"{func._schema.name} along a dimension")
+        first_sharded(args, kwargs).refuse(f"{func._schema.name} along a dimension")
     for name in given.keys() - {"self", "ord", "dtype"}:
-        tensor.refuse(f"the argument {name}")
+        first_sharded(args, kwargs).refuse(f"the argument {name}")
     return given
 
 
