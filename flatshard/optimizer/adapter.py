@@ -32,7 +32,7 @@ from flatshard.memory import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -72,7 +72,7 @@ class OptimizerExtension:
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """Called after ``step.step_parts`` has stepped ``params``."""
+        """Called after ``step.step_parts`` has stepped ``params``, a part of a group."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
         """Called before a backward in which the optimizer steps (``step_in_backward``)."""
@@ -270,11 +270,9 @@ class OptimizerAdapter:
 
     def pause(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, before the closure runs again."""
-        self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, after a step that did not raise."""
-        self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
         """Put sharded parameters and their state back into the optimizer, if they are replaced."""
@@ -317,7 +315,7 @@ class BucketAdapter(OptimizerAdapter):
                     buckets = item.swap_in(states, present) if isinstance(item, ParamBucket) else []
                     self._buckets += buckets
                     new += [bucket.param for bucket in buckets] or [item]
-                if len(new) == len(before) and all(map(operator.is_, new, before)):
+                if _are_same(new, before):
                     continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
                 if _suits_fused(optimizer, group):
@@ -330,6 +328,8 @@ class BucketAdapter(OptimizerAdapter):
             for bucket in self._buckets:
                 bucket.swap_out(optimizer.state)
         self._buckets = []
+
+    pause = end = undo
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -368,22 +368,14 @@ class BucketState(dict[str, Any]):
     # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
 
-class _AsMade:
-    """Remembers the values of some ``BucketState``s, to notice later changes by the program."""
+# These two functions call only functions in C, because each step compares the state of each
+# parameter.
+def _values(states: Sequence[BucketState]) -> list[object]:
+    return [*map(len, states), *chain(*map(dict.values, states))]
 
-    def __init__(self, states: Sequence[BucketState]) -> None:
-        self._states = states
-        self._contents = self._find()
 
-    # `_find` and `is_unchanged` call few Python functions, because each step checks the state of
-    # each parameter.
-    def _find(self) -> list[object]:
-        return [*map(len, self._states), *chain(*map(dict.values, self._states))]
-
-    def is_unchanged(self, found: Iterable[object]) -> bool:
-        """Whether ``found`` are these states, which still have the same values."""
-        now, before = (*found, *self._find()), (*self._states, *self._contents)
-        return len(now) == len(before) and all(map(operator.is_, now, before))
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def apart(state: State) -> State:
@@ -478,14 +470,15 @@ class ParamBucket:
         # State of each member: views of the bucket's state.
         self._states = [BucketState() for _ in params]
         self._shared = BucketState()
-        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
+        self._remember()
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
-        local = local_range(first).detach()
-        if len(params) > 1:
-            assert self._flat is not None, "neighbours share a shard"
-            local = self._flat.detach()[self._range]
+        local = first.local.detach() if self._flat is None else self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
+
+    def _remember(self) -> None:
+        """Record the values of the states, to notice later changes by the program."""
+        self._values_made, self._shared_made = _values(self._states), _values([self._shared])
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
@@ -513,8 +506,7 @@ class ParamBucket:
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
         return (
-            len(params) == len(self._params)
-            and all(map(operator.is_, params, self._params))
+            _are_same(params, self._params)
             and params[0].requires_grad == self.param.requires_grad
             and params[0].shard_flat is self._flat
         )
@@ -536,7 +528,8 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
         # step, and after somebody has assigned or loaded state.
-        if not self._states_made.is_unchanged(map(present.get, map(id, self._params))):
+        found = [*map(present.get, map(id, self._params)), *_values(self._states)]
+        if not _are_same(found, [*self._states, *self._values_made]):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -564,7 +557,7 @@ class ParamBucket:
         if shared is None:
             return
         # Views from the last step are still right if the optimizer updates its state in place.
-        if not self._shared_made.is_unchanged([shared]):
+        if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
             for number, param in enumerate(self._params):
@@ -614,7 +607,7 @@ class ParamBucket:
         for one in self._params:
             views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             self._states.append(BucketState(views))
-        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
+        self._remember()
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,39 +200,34 @@ def _check_assigned(optimizer: Optimizer) -> None:
             )
 
 
-class StepPart(NamedTuple):
-    """Some consecutive parameters of one parameter group, which are stepped together."""
-
-    optimizer: Optimizer
-    group: dict[str, Any]
-    params: list[nn.Parameter]
-
-
-def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
+def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
     """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
 
     The optimizer must be element-wise. Its hooks are not called.
+
+    Args:
+        optimizer: the optimizer.
+        parts: copies of parameter groups. Each copy has only consecutive parameters of the group,
+            so that one bucket holds parameters of only one part: a bucket is one range of a flat
+            shard, and other parameters may lie between two parts.
 
     Raises:
         NotImplementedError: the optimizer changes an option of a group in each step.
     """
     adapter = adapter_of(optimizer)
     assert isinstance(adapter, adapters.BucketAdapter), "element-wise"
-    # Make a separate group for each part, so that one bucket holds parameters of only one part. A
-    # bucket is one range of a flat shard, and other parameters may lie between two parts.
-    narrow = [{**part.group, "params": list(part.params)} for part in parts]
     try:
         with torch.no_grad():
             for part in parts:
-                for param in part.params:
-                    check_dtype(optimizer, part.group, param, _name_of(param))
-            adapter.swap_in(optimizer, narrow)
-            changed = adapters.step_groups(optimizer, narrow)
+                for param in part["params"]:
+                    check_dtype(optimizer, part, param, _name_of(param))
+            adapter.swap_in(optimizer, parts)
+            changed = adapters.step_groups(optimizer, parts)
     finally:
         adapter.undo(optimizer)
         for extension in adapters.extensions:
             for part in parts:
-                extension.after_part(optimizer, part.params)
+                extension.after_part(optimizer, part["params"])
     if changed is not None:
         raise NotImplementedError(
             f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, which "

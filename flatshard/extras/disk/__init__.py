@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatshard.extras import mapped_files
 from flatshard.memory import OffloadTarget
 from flatshard.optimizer import adapter
-from flatshard.optimizer.step import StepPart, step_parts
+from flatshard.optimizer.step import step_parts
 from flatshard.options import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
 from flatshard.units.layout import round_up
@@ -221,9 +221,9 @@ class DiskSteps(adapter.OptimizerExtension):
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
         for part in parts:
-            DiskMemory.page_in(*_tensors(optimizer, part.params))
+            DiskMemory.page_in(*_tensors(optimizer, part["params"]))
             step_parts(optimizer, [part])
-        return {id(param) for part in parts for param in part.params}
+        return {id(param) for part in parts for param in part["params"]}
 
     def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
         """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
@@ -244,13 +244,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _steps.after_part(optimizer, group["params"])
 
 
-def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
+def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Divide the parameters with a gradient and with state on a disk into parts to step.
 
     Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
     ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
     """
-    parts: list[StepPart] = []
+    parts: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
@@ -259,10 +259,10 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
             # The whole shard is stepped as a single tensor.
             own = getattr(param, "shard_flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
-                parts.append(StepPart(optimizer, group, []))
+                parts.append({**group, "params": []})
                 nbytes = 0
             shard = own
-            parts[-1].params.append(param)
+            parts[-1]["params"].append(param)
             nbytes += local_range(param).nbytes
     return parts if parts and _reserve(optimizer) else []
 
