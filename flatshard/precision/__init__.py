@@ -187,8 +187,7 @@ get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and get_dtype(grad) != get_dtype(param):
-        # None: torch accepts a gradient of any dtype. Without this attribute in torch, the
-        # constructor of MixedPrecision raises.
+        # None: torch accepts a gradient of any dtype.
         param.grad_dtype = None
     put_grad(param, grad)
 
