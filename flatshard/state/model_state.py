@@ -123,7 +123,7 @@ class UnitStateDict:
             # for copies, on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
-                    self.writes.watch(self.unit, handle, param, full)
+                    self.writes.watch(handle, param, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options.offload_to_cpu, is_saving)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flatshard.comm.consistency import sample
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.unit import Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 
 
@@ -33,7 +32,6 @@ class WatchedCopy:
     # Version and some values of `copy` (see `_state`), when `copy` and the shard last had equal
     # values. None: the extra `device_checks` has found a write since.
     state: tuple[int, list[int]] | None
-    unit: Unit
     handle: FlatParamHandle
     param: OriginalParam
     shard: tuple[Any, ...]  # identity and version of the shard when `state` was read
@@ -55,9 +53,7 @@ class WriteThrough:
     def __deepcopy__(self, memo: object) -> WriteThrough:
         return WriteThrough()  # no user has a state dict of the copied model yet
 
-    def watch(
-        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
-    ) -> None:
+    def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
         """Start to watch ``full``: values that the user writes into ``full`` go to the shard.
 
         ``full`` is a full copy of ``param``, which ``state_dict()`` is about to return.
@@ -65,8 +61,7 @@ class WriteThrough:
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
-        watched = WatchedCopy(ref, copy, _state(copy), unit, handle, param, identity(handle))
-        self.given[id(ref)] = watched
+        self.given[id(ref)] = WatchedCopy(ref, copy, _state(copy), handle, param, identity(handle))
 
     def _died(self, user: weakref.ref[Tensor]) -> None:
         # When the program ends, torch's functions may already be gone.
@@ -102,7 +97,7 @@ class WriteThrough:
             with torch.inference_mode(False), torch.no_grad():
                 param.sharded.copy_(param.spec.split(given.copy))
             handle.page_out()
-            given.unit.count_load(f"parameter {param.name!r}")
+            handle.unit.count_load(f"parameter {param.name!r}")
             given.shard = after = identity(handle)
             for other in self.given.values():
                 if other.handle is handle and other.shard == before:

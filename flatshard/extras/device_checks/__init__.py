@@ -238,10 +238,8 @@ class StateWrites(WriteThrough):
     def __deepcopy__(self, memo: object) -> StateWrites:
         return StateWrites()
 
-    def watch(
-        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
-    ) -> None:
-        super().watch(unit, handle, param, full)
+    def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
+        super().watch(handle, param, full)
         self._keep(next(reversed(self.given.values())))
 
     def _keep(self, given: WatchedCopy) -> None:
