@@ -176,7 +176,7 @@ class FlatParamHandle:
 
     def part(self, param: OriginalParam) -> Tensor:
         """A view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
-        return self.flat_param[param.spec.local.start : param.spec.local.end]
+        return self.flat_param[param.spec.range]
 
     def page_out(self) -> None:
         """Free the memory pages of a shard on disk until the shard is used again."""

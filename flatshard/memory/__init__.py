@@ -210,18 +210,6 @@ class OffloadTarget:
     def page_out(self, *tensors: Tensor) -> None:
         """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
 
-    def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve disk space for later tensors. ``what`` describes these tensors in the error."""
-
-    def keep_state_of(self, param: Tensor) -> None:
-        """Make optimizers keep per-element state of the plain parameter ``param`` in the target.
-
-        For a sharded parameter, ``ShardSpec.state_target`` is the target.
-        """
-
-    def trim(self) -> None:
-        """Give memory that wrapping has freed back to the operating system."""
-
 
 class HostMemory(OffloadTarget):
     """Host memory, as the target of units on an accelerator."""
@@ -250,8 +238,9 @@ class OffloadTargets:
     shard: OffloadTarget = DEVICE  # target of shards of parameters
     gradient: OffloadTarget = DEVICE  # target of reduced gradients
 
-    # Target of optimizer state with one value per element. None: where the shard lies.
-    state: OffloadTarget | None = None
+    # Target of optimizer state with one value per element: `DiskMemory` of the extra `disk`. None:
+    # where the shard lies.
+    state: Any = None
     # Whether the device keeps a copy of the shard, so that an all-gather need not copy it there.
     keeps_copy: bool = False
 

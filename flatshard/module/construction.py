@@ -188,8 +188,7 @@ def _make_units(
             params = flat.take_params()
             handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
         modules = [member.module for member in planned.members]
-        of_unit, precision = plan.precision_plan.of_unit, settings.mixed_precision
-        casts = {module: of_unit(module, precision) for module in modules}
+        casts = {module: plan.precision_plan.of_unit(module) for module in modules}
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
         # Text for each module, empty for a module that was wrapped by hand.
         unit.reasons = [member.reason for member in planned.members]
@@ -287,7 +286,7 @@ class InitialValues:
         pass None. Then the call is collective: all ranks.
         """
         spec = param.spec
-        part = shard[spec.start : spec.start + spec.numel]
+        part = shard[spec.range]
         if self.sends:
             # Send one parameter at a time, and without a copy on rank 0 if possible: a unit may
             # just fit in memory.

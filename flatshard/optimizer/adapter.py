@@ -436,19 +436,17 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     found, flat_grad, flat = [first], _flat_grad(first), first.shard_flat
     if flat_grad is None:
         return found
-    end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
+    end, padding = first.spec.range.stop, ALIGNMENT_BYTES / first.dtype.itemsize
     # Loop over numbers: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
-        # Repeat the condition of `_flat_grad`, because a call for each parameter is slow. A gap
-        # smaller than `padding` is allowed: the optimizer steps the padding elements, too.
-        grad, spec = get_grad(param), param.spec
-        is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
-        if not is_view or grad.shard_flat is not flat_grad or not 0 <= spec.start - end < padding:
+        # A gap smaller than `padding` is allowed: the optimizer steps the padding elements, too.
+        gap = param.spec.start - end
+        if _flat_grad(param) is not flat_grad or not 0 <= gap < padding:
             break
-        end = spec.start + spec.numel
+        end = param.spec.range.stop
         found.append(param)
     return found
 
@@ -568,8 +566,7 @@ class ParamBucket:
 
         State of the padding between members is zero, so that stepped padding stays finite.
         """
-        specs = [param.spec for param in self._params]
-        sizes = [size for spec in specs for size in (spec.numel, math.prod(spec.shape))]
+        sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
         numbers = _numbers_beside(sizes, states)
         own = {
             param: _local_state(param, states[param], numbers)

@@ -23,7 +23,7 @@ from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import Args, Kwargs, check_dtype, get_dtype, get_grad
 from flatshard.tensor import operators, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
+from flatshard.tensor.sharded_tensor import UNREDUCED, untraced
 from flatshard.units.module_tree import unit_text
 
 
@@ -172,7 +172,7 @@ def _check_params(optimizer: Optimizer) -> None:
                 if grad is None:
                     continue
                 if get_dtype(grad) is not get_dtype(param):
-                    check_dtype(optimizer, group, param, _name_of(param))
+                    check_dtype(optimizer, group, param)
                 # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
                 if unreduced and grad in UNREDUCED:
                     where = unit_text(UNREDUCED[grad])
@@ -220,7 +220,7 @@ def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
         with torch.no_grad():
             for part in parts:
                 for param in part["params"]:
-                    check_dtype(optimizer, part, param, _name_of(param))
+                    check_dtype(optimizer, part, param)
             adapter.swap_in(optimizer, parts)
             changed = adapters.step_groups(optimizer, parts)
     finally:
@@ -233,10 +233,6 @@ def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
             f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, which "
             "step_in_backward() would repeat for each unit. Step this optimizer after backward."
         )
-
-
-def _name_of(param: Any) -> str | None:
-    return param.spec.name if isinstance(param, FlatShardTensor) else None
 
 
 # ------------------------------------------------------------ clipping
@@ -262,13 +258,14 @@ def check_reduced(
     ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
     is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
-    unit = next((h.unit_name for h in handles if h.grads.is_shown()), None)
-    where = f"{unit_text(unit or '')}, rank {world.rank}"
-    error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
+    error = None
+    if shown := [unit_text(handle.unit_name) for handle in handles if handle.grads.is_shown()]:
+        where = f"{shown[0]}, rank {world.rank}"
+        error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
         # Under `no_sync`, perhaps only some ranks have unreduced gradients.
-        raise_everywhere(None if unit is None else error, world, op_name="clip_grad_norm_")
-    elif unit is not None:
+        raise_everywhere(error, world, op_name="clip_grad_norm_")
+    if error is not None:
         raise error
 
 

@@ -504,7 +504,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
-    total = total / spec.unsharded_numel if name == "mean" else total
+    total = total / math.prod(spec.whole.shape) if name == "mean" else total
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
 
 
@@ -582,7 +582,7 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     if kind == "norm" or len(args) + len(kwargs) > 1:
         source.spec.refuse(f"the gradient of a {kind}")
     total = use_outside(source, lambda tensor: _sum(aten.sum.default, (tensor,), {}))
-    return total / source.spec.unsharded_numel if kind == "mean" else total
+    return total / math.prod(source.spec.whole.shape) if kind == "mean" else total
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory import OffloadTarget
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 from flatshard.units.module_tree import unit_text
@@ -80,8 +78,7 @@ class ShardSpec:
     # If the parameter is the local part of a DTensor: how the DTensor is split
     # (`extras/tensor_parallel`).
     tensor_parallel: Any = None
-    # Where optimizer state with one value per element lies. None: where the shard lies.
-    state_target: OffloadTarget | None = None
+    state_target: Any = None  # see `OffloadTargets.state`
     # Function that returns the ranks of `comm` that hold elements of the parameter, and which
     # elements, as slices. None: only this rank holds elements.
     holders: Any = None
@@ -96,8 +93,9 @@ class ShardSpec:
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
         # This rank holds the elements [offset, offset + numel) of the parameter, in memory order.
-        # These elements are at [start, start + numel) of this rank's chunk.
-        self.offset, self.numel, self.start = local.offset, local.numel, local.start
+        # These elements begin at `start` in this rank's chunk; `range` is their place there.
+        self.start, self.numel, self.offset = local
+        self.range = slice(self.start, self.start + self.numel)
         # Element-wise operations can combine two sharded tensors if their places are equal.
         self.place = self.shape, self.strides, self.offset, self.numel
         self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
@@ -141,10 +139,9 @@ class ShardSpec:
         return self._original()
 
     @property
-    def unsharded_numel(self) -> int:
-        """Number of elements of the parameter, or of the whole DTensor with tensor parallelism."""
-        split = self.tensor_parallel
-        return math.prod(self.shape if split is None else split.shape)
+    def whole(self) -> Any:
+        """An object with ``shape`` and ``strides`` of the parameter, or of the whole DTensor."""
+        return self.tensor_parallel or self
 
     def unsplit(self, local: Tensor) -> Tensor:
         """Return the whole DTensor as a plain tensor, or ``local`` without tensor parallelism.

@@ -315,11 +315,11 @@ class FlatShardTensor(torch.Tensor):
 
         The other arguments are described at the attributes of the class.
         """
-        split = spec.tensor_parallel if cls.shows_unsplit else None
+        shown = spec.whole if cls.shows_unsplit else spec
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            spec.shape if split is None else split.shape,
-            strides=spec.strides if split is None else split.stride,
+            shown.shape,
+            strides=shown.strides,
             dtype=local.dtype,
             device=local.device,
             requires_grad=requires_grad,
@@ -341,7 +341,7 @@ class FlatShardTensor(torch.Tensor):
 
         ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
-        local = flat[spec.start : spec.start + spec.numel]
+        local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(
             local, spec, role="parameter", flat=flat, requires_grad=requires_grad, origin=origin

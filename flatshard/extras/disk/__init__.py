@@ -183,9 +183,14 @@ class DiskMemory(OffloadTarget):
             mapped_files.drop_pages(address, _mapped[address])
 
     def keep_state_of(self, param: Tensor) -> None:
+        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk.
+
+        For a sharded parameter, ``ShardSpec.state_target`` is the disk.
+        """
         _state_disks[param] = self
 
     def trim(self) -> None:
+        """Give memory that wrapping has freed back to the operating system."""
         if _malloc_trim is not None:
             _malloc_trim(0)  # the C library returns its free memory to the operating system
 

@@ -38,7 +38,7 @@ class TensorParallel:
     layout: Any  # torch's DTensorSpec
     comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
-    stride: tuple[int, ...]  # the same parameter's strides, in elements
+    strides: tuple[int, ...]  # the same parameter's strides, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.

@@ -182,7 +182,7 @@ def _copied(param: Tensor) -> Tensor:
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
             spec, local = param.spec.detached(), param.local.detach().clone()
-            spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
+            spec = replace(spec, local=spec.local._replace(start=0))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
             # `twin.spec` refers to no model, so an operation that needs the full gradient raises.
