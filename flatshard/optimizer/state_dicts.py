@@ -88,27 +88,34 @@ def _frames() -> Iterator[FrameType]:
 
 
 def with_shards(
-    optimizer: Optimizer, state_dict: StateDict, *, is_saving: bool = False, asked: Any = None
+    optimizer: Optimizer,
+    state_dict: StateDict,
+    *,
+    shared: dict[FlatShardTensor, StateDict] | None = None,
+    asked: Any = None,
 ) -> StateDict:
     """Return a copy of an optimizer's state dict in which state per element is sharded.
 
     Args:
         optimizer: the optimizer that has made the state dict, or loads it.
-        state_dict: the state dict, or what ``optimizer.load_state_dict`` got.
-        is_saving: whether the result is an entry for a checkpoint. Its sharded tensors share memory
-            with this rank's parts.
+        state_dict: the state dict, or the argument of ``optimizer.load_state_dict``.
+        shared: if the result is for a checkpoint, the result of ``adapter.shared_state``: the state
+            of parameters with state only on their owner. The sharded tensors then share memory with
+            this rank's parts. None: the state dict is loaded.
         asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
             None: the state dict has the parts of this rank.
 
     Raises:
-        ValueError: with ``is_saving``, state has neither one value per element nor one value per
+        ValueError: state for a checkpoint has neither one value per element nor one value per
             parameter.
     """
+    is_saving = shared is not None
     # State without a value per element must be equal on all ranks. For optimizers that are not
     # element-wise, `shared_state` has compared the state, or sent it from the parameter's owner.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
+    states |= {key: shared[param] for key, param in params.items() if shared and param in shared}
     pairs = ((params.get(key), state) for key, state in states.items())
     numbers = () if is_saving else adapter.numbers_in(pairs)
 
@@ -217,20 +224,6 @@ def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]
     return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
-def with_shared(
-    optimizer: Optimizer, state_dict: StateDict, shared: dict[FlatShardTensor, StateDict]
-) -> StateDict:
-    """Return a copy of ``state_dict`` in which parameters in ``shared`` have the state from there.
-
-    ``shared``: result of ``adapter.shared_state``, for parameters with state only on their owner.
-    """
-    params = params_by_key(optimizer, state_dict)
-    theirs = {key: shared[param] for key, param in params.items() if param in shared}
-    # Keep empty state of a parameter: torch's `set_state_dict` raises if a parameter is missing.
-    kept = {key: one for key, one in state_dict["state"].items() if params.get(key) not in shared}
-    return {**state_dict, "state": {**kept, **theirs}}
-
-
 # Key of the stamp in the first parameter group of a state dict: loading keeps unknown keys of
 # groups, but drops unknown top-level keys. If a user loads before the first step, when flatshard's
 # hooks are not registered on the optimizer yet, the first step checks the stamp.
@@ -285,8 +278,8 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     # Even if "state" is empty, `shared_state` compares the ranks' groups (NorMuon's momenta).
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
-            named = with_shared(optimizer, state_dict, adapter.shared_state(optimizer))
-            states = with_shards(optimizer, named, is_saving=True)["state"]
+            shared = adapter.shared_state(optimizer)
+            states = with_shards(optimizer, state_dict, shared=shared)["state"]
             device = torch.device("cpu") if asked.cpu_offload else None
             if asked.full_state_dict:
                 to_full(states, device, 0 if is_for_rank_0(asked) else None)

@@ -266,7 +266,8 @@ def refuse_foreign_wrapper() -> None:
 
     Looks for the wrapper's functions on the call stack.
     """
-    for frame in callers():
+    frame = sys._getframe(1)
+    while frame is not None:  # not `callers`, because each `model.parameters()` runs this loop
         place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if place in _MAKERS:
             made = _MAKERS[place] or getattr(frame.f_locals.get("func"), "__name__", "")
@@ -282,3 +283,4 @@ def refuse_foreign_wrapper() -> None:
                     f"gradients. Either leave {made} out, or use {made} without ShardedWrapper. "
                     "For Accelerate, Trainer and Lightning, use flatshard.integrations."
                 )
+        frame = frame.f_back  # type: ignore[assignment]
