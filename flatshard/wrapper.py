@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.comm.settings import ProcessGroups, Settings
-from flatshard.engine.hooks import register_forward_hooks
+from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating
+from flatshard.module.settings import ProcessGroups, Settings
 from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards

@@ -36,9 +36,9 @@ from flatshard.checkpoint.training import (
     joined,
     pack_optimizer,
 )
-from flatshard.comm.consistency import Facts, check_same_state
+from flatshard.comm.consistency import Facts
 from flatshard.comm.work import CollectiveError, named
-from flatshard.optimizer.state_dicts import copied, python_number
+from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 logger = logging.getLogger("flatshard.checkpoint")

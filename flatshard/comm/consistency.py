@@ -7,68 +7,16 @@ ranks would wait for this rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor, nn
+from typing import TypeVar
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.host_exchange import digest_of
-from flatshard.units.layout import as_bytes, memory_order, strides_of
 
 # Facts that must be equal on all ranks: the text of each fact, keyed by the fact's name.
 Facts = dict[str, str]
 T = TypeVar("T")
-
-# The result of `checksum`. Tensors with different bytes almost always have different checksums.
-Checksum = tuple[int, int]
-
-_COLUMNS = 1 << 10  # number of columns of the table in `checksum`
-
-
-def check_same_model(
-    tensors: Mapping[str, Tensor],
-    settings: str,
-    units: Iterable[str],
-    ignored: Iterable[str],
-    comm: Communicator,
-) -> None:
-    """Check that all ranks wrap the same model with the same settings.
-
-    Collective: all ranks of ``comm``.
-
-    Args:
-        tensors: the parameters and buffers, keyed by name. Ranks compare names, shapes, dtypes and
-            ``requires_grad``, and for parameters also the memory format.
-        settings: text with all settings of the wrapper, separated by ``", "``.
-        units: descriptions of the units.
-        ignored: names of the tensors of ignored modules. Ranks compare only the names.
-        comm: communicator of all ranks of the model.
-
-    Raises:
-        ValueError: the ranks' models or settings differ. All ranks raise, with the first
-            difference.
-    """
-    # A position in the name of each fact: ranks also compare the order.
-    facts = {f"setting {number}": text for number, text in enumerate(settings.split(", "))}
-    facts["the list of ignored tensors"] = repr(list(ignored))
-    for number, (name, tensor) in enumerate(tensors.items()):
-        facts[f"tensor {number}"] = f"{name!r} ({_describe(tensor)})"
-    facts |= {f"unit {number}": unit for number, unit in enumerate(units)}
-    remedy = "Every rank must wrap the same modules in the same order with the same settings."
-    differ = "the ranks build different models. First difference"
-    agreed(lambda: (True, facts), [comm], "ShardedWrapper", remedy, differ=differ)
-
-
-def _describe(tensor: Tensor) -> str:
-    shape = tuple(tensor.shape)
-    text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
-    if isinstance(tensor, nn.Parameter):
-        # Strides of parameters decide the order of elements in the flat parameter.
-        text += f", strides {strides_of(shape, memory_order(tensor))}"
-    return text
 
 
 def raise_everywhere(
@@ -176,107 +124,3 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
                 return key, f"{first}, {value:.300} on rank {rank}"
     return None
-
-
-def check_same_state(
-    values: Mapping[str, Any],
-    gather: Callable[[Any, str], list[Any]],
-    ranks: Sequence[int],
-    optimizer: str,
-    *,
-    some_may_lack: bool = False,
-) -> None:
-    """Raise ValueError on all ranks if ranks hold different values under the same name.
-
-    Values may differ if the optimizer itself calls collectives, and updates a parameter's state on
-    only one rank.
-
-    Collective: all ranks of ``ranks``.
-
-    Args:
-        values: tensors and other values in an optimizer's state, keyed by a name for the error.
-        gather: the method of the ranks' ``HostExchange``.
-        ranks: the number of each rank, for the error.
-        optimizer: the optimizer's class, for the error.
-        some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
-            an error.
-    """
-    mine = {name: _digest(value) for name, value in values.items()}
-    everyone = gather(mine, "comparing optimizer state")
-    if everyone.count(first := everyone[0]) == len(everyone):
-        return  # all ranks agree: skip the loop over ranks
-    for rank, theirs in zip(ranks, everyone, strict=True):
-        for name in {**first, **theirs}:
-            pair = first.get(name), theirs.get(name)
-            if not _are_close(*pair) and not (some_may_lack and None in pair):
-                raise ValueError(
-                    f"{name} differs between ranks {ranks[0]} and {rank}: {optimizer} keeps "
-                    "different state on each rank. Expected equal state, which a checkpoint keeps "
-                    "once for all ranks. Save optimizer.state_dict() of each rank in a file of its "
-                    "own, and load it on the same rank."
-                )
-
-
-# The dtype and shape of a tensor, or the text of another value; and sums over the tensor.
-_Digest = tuple[str, tuple[float, ...]]
-
-
-def _digest(value: Any) -> _Digest:
-    """Return a text that is equal on ranks with the same value, and sums that are almost equal."""
-    if not isinstance(value, Tensor):
-        return repr(value), ()
-    text = f"{value.dtype} {tuple(value.shape)}"
-    if not value.numel():
-        return text, ()
-    if not value.is_floating_point():
-        return f"{text} {checksum(value)}", ()
-    flat = value.detach().reshape(-1)
-    parts = flat[::2], flat[: (len(flat) + 1) // 2]
-    sums = (flat.norm(dtype=torch.float64), *(part.sum(dtype=torch.float64) for part in parts))
-    return text, tuple(map(float, sums))
-
-
-def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
-    """Whether two ranks have the same value. Sums may differ by rounding."""
-    if one is None or other is None or one[0] != other[0]:
-        return one == other
-    pairs = zip(one[1], other[1], strict=False)
-    limit = 1e-3 * max((*one[1][:1], *other[1][:1]), default=0.0)
-    return all(abs(a - b) <= limit or repr(a) == repr(b) for a, b in pairs)
-
-
-def checksum(tensor: Tensor) -> Checksum:
-    """Return two weighted sums over the bytes of a tensor, to compare tensors between ranks.
-
-    Unlike plain sums, the weighted sums change if two elements are exchanged.
-    """
-    if tensor.numel() == 0:
-        return (0, 0)
-    words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. The first result multiplies the sum
-    # of each column by the column's number, and adds up the products. The second result does the
-    # same for the rows. Words that do not fill a row are added separately.
-    num_tabled = words.numel() // _COLUMNS * _COLUMNS
-    table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
-    columns, rows, last = (
-        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
-        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest)
-    )
-    return (columns + last, rows + int(rest.sum()))
-
-
-def sample(tensor: Tensor) -> list[int]:
-    """Return a few words of a tensor's memory, to find out later whether the tensor was written.
-
-    The words are spread over the memory. This takes a few microseconds. Empty for a tensor on an
-    accelerator, because a read would wait for the device.
-    """
-    words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
-    return words[:: words.numel() // 32 + 1].tolist()
-
-
-def words_of(tensor: Tensor) -> Tensor:
-    """Return a 1-D view of a tensor's memory: int64 if size and address allow, otherwise bytes."""
-    data = as_bytes(tensor.detach().contiguous())
-    is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
-    return data.view(torch.int64) if is_wide else data

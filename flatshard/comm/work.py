@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flatshard.comm.process_groups import abort, ranks_text
 from flatshard.options.extras import default_extra
@@ -402,7 +401,7 @@ class AsyncWork(named):
         if pending_sends is None:
             self.wait_sends()
         elif self.sends:
-            pending_sends.add(self)
+            pending_sends.pending.append(self)
         else:
             self.kept = ()
 
@@ -432,14 +431,6 @@ class AsyncWork(named):
                     work.wait()
         self.kept = ()
 
-    def keeps(self, tensor: Tensor) -> bool:
-        """Whether the collective still needs the memory of ``tensor``, and keeps it alive."""
-        # Views of a shard share the shard's storage.
-        storage = tensor.untyped_storage()._cdata
-        return any(
-            isinstance(one, Tensor) and one.untyped_storage()._cdata == storage for one in self.kept
-        )
-
 
 class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
@@ -450,10 +441,7 @@ class PendingSends:
     # shards may be written.
 
     def __init__(self) -> None:
-        self._pending: list[AsyncWork] = []
-
-    def add(self, pending: AsyncWork) -> None:
-        self._pending.append(pending)
+        self.pending: list[AsyncWork] = []
 
     def wait_sends(self) -> None:
         """Wait until other ranks have received all sent tensors. Then the tensors may be written.
@@ -463,16 +451,11 @@ class PendingSends:
         """
         # Remove each collective before its wait: if the wait raises, the next call waits only for
         # the rest.
-        while self._pending:
-            self._pending.pop(0).wait_sends()
-
-    def is_sending(self, tensor: Tensor) -> bool:
-        """Whether other ranks may still be reading the memory of ``tensor``."""
-        self.drop_sent()
-        return any(pending.keeps(tensor) for pending in self._pending)
+        while self.pending:
+            self.pending.pop(0).wait_sends()
 
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
-        self._pending = [
-            pending for pending in self._pending if not (pending.reports_sent and pending.is_sent())
+        self.pending = [
+            pending for pending in self.pending if not (pending.reports_sent and pending.is_sent())
         ]

@@ -31,6 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import compress, count
 from types import NoneType
 
 import torch
@@ -125,7 +126,7 @@ class Backward:
         ``_end``.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
-            handle.reduce_plan.is_unordered for handle in self._state.handles
+            handle.grads.plan.is_unordered for handle in self._state.handles
         )
 
     def run_empty(self) -> None:
@@ -172,10 +173,6 @@ class Backward:
         if unit.phase is Phase.BACKWARD:
             return
         if unit.for_backward:
-            # Call the user's communication hooks here, where all ranks meet anyway: a hook is
-            # collective, like the all-gather below.
-            if self.begin() and self.queue.asks_hooks and not unit.may_diverge:
-                self.queue.call_hooks()
             # Wait for the all-gather here: the next nodes of the graph read the parameters.
             self._state.unshard(unit, "backward")
         else:
@@ -195,17 +192,6 @@ class Backward:
         self._state.unshard(unit, "backward", everything=True)
         if self.begin():
             unit.phase = Phase.BACKWARD
-
-    def bring_back(self, unit: Unit) -> bool:
-        """Unshard parameters that backward was not expected to read, and return True.
-
-        An example is an embedding table that an operation other than a lookup used. If the unit's
-        backward is not running, do nothing and return False.
-        """
-        if unit.phase is not Phase.BACKWARD or not self.is_running:
-            return False
-        self.unshard_again(unit)
-        return True
 
     @staticmethod
     @untraced
@@ -304,10 +290,9 @@ class Backward:
         self._end_callback = NoneType
         if is_outermost:
             state.forward.saved.backward_has_ended = True
-        # Wait until the other ranks have received this rank's data: the optimizer may write the
-        # shards next. If this backward is inside a forward, the end of that forward waits.
-        if is_outermost:
-            with self._state.span(Kind.RANKS_WAIT):
+            # Wait until the other ranks have received this rank's data: the optimizer may write the
+            # shards next. If this backward is inside a forward, the end of that forward waits.
+            with state.span(Kind.RANKS_WAIT):
                 state.pending_sends.wait_sends()
         # Complete `.grad` before the users' hooks, which may raise.
         for handle in state.handles:
@@ -333,7 +318,8 @@ class Backward:
             if handle.unit.sync is GradSync.FULL:
                 handle.grads.publish(agreed.used[handle])
             elif handle.unit.sync is GradSync.SHARD_ONLY:
-                handle.grads.mark_used(agreed.used[handle])
+                # The result contains gradients also of parameters that only other ranks used.
+                handle.grads.used_by_rank.update(compress(count(), agreed.used[handle]))
         for extension in self._state.extensions:
             extension.reduced_late([handle.unit for handle in agreed.left_over])
         return agreed.used
@@ -348,8 +334,7 @@ class Backward:
                             param.run_hooks()
         finally:
             for handle in self._state.handles:
-                if handle.is_aliased:
-                    handle.give_hooks_back()
+                handle.give_hooks_back()
 
     def _fail(self, _: object) -> None:
         """Let the modules hold sharded parameters again, because this backward has failed.

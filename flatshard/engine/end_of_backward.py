@@ -154,7 +154,8 @@ def _program(state: RunState) -> bytes:
     whole = [h for h in state.handles if h.topology.world.size == state.world.size]
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in whole])
     trained = bytes(chain(*(h.trained for h in whole)))
-    digest = (loads + crc32(reduced + trained) + state.steps.digest) % 2**32
+    steps = 0 if state.steps is None else state.steps.digest
+    digest = (loads + crc32(reduced + trained) + steps) % 2**32
     return with_complements([state.number, *digest.to_bytes(4, "big")])
 
 
@@ -165,8 +166,9 @@ def _check_program(state: RunState, maxima: bytes) -> None:
     differ.
     """
     model, *digest = differ(maxima)
-    if not (model or any(digest)):
+    if state.steps is not None and not any(digest):
         state.steps.facts.clear()
+    if not (model or any(digest)):
         return
     backward = f"backward of {unit_text(state.root.name)}"
     if model:
@@ -183,7 +185,8 @@ def _check_program(state: RunState, maxima: bytes) -> None:
             "of different states. Load or write the same state on every rank. If only one rank "
             "edits tensors of a state_dict(), clone() the tensors first."
         )
-    state.steps.raise_difference()
+    if state.steps is not None:
+        state.steps.raise_difference()
     trained = {
         f"requires_grad of {param.where}": str(trains)
         for handle in state.handles

@@ -23,8 +23,7 @@ extensions that only watch a step, such as reports.
 Activation checkpointing runs forwards inside backward. Such a forward unshards its unit, but does
 not reshard it, because backward needs the parameters next. Neither does it record the order of
 units. A non-reentrant checkpoint stops the forward with an exception once all saved tensors are
-recomputed, and later units do not run. So a recomputed forward prefetches no unit, unless a
-reentrant checkpoint recomputes the full model: then every unit runs.
+recomputed, and later units do not run. So a recomputed forward prefetches no unit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, Unit
 from flatshard.memory import give_back_kept
 from flatshard.precision import tensors_in
-from flatshard.units.module_tree import unit_text
+from flatshard.tensor.sharded_tensor import untraced
 
 
 class Forward:
@@ -81,7 +80,8 @@ class Forward:
     def give_back(self) -> None:
         """Free the memory that is cached for the gradients and buffers of the next step."""
         for handle in self._state.handles:
-            handle.reduce_plan.give_back()
+            if (output := handle.grads.plan.output) is not None:
+                output.give_back()
         for give_back in give_back_kept:
             give_back()
 
@@ -182,7 +182,7 @@ class Forward:
         finally:
             error = sys.exc_info()[1] if output is None else None
             if error is not None:
-                _explain(error, unit.name)
+                self._root_module.explain(error, unit.name)
             self.leave(unit, changed, failed=error is not None)
         return changed
 
@@ -197,8 +197,7 @@ class Forward:
             # The call is usually the beginning of a new outermost forward. But if the full model is
             # in a reentrant activation checkpoint, backward begins with a recomputation of the full
             # model, and the call may be the beginning of the recomputation.
-            self._prefetch.recomputes_whole = self.begins_recomputation()
-            if not self._prefetch.recomputes_whole:
+            if not self.begins_recomputation():
                 self.begin(unit)
         recomputes = backward.is_active and backward.is_running
         # Broadcast before any module reads the buffers, but not if only a part of the model is
@@ -214,7 +213,6 @@ class Forward:
         if recomputes:  # the forward belongs to backward, see [Note: recomputation]
             backward.unshard(unit)
             backward.unshard_again(unit)
-            self._prefetch.in_recomputation(unit)
             return call
         unit.outstanding_backwards += state.expects_backward
         if unit.phase is not Phase.FORWARD or not unit.is_current:
@@ -285,9 +283,7 @@ class Forward:
         for watcher in state.watchers:
             watcher.leave_forward(unit)
         if self._backward.is_active and self._backward.is_running:
-            # This was a recomputed forward, after which backward continues.
-            self._prefetch.recomputes_whole &= state.depth > 0
-            return
+            return  # a recomputed forward, after which backward continues
         if state.expects_backward and not failed:
             # If this was the last unit, start the all-gathers that backward needs first.
             self._prefetch.after_forward()
@@ -382,34 +378,73 @@ class Forward:
                         raise
 
 
+def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
+    """Let ``module``, a module of ``unit``, call ``Forward`` before and after its forward.
+
+    ``module.compile()`` compiles the call of a module together with the module's hooks. But Dynamo
+    cannot trace all-gathers, so a compiled graph would end at each of flatshard's hooks. So for a
+    compiled module, this function calls the hooks around the compiled call, which stays one graph.
+    If the caller of the module is compiled, too, the caller's graph ends before the unit, and a new
+    graph begins after the unit.
+
+    Must be called again after each ``module.compile()``.
+    """
+    before, after = _ModuleHook(unit, "before_module"), _ModuleHook(unit, "after_module")
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+        held: Any
+        for held in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in held.items() if isinstance(hook, _ModuleHook)]:
+                del held[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+        @untraced
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            try:
+                args, kwargs = before(module, args, kwargs) or (args, kwargs)
+                output = compiled(*args, **kwargs)
+            finally:
+                output = after(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+        # A copy of a unit's module without the wrapper must raise an error. A copied hook raises,
+        # but a compiled module has none registered, so store the hook in an attribute.
+        module.__dict__["_unit_hook"] = before
+    elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
+        # Run `before` first (`prepend`), so that users' pre-hooks see unsharded parameters. Run
+        # `after` even if the forward raised (`always_call`), so that the user can catch the
+        # exception and use the model again.
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+
+
+class _ModuleHook:
+    """A module hook that calls a method of ``Forward`` with the module's unit.
+
+    Copying the hook raises an error, unless the whole wrapper is copied: only then is there a copy
+    of the unit for the copied hook.
+    """
+
+    def __init__(self, unit: Unit, method: str) -> None:
+        self._unit, self._method = unit, method
+
+    @untraced  # a compiled caller runs the hook without compilation, between two graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._unit.forward, self._method)(self._unit, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
+        return _ModuleHook(memo.get(id(self._unit)) or self._unit.refuse_to_part(), self._method)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._unit.refuse_to_part()
+
+
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
     """Let autograd call ``hook``, the last hook of ``tensor``, before the tensor's other hooks."""
     hooks: Any = tensor._backward_hooks or {}
     # Autograd ignores the order that `OrderedDict.move_to_end` makes.
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)
-
-
-# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
-_NOTES = {
-    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
-    "don't yet support saved tensor hooks": (
-        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
-        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
-        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
-        "of forward, with p.full_tensor() for each parameter."
-    ),
-    "a parametrized element with name": (
-        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
-        "parameters of its own. Register it before wrapping. If a library registers it in forward "
-        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
-        "the parametrized module and its caller."
-    ),
-}
-
-
-def _explain(error: BaseException, unit_name: str) -> None:
-    """Add a note to an error of torch whose text does not say what to do here."""
-    for text, note in _NOTES.items():
-        if text in str(error) and not hasattr(error, "__notes__"):
-            error.add_note(f"{unit_text(unit_name)} {note}")

@@ -36,9 +36,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.consistency import checksum, sample
 from flatshard.engine.handle import FlatParamHandle, Place
 from flatshard.engine.unit import Unit
+from flatshard.memory import checksum, sample
 from flatshard.units.layout import as_bytes, view_of
 from flatshard.units.module_tree import unit_text
 

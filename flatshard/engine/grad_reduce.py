@@ -17,7 +17,6 @@ stage.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.transports import Gather, ReduceScatter
-from flatshard.comm.work import AsyncWork, CollectiveError
+from flatshard.comm.work import AsyncWork
 from flatshard.memory import BufferCache, storage_bytes
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
@@ -38,10 +37,11 @@ class CommHook:
 
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the unit's
-    # name. Returns this rank's shard of the average over all ranks, `(shard_numel,)` in any dtype,
-    # once it is complete. Collective. None: the usual reduction.
-    reduce: Callable[[Tensor, str], Tensor] | None = None
+    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
+    # the flat parameter. Returns this rank's shard of the average over all ranks,
+    # `(shard_numel,)` in any dtype, once it is complete. The padding must be zero. Collective.
+    # None: the usual reduction.
+    reduce: Callable[[Tensor, FlatParamPlan], Tensor] | None = None
 
 
 class ReducePlan:
@@ -65,6 +65,7 @@ class ReducePlan:
             hook: the user's communication hook, if any.
         """
         self.flat, self.device, self.tags = flat, device, tags
+        self.comm_hook = hook
         reduce_dtype, self.hook = (hook.reduce_dtype, hook.reduce) if hook else (None, None)
         self.dtypes = dtypes = flat.precision.grad_dtypes(dtype, reduce_dtype)
         # Reuses the memory of published gradients once users have dropped them. None: published
@@ -114,36 +115,11 @@ class ReducePlan:
         transport = comm.transport_for(self.device)
         return transport.sum_dtype(self.dtypes.reduce_dtype, fixed_order=self.fixed_order)
 
-    def give_back(self) -> None:
-        if self.output is not None:
-            self.output.give_back()
-
     def new_output(self, numel: int, dtype: torch.dtype, *, is_last: bool = True) -> Tensor:
         # Take only the last stage's result from the cache: only this result is published.
         if self.output is None or not is_last:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self.output.take(numel, dtype, self.device)
-
-    def zero_padding(self, part: Tensor, position: int) -> Tensor:
-        """Zero the padding in ``part``, and return ``part``.
-
-        ``position`` is the index of ``part`` among the equal parts of the flat parameter.
-        """
-        first, numel = position * part.numel(), part.numel()
-        inside = ([min(max(x - first, 0), numel) for x in gap] for _, *gap in self.flat.layout.gaps)
-        zero([part[start:end] for start, end in inside if start < end])
-        return part
-
-    def reduce_by_hook(self, full: Tensor) -> Tensor:
-        """Average ``full``, ``(padded_numel,)``, with the user's communication hook. Collective.
-
-        Returns this rank's shard of the average, ``(shard_numel,)``.
-        """
-        assert self.hook is not None, "a plan with a communication hook"
-        with torch.no_grad():
-            # A hook may have added noise to all elements, but padding must stay zero.
-            reduced = self.hook(full, self.flat.unit_name)
-            return self.zero_padding(reduced, self.flat.topology.index)
 
 
 class GradReduce:
@@ -159,25 +135,27 @@ class GradReduce:
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False
-        self.has_stages = False  # whether a later stage did not start at once
         self._plan, self._intra_reduced = plan, intra_reduced
-        self._computed: torch.Event | None = None
+        # The device has computed the gradients once this event has passed. The host may only have
+        # queued kernels. None: they are computed.
+        self.computed: torch.Event | None = None
         if plan.device.type == "cuda":
-            self._computed = torch.Event(plan.device)
-            self._computed.record()  # on the current stream of the device
+            self.computed = torch.Event(plan.device)
+            self.computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
-        # `to_come`: functions that start the later stages. `_turns`: the reductions, also of other
-        # models, whose second stage uses the same group and has not started, in the order of start.
+        # `to_come`: functions that start the stages that have not started yet. `_turns`: the
+        # reductions, also of other models, whose second stage uses the same group and has not
+        # started, in the order of start.
         self.to_come: deque[Callable[[], AsyncWork]] = deque()
         self._turns = second.second_stages
         self._read_on_side_stream: list[object] = []
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
             self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
-            self._work = self._reduce_scatter(intra_group, full, plan.tags[0])
+            self.work = self._reduce_scatter(intra_group, full, plan.tags[0])
         else:
-            self._out, self._work = full, AsyncWork([], plan.flat.unit_name)
-        self._works = [self._work]
+            self._out, self.work = full, AsyncWork([], plan.flat.unit_name)
+        self._works = [self.work]
         if second.size == 1 or is_intra_only:
             return
         self.to_come.append(self._second_stage)
@@ -193,7 +171,6 @@ class GradReduce:
             self._cross_behind(full)
         elif intra_group.size == 1:  # there is no first stage to wait for
             self.cross()
-        self.has_stages = bool(self.to_come)
 
     def _reduce_scatter(
         self, comm: Communicator, full: Tensor, tag: int, kind: str = "reduce"
@@ -206,10 +183,10 @@ class GradReduce:
         """Queue all later stages now, on a side stream that waits for the first stage."""
         # Keep references to these tensors: the current stream does not wait for the side stream
         # before `finish`, so freed memory could be reused too early.
-        self._read_on_side_stream = [full, self._intra_reduced, *self._work.kept]
+        self._read_on_side_stream = [full, self._intra_reduced, *self.work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.cross()
-            self._read_on_side_stream += self._work.kept
+            self._read_on_side_stream += self.work.kept
             while self.to_come:
                 self._begin_next()
 
@@ -224,10 +201,10 @@ class GradReduce:
 
     def _begin_next(self) -> None:
         """Wait for the stage under way, and start the next stage."""
-        self._work.wait(self._plan.flat.pending_sends)
+        self.work.wait(self._plan.flat.pending_sends)
         begin = self.to_come.popleft()
-        self._work = begin()
-        self._works.append(self._work)
+        self.work = begin()
+        self._works.append(self.work)
 
     def _second_stage(self) -> AsyncWork:
         """Start the second stage: average over the ranks of the group ``second_group``.
@@ -263,30 +240,19 @@ class GradReduce:
 
         Returns False if the reduction has a second stage that cannot start yet.
         """
-        while self in self._turns and self._turns[0]._work.done():
+        while self in self._turns and self._turns[0].work.done():
             self._turns[0]._begin_next()
         # Second stages of other reductions use the same group, and gloo matches collectives by
         # order, but ranks see the end of a second stage at different times. So with gloo
         # (`reports_end` is False), the third stage starts in `finish`, in the same order on all
         # ranks.
         has_crossed = self not in self._turns
-        if has_crossed and self.to_come and self._work.reports_end and self._work.done():
+        if has_crossed and self.to_come and self.work.reports_end and self.work.done():
             self._begin_next()
         return has_crossed
 
     def done(self) -> bool:
-        return not self.to_come and self._work.done()
-
-    def tells_when_done(self) -> bool:
-        """Whether ``done`` can become True before anything waits for the stage under way.
-
-        Some transports (gloo, for example) notice the end of a collective only in a wait.
-        """
-        return self._work.reports_end
-
-    def is_computed(self) -> bool:
-        """Whether the device has computed the gradients. The host may only have queued kernels."""
-        return self._computed is None or self._computed.query()
+        return not self.to_come and self.work.done()
 
     def finish(self) -> Tensor:
         """Wait for the last stage, and return the result of the reduction.
@@ -298,18 +264,11 @@ class GradReduce:
             self.cross()
             while self.to_come:
                 self._begin_next()
-        self._work.wait(self._plan.flat.pending_sends)
+        self.work.wait(self._plan.flat.pending_sends)
         self._read_on_side_stream = []  # no longer needed, because the current stream has waited
         out = self._out
         del self._out  # so that the caller can free this memory, after a copy to the host
         return out
-
-    def abandon(self) -> None:
-        """After a backward that failed, wait until no collective writes to the gradients."""
-        if not self.is_finished:
-            # Do not hide the error that made the backward fail.
-            with contextlib.suppress(CollectiveError):
-                self.finish()
 
     @property
     def nbytes(self) -> int:

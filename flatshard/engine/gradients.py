@@ -4,11 +4,10 @@
 1.  ``held`` has the gradients that autograd has computed. Once a flat parameter's gradients have
     all arrived, ``receive_held`` adds them to the gradients since the last reduction. The sums are
     the accumulated gradients.
-2.  ``take`` returns the sums of all parameters in one tensor, for a reduction. If the reduction
-    covers only the intra group (``GradSync.SHARD_ONLY``), ``add_intra_reduced`` keeps the result
-    until a later backward reduces over all ranks.
-3.  ``add_reduced`` keeps the reduced gradients, and ``publish`` puts the reduced gradients into
-    ``.grad`` at the end of backward.
+2.  ``start_reduction`` joins the sums of all parameters in one tensor, and starts to reduce it.
+3.  ``finish_reduction`` keeps the reduced gradients, and ``publish`` puts the reduced gradients
+    into ``.grad`` at the end of backward. If the reduction covered only the intra group
+    (``GradSync.SHARD_ONLY``), the result waits for a later backward that reduces over all ranks.
 
 [Note: unreduced gradients]
 Between two backwards under ``no_sync``, ``show`` puts the accumulated gradients into ``.grad``,
@@ -16,21 +15,22 @@ although they are not reduced. While ``.grad`` shows accumulated gradients, ``ze
 the accumulated gradients, as under DistributedDataParallel. An optimizer step, or a norm of the
 gradients, raises an error.
 
-This module starts no collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatshard.engine.grad_reduce import ReducePlan, zero
+from flatshard.comm.work import CollectiveError
+from flatshard.engine.grad_reduce import GradReduce, ReducePlan, zero
 from flatshard.memory import BufferCache, copy_stream, on_copy_stream, storage_bytes
 from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
@@ -92,6 +92,8 @@ class Gradients:
         self.used_by_rank: set[int] = set()
         # Sum of the `GradSync.SHARD_ONLY` reductions, `(padded_numel / intra_group.size,)`.
         self.intra_reduced: Tensor | None = None
+        # The last reduction that backward started. None: no reduction was started yet.
+        self.reduction: GradReduce | None = None
         # Whether the user edited an accumulated gradient on this rank: all ranks raise together at
         # the end of the next backward that reduces.
         self.was_edited = False
@@ -111,24 +113,39 @@ class Gradients:
         # Factor of published gradients. Differs from 1 only if some ranks compute no gradients
         # (`join`), because the reduction divides by the number of all ranks.
         self.scale = 1.0
-        self._use(plan)
+        self.use(plan)
 
-    def _use(self, plan: ReducePlan) -> None:
-        """Reduce according to ``plan`` from now on."""
-        self._plan, self.dtypes = plan, plan.dtypes
+    def use(self, plan: ReducePlan) -> None:
+        """Reduce according to ``plan`` from now on. Accumulated gradients are kept."""
+        slots, intra_reduced, self.intra_reduced = self.slots, self.intra_reduced, None
+        self._empty()
+        self.plan, self.dtypes = plan, plan.dtypes
         # Parameters whose gradients are received at once, and copied, to save memory.
         min_numel = _SMALL_BYTES / self.dtypes.reduce_dtype.itemsize
         spans = enumerate(self._layout.spans)
         self.large = {index for index, span in spans if span.numel >= min_numel}
         for param in self._params:
             param.kept_grad = None  # its dtype or device may change
+        with torch.no_grad():
+            for index, slot in slots.items():
+                self.receive(index, slot.to(plan.device), more_to_come=True)
+            self.arrived.clear()  # `receive` fills `arrived`, but no backward runs
+            if intra_reduced is not None:
+                self.add_intra_reduced(intra_reduced.to(plan.device))
+        self.show()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
         # Count only device memory: reduced gradients in another target (host, disk) do not count.
         reduced = self._reduced if self._target.is_device else None
         gradients = *self.slots.values(), *self.held.values()
-        return storage_bytes([self._buffer, self.intra_reduced, reduced, *gradients])
+        under_way = 0 if self.reduction is None else self.reduction.nbytes
+        return under_way + storage_bytes([self._buffer, self.intra_reduced, reduced, *gradients])
+
+    @property
+    def is_reducing(self) -> bool:
+        return self.reduction is not None and not self.reduction.is_finished
 
     @property
     def accumulated(self) -> set[int]:
@@ -140,22 +157,6 @@ class Gradients:
         """Whether there are gradients that a reduction with ``sync`` would reduce."""
         has_intra = sync is GradSync.FULL and self.intra_reduced is not None
         return sync is not GradSync.ACCUMULATE and (bool(self.slots) or has_intra)
-
-    def replan(self, plan: ReducePlan) -> None:
-        """Reduce according to ``plan`` from now on. Accumulated gradients are kept.
-
-        Called after the communication hook or the shard's dtype has changed.
-        """
-        slots, intra_reduced, self.intra_reduced = self.slots, self.intra_reduced, None
-        self._empty()
-        self._use(plan)
-        with torch.no_grad():
-            for index, slot in slots.items():
-                self.receive(index, slot.to(plan.device), more_to_come=True)
-            self.arrived.clear()  # `receive` fills `arrived`, but no backward runs
-            if intra_reduced is not None:
-                self.add_intra_reduced(intra_reduced.to(plan.device))
-        self.show()
 
     # ------------------------------------------------------------ before a backward
 
@@ -217,7 +218,7 @@ class Gradients:
         if grad is not None:
             # As in DistributedDataParallel, the assigned gradient is averaged together with the
             # gradients of this backward.
-            self.receive(param.index, grad.detach().to(self._plan.device, copy=True))
+            self.receive(param.index, grad.detach().to(self.plan.device, copy=True))
             # `receive` fills `arrived`, but the program assigned this gradient
             self.arrived.clear()
             param.sharded.grad = None
@@ -291,7 +292,7 @@ class Gradients:
 
     def _allocate(self) -> Tensor:
         buffer = torch.empty(
-            self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self._plan.device
+            self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self.plan.device
         )
         # Reductions and optimizers treat padding like parameters, so padding must be zero.
         zero([buffer[start:end] for _, start, end in self._layout.gaps])
@@ -307,13 +308,6 @@ class Gradients:
         total = self.intra_reduced
         self.intra_reduced = part if total is None else total.add_(part)
 
-    def mark_used(self, used: list[bool]) -> None:
-        """Record which parameters were used on any rank, after a ``GradSync.SHARD_ONLY`` reduction.
-
-        After the reduction, this rank has gradients also of parameters that only other ranks used.
-        """
-        self.used_by_rank.update(index for index, was_used in enumerate(used) if was_used)
-
     def forget(self, index: int) -> None:
         """Drop the accumulated gradient of a parameter."""
         self.slots.pop(index, None)
@@ -322,7 +316,7 @@ class Gradients:
         if self.intra_reduced is not None:
             span, numel = self._layout.spans[index], self.intra_reduced.numel()
             start, end = (
-                min(max(bound - self._plan.intra_start, 0), numel)
+                min(max(bound - self.plan.intra_start, 0), numel)
                 for bound in (span.start, span.end)
             )
             # Zero the parameter's range in `intra_reduced`, a sum over ranks: this rank's gradient
@@ -334,18 +328,49 @@ class Gradients:
     def accumulated_shard(self) -> Tensor:
         """Return a copy of this rank's shard of the accumulated gradients, in ``.grad``'s dtype."""
         part = torch.zeros(
-            self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self._plan.device
+            self._layout.shard_numel, dtype=self.dtypes.grad_dtype, device=self.plan.device
         )
-        rank = self._plan.flat.topology.index
+        rank = self.plan.flat.topology.index
         for index, slot in self.slots.items():
             spec = self._params[index].spec
             part[spec.range].copy_(spec.slice(slot))
         if self.intra_reduced is not None:
-            first = self._layout.shard_range(rank)[0] - self._plan.intra_start
+            first = self._layout.shard_range(rank)[0] - self.plan.intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))
         return part
 
-    # ------------------------------------------------------------ hand out
+    # ------------------------------------------------------------ reduce
+
+    def start_reduction(self, sync: GradSync) -> GradReduce | None:
+        """Start to average the gradients over the ranks, or average them by the user's hook.
+
+        Returns the reduction, for ``finish_reduction``. None: the user's hook has averaged the
+        gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
+        that train the unit.
+        """
+        # Only one reduction is kept, so a second start would lose the result of the first.
+        assert not self.is_reducing, "the earlier reduction is not finished"
+        full, earlier = self.take(), None
+        if self.plan.hook is not None:
+            assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
+            with torch.no_grad():
+                self.add_reduced(self.plan.hook(full, self.plan.flat))
+            return None
+        if sync is GradSync.FULL:
+            earlier, self.intra_reduced = self.intra_reduced, None
+        is_intra_only = sync is GradSync.SHARD_ONLY
+        self.reduction = GradReduce(
+            self.plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
+        )
+        return self.reduction
+
+    def finish_reduction(self, reduction: GradReduce) -> None:
+        """Wait for a reduction, and keep the result for the end of backward."""
+        out = reduction.finish()
+        if reduction.is_intra_only:
+            self.add_intra_reduced(out)
+        else:
+            self.add_reduced(out)
 
     def take(self) -> Tensor:
         """Return all accumulated gradients, ``(padded_numel,)`` in the reduce dtype; keep none.
@@ -556,6 +581,12 @@ class Gradients:
 
     def drop(self) -> None:
         """After a backward that failed, drop all gradients that are not published in ``.grad``."""
+        reduction, self.reduction = self.reduction, None
+        if reduction is not None and not reduction.is_finished:
+            # A running collective may still write into the memory that is freed next. An error of
+            # the collective would hide the error that made the backward fail.
+            with contextlib.suppress(CollectiveError):
+                reduction.finish()
         self._empty()
         self.intra_reduced = self._reduced = None
         for marks in (self.held, self.arrived, self.used_by_rank):
@@ -567,33 +598,6 @@ class Gradients:
         for param in self._params:
             param.full.grad = None  # the failed backward may have left this rank's own gradient
         self._show_earlier()
-
-    # ------------------------------------------------------------ conversion
-
-    def take_off(self) -> list[Tensor | None]:
-        """Remove and return every ``.grad``, before the parameters are converted.
-
-        Raises:
-            RuntimeError: gradients accumulated under ``no_sync`` were edited.
-        """
-        self.take_all_back()
-        if self.was_edited:
-            raise edited(self._plan.flat.unit_name)
-        grads = [param.sharded.grad for param in self._params]
-        for param in self._params:
-            param.sharded.grad = None
-        return grads
-
-    def put_back(self, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]) -> None:
-        """Put ``grads``, the result of ``take_off``, back into ``.grad``, converted with ``fn``."""
-        for param in self._params:
-            grad = grads[param.index]
-            if isinstance(grad, FlatShardTensor):
-                local, origin = fn(grad.local), grad.shard_origin
-                twin = FlatShardTensor(local, param.spec, role=grad.shard_role, origin=origin)
-                set_grad(param.sharded, twin)
-            elif grad is not None:
-                set_grad(param.sharded, fn(grad))
 
 
 def edited(unit_name: str) -> RuntimeError:

@@ -22,7 +22,7 @@ never reads freed memory or later values.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.engine.gather import ParamGather
-from flatshard.engine.grad_reduce import CommHook, GradReduce, ReducePlan
+from flatshard.engine.grad_reduce import CommHook, ReducePlan
 from flatshard.engine.gradients import Gradients, GradSync
 from flatshard.memory import BufferMemory, num_uses
 from flatshard.tensor import sharded_tensor, unsharded
@@ -104,7 +104,6 @@ class FlatParamHandle:
         # Inside of `summon_full_params`: the `Summoned` object (`extras.summon`) that lets the
         # modules hold full parameters. Otherwise None.
         self.summoned: Any = None
-        self.comm_hook: CommHook | None = None
         self.state = ShardState.SHARDED
         # Whether the buffer was resharded but still has memory, because views of the buffer exist.
         self.is_free_deferred = False
@@ -116,20 +115,12 @@ class FlatParamHandle:
         self.gather = ParamGather(plan)
         self.gather.move_to(plan.device, plan.dtype)
         self._replicate_tag = self.topology.replicate.new_tag(self)
-        self.reduce_plan = self._plan_gradients(plan.dtype)
-        self.grads = Gradients(self.reduce_plan, self.params)
-        # The last reduction that backward started. None: no reduction was started yet.
-        self.grad_reduce: GradReduce | None = None
+        self.grads = Gradients(self.plan_gradients(plan.dtype), self.params)
         self.adopt(shard)
 
     @property
     def unit_name(self) -> str:
         return self.plan.unit_name
-
-    def rename(self, strip: Callable[[str], str]) -> None:
-        """Rename the parameters, if the unit was renamed; ``strip`` maps old names to new names."""
-        for param in self.params:
-            param.spec.name, param.spec.unit = strip(param.spec.name), self.plan.unit_name
 
     # ------------------------------------------------------------ memory
 
@@ -434,82 +425,17 @@ class FlatParamHandle:
 
     # ------------------------------------------------------------ gradients
 
-    def _plan_gradients(self, dtype: torch.dtype) -> ReducePlan:
+    def plan_gradients(self, dtype: torch.dtype, hook: CommHook | None = None) -> ReducePlan:
+        """Plan how to reduce the gradients of a shard of ``dtype``, perhaps with a user's hook."""
         tags = (*self.gather.tags, self._replicate_tag)
-        return ReducePlan(self.plan, dtype, self.device, tags, self.comm_hook)
-
-    def replan_gradients(self) -> None:
-        """Plan the reductions again, after the communication hook or the shard's dtype has changed.
-
-        Accumulated gradients are kept.
-        """
-        self.reduce_plan = self._plan_gradients(self.flat_param.dtype)
-        self.grads.replan(self.reduce_plan)
-
-    def set_comm_hook(self, hook: CommHook) -> None:
-        """From now on, reduce gradients with the communication hook ``hook``.
-
-        Only while the handle holds no accumulated gradients: the hook may reduce in another dtype.
-        """
-        assert not self.grads.waits_for(GradSync.FULL), "accumulated gradients have another dtype"
-        self.comm_hook = hook
-        self.replan_gradients()
+        return ReducePlan(self.plan, dtype, self.device, tags, hook)
 
     @property
     def reduces(self) -> bool:
         """Whether this backward reduces gradients of the flat parameter."""
         return self.num_trainable > 0 and self.unit.sync is not GradSync.ACCUMULATE
 
-    @property
-    def is_reducing(self) -> bool:
-        return self.grad_reduce is not None and not self.grad_reduce.is_finished
-
-    def start_reduction(self) -> GradReduce | None:
-        """Start to average the gradients over the ranks, or average them by the user's hook.
-
-        Returns the reduction, for ``finish_reduction``. None: the user's hook has averaged the
-        gradients. A gradient that this rank has not computed counts as zero. Collective: all ranks
-        that train the unit.
-        """
-        # The handle keeps only one reduction, so a second start would lose the result of the first.
-        assert not self.is_reducing, "the earlier reduction is not finished"
-        grads, plan, sync, earlier = self.grads, self.reduce_plan, self.unit.sync, None
-        full = grads.take()
-        if plan.hook is not None:
-            assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
-            grads.add_reduced(plan.reduce_by_hook(full))
-            return None
-        if sync is GradSync.FULL:
-            earlier, grads.intra_reduced = grads.intra_reduced, None
-        is_intra_only = sync is GradSync.SHARD_ONLY
-        self.grad_reduce = GradReduce(
-            plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
-        )
-        return self.grad_reduce
-
-    def finish_reduction(self, reduction: GradReduce) -> None:
-        """Wait for a reduction, and keep the result for the end of backward."""
-        out = reduction.finish()
-        if reduction.is_intra_only:
-            self.grads.add_intra_reduced(out)
-        else:
-            self.grads.add_reduced(out)
-
-    def drop_gradients(self) -> None:
-        """Drop unpublished gradients, after a failed backward."""
-        reduce, self.grad_reduce = self.grad_reduce, None
-        if reduce is not None:
-            # A running collective may still write into the memory that `drop` frees next.
-            reduce.abandon()
-        self.grads.drop()
-
     def give_hooks_back(self) -> None:
         """Put back the users' hooks that ``Gradients.hold_earlier`` took off the parameters."""
-        for param in self.params:
+        for param in self.params if self.is_aliased else ():
             param.give_hooks_back()
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients outside of ``.grad``, including memory that other ranks still read."""
-        under_way = 0 if self.grad_reduce is None else self.grad_reduce.nbytes
-        return self.grads.nbytes + under_way

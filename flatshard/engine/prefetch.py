@@ -42,14 +42,11 @@ class ExecutionOrder:
 
     def next_backward(self, unit: int) -> list[int]:
         """Return the units whose backward is expected after the backward of ``unit``, in order."""
-        after = _after(unit, (self._current or self._previous)[::-1])
+        order = (self._current or self._previous)[::-1]
+        after = order[order.index(unit) + 1 :] if unit in order else []
         # If the unit ran twice, return only the units before the unit's second backward. The second
         # backward calls this method again, to predict the later units.
         return after[: after.index(unit)] if unit in after else after
-
-    def next_recomputed(self, unit: int) -> list[int]:
-        """Return the units expected after ``unit`` in a recomputation of this forward, in order."""
-        return _after(unit, self._current)
 
     @property
     def is_complete(self) -> bool:
@@ -64,10 +61,6 @@ class ExecutionOrder:
         return self._current[::-1] if self.is_complete else []
 
 
-def _after(unit: int, units: list[int]) -> list[int]:
-    return units[units.index(unit) + 1 :] if unit in units else []
-
-
 class Prefetch:
     """Starts all-gathers of one model early, so that communication overlaps with computation."""
 
@@ -80,9 +73,6 @@ class Prefetch:
             backward: when to start all-gathers for backward. None: never early.
         """
         self.order = ExecutionOrder()
-        # Whether the running forward is a recomputation of the full model (activation
-        # checkpointing).
-        self.recomputes_whole = False
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
         # Units whose all-gather was started by a prefetch and runs in the background
@@ -125,11 +115,6 @@ class Prefetch:
             # Skip the first unit, which is still unsharded (see `needs_soon`).
             self._start_expected(self.order.first_backward()[1:], "backward")
 
-    def in_recomputation(self, unit: Unit) -> None:
-        """If backward recomputes the full model, start all-gathers of the units after ``unit``."""
-        if self._forward and self.recomputes_whole:
-            self._start_expected(self.order.next_recomputed(unit.index), "backward")
-
     def in_backward(self, unit: Unit, *, is_over: bool) -> None:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``.
 
@@ -160,7 +145,7 @@ class Prefetch:
             # forward. On some ranks, such a unit may still be unsharded, and these ranks would not
             # take part in an all-gather. An optimizer that steps in backward may also have updated
             # the unit already.
-            if purpose == "forward" or self.recomputes_whole or unit.outstanding_backwards > 0:
+            if purpose == "forward" or unit.outstanding_backwards > 0:
                 self._state.start_unshard(unit, purpose)
                 if unit in self._in_background:
                     self._prefetched = [*self._under_way(), unit]

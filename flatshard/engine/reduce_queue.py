@@ -1,13 +1,6 @@
 """``ReduceQueue``: starts and finishes the reductions of a backward, in one order on all ranks.
 
 Each flat parameter is reduced separately, once its gradients are complete.
-
-[Note: hooks]
-A user's communication hook blocks this rank's backward until the hook runs on all other ranks. So
-all ranks must call the hook at the same place of the step: just before the all-gather of a unit for
-backward, in which all ranks take part. There the ranks exchange how many flat parameters each rank
-has ready, and call the hooks of those that are ready everywhere. Once one rank has reached the end
-of its backward, all ranks call the remaining hooks there.
 """
 
 from __future__ import annotations
@@ -102,8 +95,8 @@ class ReduceQueue:
         # For the first backward, guess the reverse of the order of registration; then the ranks
         # adopt the real order. The root comes last: forward uses some of its parameters
         # (embeddings, for example) first, so backward computes their gradients last.
-        self._order = ReduceOrder(len(self._handles))
-        backwards = self._order.sequence[::-1]
+        self.order = ReduceOrder(len(self._handles))
+        backwards = self.order.sequence[::-1]
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self.is_order_agreed = False  # whether the ranks have adopted the real order
         # A flat parameter is uneven if, in a recent backward, some ranks started its reduction only
@@ -113,11 +106,10 @@ class ReduceQueue:
         self._uneven: dict[int, int] = {}
         self._in_flight: dict[FlatParamHandle, GradReduce] = {}  # in the order of their start
         self._must_wait = False  # whether all reductions start at the end of backward
-
-        # Whether to call communication hooks now. False once a rank is at the end of its backward.
-        self.asks_hooks = False
-        # How many flat parameters, counted from the beginning of the order, are ready on all ranks.
-        self._num_agreed = 0
+        # How many flat parameters, counted from the beginning of the order, may be reduced before
+        # the end of backward. Not all of them if users' communication hooks reduce some: then the
+        # extra `reduction` raises the limit.
+        self.limit = 0
 
     def refresh(self) -> None:
         """Recompute the memory limit of unfinished reductions, after buffers were reallocated."""
@@ -127,7 +119,7 @@ class ReduceQueue:
         on_accelerator = any(handle.device.type != "cpu" for handle in self._handles)
         sizes: Counter[object] = Counter()
         for handle in self._handles:
-            sizes[handle if on_accelerator else handle.unit] += handle.reduce_plan.full_bytes
+            sizes[handle if on_accelerator else handle.unit] += handle.grads.plan.full_bytes
         self.max_bytes_in_flight = 2 * max(sizes.values(), default=0)
 
     def begin_backward(self, *, must_wait: bool) -> None:
@@ -136,61 +128,39 @@ class ReduceQueue:
         ``must_wait``: whether all reductions start only at the end of backward (see
         ``Backward._may_reduce_early``).
         """
-        self._must_wait, self.asks_hooks, self._num_agreed = must_wait, False, 0
-        self._order.begin_backward()
+        self._must_wait, self.limit = must_wait, len(self._handles)
+        self.order.begin_backward()
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
                 # This backward does not reduce the flat parameter, so later flat parameters must
                 # not wait for it.
-                self._order.ready(number)
-            elif handle.reduce_plan.hook is not None:
-                self.asks_hooks = True
+                self.order.ready(number)
+            elif handle.grads.plan.hook is not None:
+                self.limit = 0
 
     def add(self, handle: FlatParamHandle) -> None:
         """Mark a flat parameter as complete, start what may start, and finish old reductions.
 
         May wait for the oldest reduction, to limit memory (``_finish_old``).
         """
-        self._order.ready(handle.number)
-        self._start_ready()
+        self.order.ready(handle.number)
+        self.start_ready()
         self._finish_old()
 
-    def call_hooks(self) -> None:
-        """Call the communication hooks of flat parameters that are ready on all ranks. Collective.
-
-        Must be called only if ``asks_hooks`` is True. All ranks have the same ``asks_hooks``.
-        """
-        self._agree_on_hooks()
-        self._start_ready()
-
-    def _start_ready(self) -> None:
+    def start_ready(self) -> None:
+        """Start the reductions whose turn it is, in order. Collective."""
         if not self._must_wait:
-            for number in self._order.turns(self._allows):
+            for number in self.order.turns(self._allows):
                 if self._handles[number].reduces:
                     self._start(self._handles[number])
 
     def _allows(self, number: int) -> bool:
-        handle = self._handles[number]
-        is_hooked = handle.reduce_plan.hook is not None and handle.reduces
-        is_agreed = not is_hooked or self._order.num_taken < self._num_agreed
-        return is_agreed and not handle.unit.may_diverge
-
-    def _agree_on_hooks(self, *, at_end: bool = False) -> None:
-        """Exchange how many flat parameters are ready; see [Note: hooks]. Collective."""
-        world = self._state.world.side_group
-        said = [self._order.num_ready(), int(not at_end)]
-        values = torch.tensor(said, device=world.host.device)
-        op_name = "communication hooks that can be called in backward"
-        world.reduce_scalars(values, "MIN", op_name=op_name)
-        # Take the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
-        # the hook would wait.
-        self._num_agreed, go_on = values.tolist()
-        self.asks_hooks = bool(go_on)
+        return self.order.num_taken < self.limit and not self._handles[number].unit.may_diverge
 
     def _start(self, handle: FlatParamHandle) -> None:
         """Start to reduce the gradients of a flat parameter. Collective."""
         with self._state.span(Kind.STARTING, handle.unit, purpose="reduce"):
-            reduction = handle.start_reduction()
+            reduction = handle.grads.start_reduction(handle.unit.sync)
         if reduction is None:  # a communication hook has reduced the gradients already
             self._tell_reduced(handle)
         else:
@@ -208,7 +178,7 @@ class ReduceQueue:
         """
         self._state.pending_sends.drop_sent()
         for reduction in self._in_flight.values():
-            if reduction.has_stages:
+            if reduction.to_come:
                 with self._state.span(Kind.STARTING, purpose="reduce"):
                     has_crossed = reduction.advance()
                 # A second stage (between nodes, for example) starts after all earlier second
@@ -218,7 +188,7 @@ class ReduceQueue:
         while self._in_flight:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
-                in_flight = sum([one.reduce_plan.bytes_in_flight for one in self._in_flight])
+                in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
                 # A peer that lacks a gradient starts this reduction only at the end of its
                 # backward, after the time limit of a wait. This is likely if a peer lacked such a
                 # gradient lately, or if some ranks compute no gradients at all (`join`).
@@ -235,7 +205,7 @@ class ReduceQueue:
         handle = next(iter(self._in_flight))
         reduction = self._in_flight.pop(handle)
         with self._state.span(Kind.REDUCE_WAIT, handle.unit):
-            handle.finish_reduction(reduction)
+            handle.grads.finish_reduction(reduction)
 
     # ------------------------------------------------------------ the end of backward
 
@@ -245,9 +215,7 @@ class ReduceQueue:
         First, the ranks exchange which parameters each rank used (``end_of_backward``). Returns the
         result of the exchange.
         """
-        if self.asks_hooks:
-            self._agree_on_hooks(at_end=True)
-        rest = self._order.rest()
+        rest = self.order.rest()
         agreed = exchange_end_of_backward(self._state, set(rest))
         self._uneven = {number: left - 1 for number, left in self._uneven.items() if left > 1}
         self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
@@ -266,7 +234,7 @@ class ReduceQueue:
         """Wait for all reductions without a time limit, in the order of their start. Collective."""
         # Start all second stages (between nodes, for example) first, so that they overlap.
         for handle, reduction in self._in_flight.items():
-            if reduction.has_stages:
+            if reduction.to_come:
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
                     reduction.cross()
         while self._in_flight:
@@ -275,7 +243,7 @@ class ReduceQueue:
     def _agree_on_order(self) -> None:
         """Adopt the order in which gradients became ready on rank 0. Collective, once per model."""
         world = self._state.world
-        order = torch.tensor(self._order.suggested(), device=world.host.device)
+        order = torch.tensor(self.order.suggested(), device=world.host.device)
         with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
@@ -284,7 +252,7 @@ class ReduceQueue:
     def _adopt(self, sequence: list[int]) -> None:
         # Reductions of units that some ranks may skip start only at the end of backward, and all
         # later reductions would have to wait. So move these units to the end.
-        self._order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
+        self.order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
@@ -303,13 +271,13 @@ def wait_until_reduced(reduction: GradReduce) -> bool:
     A peer that lacks a gradient takes part only at the end of its backward, so a wait without a
     limit could be a deadlock.
     """
-    if not reduction.tells_when_done():
+    if not reduction.work.reports_end:  # with gloo, only a wait notices the end of a collective
         return False
     # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
     # deadlock with a peer that starts this reduction only at the end of its backward.
     deadline = time.monotonic() + _STALL_SECONDS
     while not (reduction.advance() and reduction.done()):
-        if not reduction.is_computed():
+        if reduction.computed is not None and not reduction.computed.query():
             # The device has not computed the gradients yet. Count the time from then on.
             deadline = time.monotonic() + _STALL_SECONDS
         elif time.monotonic() > deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,22 +30,6 @@ def temporarily(objects: Iterable[Any], **values: Any) -> Iterator[None]:
                 undo.callback(setattr, one, name, getattr(one, name))
                 setattr(one, name, value)
         yield
-
-
-class Steps:
-    """Steps of optimizers on one model. The extra ``compared_steps`` records and compares them.
-
-    Attributes:
-        digest: a digest of all steps. Ranks compare the digest at the end of each backward.
-        facts: texts about the steps since the last comparison. Only the last 4096 steps are kept,
-            because a program may step often without a backward.
-    """
-
-    def __init__(self) -> None:
-        self.digest, self.facts = 0, deque[dict[str, str]](maxlen=4096)
-
-    def raise_difference(self) -> None:
-        """Raise RuntimeError on all ranks if the steps of ranks differ. Collective."""
 
 
 class RunState:
@@ -88,7 +71,8 @@ class RunState:
         self.extensions: tuple[StepExtension, ...] = ()  # in the order of `EXTRAS`
         # The extensions with `watches`, which are also called for each forward of each unit.
         self.watchers: tuple[StepExtension, ...] = ()
-        self.steps = Steps()
+        # `ComparedSteps`, which compares steps of optimizers between ranks. None: no comparison.
+        self.steps: Any = None
         self.buffers: BufferSync | None = None  # None: buffers are not broadcast
         # On accelerators, the extra `device_checks` replaces `ForwardEdits` by checks that do not
         # wait for the device.

@@ -207,7 +207,7 @@ class SavedTensors:
             if self._num_clean == CLEAN_ROUNDS - 1:
                 self._num_unread += _keeps_tensor(unit)  # so hooks stay
             return
-        call.versions = unit.saved_versions
+        call.versions = {h: h.clean_version for h in unit.for_backward if h.was_read}
         if self._known and (unit, num_nodes) not in self._known:
             self.keep_views(unit)
 

@@ -13,7 +13,6 @@ other unit: when no computation can need the parameters any more.
 
 from __future__ import annotations
 
-import copy
 import enum
 import weakref
 from collections import Counter
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.settings import Settings
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle, Place, ShardState
 from flatshard.precision import UnitCasts
@@ -79,7 +77,8 @@ class Call:
     ends_with_gradients: bool = False
 
     # For `SavedTensors`: the number of autograd's next node when the call began, or -1; whether the
-    # forward has saved-tensor hooks; if not, `Unit.saved_versions` when the forward ended.
+    # forward has saved-tensor hooks; if not, the versions of the
+    # buffers that backward reads through saved views, when the forward ended.
     first_node: int = -1
     has_hooks: bool = True
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class Unit:
         self,
         modules: Mapping[nn.Module, UnitCasts],
         names: Sequence[str],
-        settings: Settings,
+        settings: Any,  # `Settings` (`module.settings`)
         ignored: Ignored,
     ) -> None:
         # For each module of the unit, how inputs and outputs are cast.
@@ -177,19 +176,6 @@ class Unit:
         self.loads[what] += 1
         self.loads_sum += crc32(f"{self.name}: {what}".encode())
 
-    def copy_into(self, memo: dict[int, Any], twin: Unit) -> None:
-        """Make ``twin`` a copy of this unit. ``memo`` maps ids of modules to copied modules.
-
-        The copied unit owns no parameters yet.
-        """
-        twin.__dict__.update(self.__dict__)
-        twin.casts = {memo[id(module)]: casts for module, casts in self.casts.items()}
-        twin.names, twin.loads = list(self.names), self.loads.copy()
-        twin.phase, twin.index, twin._kept_version = Phase.IDLE, -1, -1
-        twin.running, twin._outstanding_inputs, twin.places_in = [], {}, {}
-        twin.roots, twin.ignored = WeakSet(), copy.deepcopy(self.ignored, memo)
-        twin.state_dict = copy.deepcopy(self.state_dict, memo)
-
     def refuse_to_part(self) -> NoReturn:
         raise RuntimeError(
             f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
@@ -209,7 +195,8 @@ class Unit:
         self.may_diverge = self.placement.may_diverge and not is_root
         for handle in self.handles:
             handle.plan.unit_name = self.name
-            handle.rename(strip)
+            for param in handle.params:
+                param.spec.name, param.spec.unit = strip(param.spec.name), self.name
 
     def own(
         self,
@@ -248,11 +235,6 @@ class Unit:
     def is_current(self) -> bool:
         """Whether all parameters are unsharded, with the present values of the shards."""
         return all(handle.is_current for handle in self.handles)
-
-    @property
-    def saved_versions(self) -> dict[FlatParamHandle, int]:
-        """Versions of the unsharded buffers that backward reads through saved views."""
-        return {handle: handle.clean_version for handle in self.for_backward if handle.was_read}
 
     @property
     def is_prefetched(self) -> bool:
@@ -495,8 +477,7 @@ class Unit:
         """
         for handle in self.handles:
             handle.grads.leave_failed_backward()
-            if handle.is_aliased:
-                handle.give_hooks_back()
+            handle.give_hooks_back()
         if not self.running:  # otherwise the forward around the failed backward may go on
             self.put_back()
 
@@ -524,7 +505,7 @@ class Unit:
         """Return to IDLE after a failed step, and drop the step's gradients."""
         self.forget_calls()
         for handle in self.handles:
-            handle.drop_gradients()
+            handle.grads.drop()
         self.reshard()
 
 

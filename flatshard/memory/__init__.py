@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flatshard.options import CPUOffload
 from flatshard.options.extras import default_extra, extra
-from flatshard.units.layout import PAGED_BYTES
+from flatshard.units.layout import PAGED_BYTES, as_bytes
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -288,3 +288,48 @@ def on_copy_stream(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
+
+
+# ------------------------------------------------------------ comparing memory
+
+# The result of `checksum`. Tensors with different bytes almost always have different checksums.
+Checksum = tuple[int, int]
+
+_COLUMNS = 1 << 10  # number of columns of the table in `checksum`
+
+
+def checksum(tensor: Tensor) -> Checksum:
+    """Return two weighted sums over the bytes of a tensor, to compare tensors between ranks.
+
+    Unlike plain sums, the weighted sums change if two elements are exchanged.
+    """
+    if tensor.numel() == 0:
+        return (0, 0)
+    words = words_of(tensor)
+    # Arrange the words (8 bytes each, if possible) as a table. The first result multiplies the sum
+    # of each column by the column's number, and adds up the products. The second result does the
+    # same for the rows. Words that do not fill a row are added separately.
+    num_tabled = words.numel() // _COLUMNS * _COLUMNS
+    table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
+    columns, rows, last = (
+        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
+        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest)
+    )
+    return (columns + last, rows + int(rest.sum()))
+
+
+def sample(tensor: Tensor) -> list[int]:
+    """Return a few words of a tensor's memory, to find out later whether the tensor was written.
+
+    The words are spread over the memory. This takes a few microseconds. Empty for a tensor on an
+    accelerator, because a read would wait for the device.
+    """
+    words = words_of(tensor) if tensor.is_cpu else torch.empty(0)
+    return words[:: words.numel() // 32 + 1].tolist()
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """Return a 1-D view of a tensor's memory: int64 if size and address allow, otherwise bytes."""
+    data = as_bytes(tensor.detach().contiguous())
+    is_wide = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
+    return data.view(torch.int64) if is_wide else data

@@ -31,25 +31,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm import consistency
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Checksum, checksum
+from flatshard.comm.consistency import agreed, raise_everywhere
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
-from flatshard.comm.settings import Settings
 from flatshard.engine.backward import Backward
+from flatshard.engine.forward import register_forward_hooks
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.unit import Unit
-from flatshard.memory import OffloadTargets
+from flatshard.memory import Checksum, OffloadTargets, checksum
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
+from flatshard.module.settings import Settings
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options import OffloadError
 from flatshard.options.extras import default_extra, extra
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.units.layout import PAGE_BYTES, round_up
+from flatshard.units.layout import PAGE_BYTES, memory_order, round_up, strides_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
 from flatshard.units.module_tree import Ignored, unit_text
 
@@ -94,7 +93,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         targets.state.trim()
     # `connect` is collective, so all ranks must use the same order (`sorted`).
     for unit in units:
-        for fixed_order in sorted({handle.reduce_plan.fixed_order for handle in unit.handles}):
+        for fixed_order in sorted({handle.grads.plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision_plan.install()
     for unit in units_in(root):  # includes modules that were wrapped earlier
@@ -108,7 +107,14 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 
 
 def _compare(plan: ModelPlan) -> None:
-    """Compare the plan between ranks, and create the strategies' process groups. Collective."""
+    """Check that all ranks plan the same model, and create the strategies' process groups.
+
+    Collective: all ranks of the model.
+
+    Raises:
+        ValueError: the ranks' models or settings differ. All ranks raise, with the first
+            difference.
+    """
     ranks = plan.settings.ranks
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
@@ -117,14 +123,30 @@ def _compare(plan: ModelPlan) -> None:
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
         units += map(summary, plan.wrappers)
-        tensors = plan.params | plan.buffers
-        consistency.check_same_model(tensors, described, units, plan.ignored.names, ranks.world)
+        # A position in the name of each fact: ranks also compare the order.
+        facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}
+        facts["the list of ignored tensors"] = repr(list(plan.ignored.names))
+        for number, (name, tensor) in enumerate((plan.params | plan.buffers).items()):
+            facts[f"tensor {number}"] = f"{name!r} ({_describe(tensor)})"
+        facts |= {f"unit {number}": unit for number, unit in enumerate(units)}
+        remedy = "Every rank must wrap the same modules in the same order with the same settings."
+        start = "the ranks build different models. First difference"
+        agreed(lambda: (True, facts), [ranks.world], "ShardedWrapper", remedy, differ=start)
     # Call `resolve` only now: it creates process groups, so all ranks must have the same
     # strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
     if any(hasattr(param, "dtensor_split") for param in plan.params.values()):
         extra("tensor_parallel", _A_DTENSOR).check_units(plan.units)
+
+
+def _describe(tensor: Tensor) -> str:
+    shape = tuple(tensor.shape)
+    text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+    if isinstance(tensor, nn.Parameter):
+        # Strides of parameters decide the order of elements in the flat parameter.
+        text += f", strides {strides_of(shape, memory_order(tensor))}"
+    return text
 
 
 def summary(wrapper: ModuleProxy) -> str:
@@ -164,7 +186,7 @@ def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
     # An offload to disk may fail on only some ranks. Raise on all ranks: otherwise the others would
     # wait in the next collective.
     if offload.path is not None:
-        consistency.raise_everywhere(error, plan.settings.ranks.world)
+        raise_everywhere(error, plan.settings.ranks.world)
     return targets
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.settings import Settings
 from flatshard.engine.unit import Unit
 from flatshard.module import wrappers
+from flatshard.module.settings import Settings
 from flatshard.options.extras import extra
 from flatshard.precision import PrecisionPlan
 from flatshard.tensor.flat_parameter import FlatParamPlan, is_wrapped

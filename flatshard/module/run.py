@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from flatshard.comm.settings import as_flag
 from flatshard.engine.backward import Backward
 from flatshard.engine.buffer_sync import Buffers, BufferSync
 from flatshard.engine.forward import Forward
@@ -24,6 +23,7 @@ from flatshard.engine.unit import Unit
 from flatshard.memory import prepare_allocator
 from flatshard.module import wrappers
 from flatshard.module.model_plan import check_frozen
+from flatshard.module.settings import as_flag
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
@@ -69,6 +69,8 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     if divergent := [unit for unit in units if unit.may_diverge]:
         divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
         context.extend(divergence.DivergentUnits(context, divergent))
+    if any(handle.grads.plan.hook is not None for handle in context.handles):
+        extra("reduction", "register_comm_hook()").call_hooks(context)
     if world.size > 1 and (compared := default_extra("compared_steps")):
         context.steps = compared.ComparedSteps(context)
     if torch.accelerator.is_available() and (checks := default_extra("device_checks")):
@@ -109,6 +111,24 @@ def _check_ranks(units: Sequence[Unit]) -> None:
                 f"but {unit_text(outermost.name)}, which contains it, does the opposite. Pass the "
                 "same pair of groups (shard group, replicate group) to both."
             )
+
+
+# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
+_NOTES = {
+    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
+    "don't yet support saved tensor hooks": (
+        "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
+        "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
+        "torch.enable_grad() and inputs that require a gradient). Or call the transform outside "
+        "of forward, with p.full_tensor() for each parameter."
+    ),
+    "a parametrized element with name": (
+        "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
+        "parameters of its own. Register it before wrapping. If a library registers it in forward "
+        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
+        "the parametrized module and its caller."
+    ),
+}
 
 
 # ------------------------------------------------------------ before each forward
@@ -171,6 +191,12 @@ class RootChecks:
             self._num_registered = _num_registered
         if self._shared:
             check_frozen(self._shared)
+
+    def explain(self, error: BaseException, unit_name: str) -> None:
+        """Add a note to an error of torch whose text does not say what to do here."""
+        for text, note in _NOTES.items():
+            if text in str(error) and not hasattr(error, "__notes__"):
+                error.add_note(f"{unit_text(unit_name)} {note}")
 
     def _check_modules(self, root: ModuleProxy) -> None:
         """Raise if a parameter was added after wrapping: no unit would average its gradients.

@@ -14,7 +14,7 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flatshard.memory import checksum
 from flatshard.optimizer import adapter
 from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_state, with_inner
 from flatshard.tensor import whole
@@ -348,3 +349,73 @@ def _stamp(optimizer: Optimizer) -> dict[str, Any] | None:
     comm, places = specs[-1].comm, [spec.place for spec in specs]
     digest = hashlib.sha256(repr(places).encode()).hexdigest()
     return {"rank": comm.rank, "world_size": comm.size, "layout": digest}
+
+
+# ------------------------------------------------------------ the same state on all ranks
+
+
+def check_same_state(
+    values: Mapping[str, Any],
+    gather: Callable[[Any, str], list[Any]],
+    ranks: Sequence[int],
+    optimizer: str,
+    *,
+    some_may_lack: bool = False,
+) -> None:
+    """Raise ValueError on all ranks if ranks hold different values under the same name.
+
+    Values may differ if the optimizer itself calls collectives, and updates a parameter's state on
+    only one rank.
+
+    Collective: all ranks of ``ranks``.
+
+    Args:
+        values: tensors and other values in an optimizer's state, keyed by a name for the error.
+        gather: the method of the ranks' ``HostExchange``.
+        ranks: the number of each rank, for the error.
+        optimizer: the optimizer's class, for the error.
+        some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
+            an error.
+    """
+    mine = {name: _digest(value) for name, value in values.items()}
+    everyone = gather(mine, "comparing optimizer state")
+    if everyone.count(first := everyone[0]) == len(everyone):
+        return  # all ranks agree: skip the loop over ranks
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        for name in {**first, **theirs}:
+            pair = first.get(name), theirs.get(name)
+            if not _are_close(*pair) and not (some_may_lack and None in pair):
+                raise ValueError(
+                    f"{name} differs between ranks {ranks[0]} and {rank}: {optimizer} keeps "
+                    "different state on each rank. Expected equal state, which a checkpoint keeps "
+                    "once for all ranks. Save optimizer.state_dict() of each rank in a file of its "
+                    "own, and load it on the same rank."
+                )
+
+
+# The dtype and shape of a tensor, or the text of another value; and sums over the tensor.
+_Digest = tuple[str, tuple[float, ...]]
+
+
+def _digest(value: Any) -> _Digest:
+    """Return a text that is equal on ranks with the same value, and sums that are almost equal."""
+    if not isinstance(value, Tensor):
+        return repr(value), ()
+    text = f"{value.dtype} {tuple(value.shape)}"
+    if not value.numel():
+        return text, ()
+    if not value.is_floating_point():
+        return f"{text} {checksum(value)}", ()
+    flat = value.detach().reshape(-1)
+    parts = flat[::2], flat[: (len(flat) + 1) // 2]
+    sums = (flat.norm(dtype=torch.float64), *(part.sum(dtype=torch.float64) for part in parts))
+    return text, tuple(map(float, sums))
+
+
+def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
+    """Whether two ranks have the same value. Sums may differ by rounding."""
+    if one is None or other is None or one[0] != other[0]:
+        return one == other
+    pairs = zip(one[1], other[1], strict=False)
+    limit = 1e-3 * max((*one[1][:1], *other[1][:1]), default=0.0)
+    return all(abs(a - b) <= limit or repr(a) == repr(b) for a, b in pairs)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import checksum, raise_everywhere
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.memory import checksum
 from flatshard.optimizer import adapter as adapters
 from flatshard.optimizer.adapter import Optimizer, adapter_of, stepping, unhooked
 from flatshard.optimizer.state_dicts import STAMP, check_state, watch

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import ALONE
-from flatshard.comm.consistency import Facts, agreed, check_same_state
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.unit import Unit
 from flatshard.optimizer import adapter, state_dicts
 from flatshard.optimizer.adapter import Optimizer, map_state, named_values
-from flatshard.optimizer.state_dicts import StateDict, copied
+from flatshard.optimizer.state_dicts import StateDict, check_same_state, copied
 from flatshard.state.model_state import without_ddp_prefix, worlds_of
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor

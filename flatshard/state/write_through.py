@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.comm.consistency import sample
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.memory import sample
 from flatshard.tensor.flat_parameter import OriginalParam
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import checksum
+from flatshard.memory import checksum
 from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec

@@ -216,7 +216,7 @@ def test_sums_under_no_sync_are_fp32(rank: int, world_size: int) -> None:
 
 def _held_bytes(model: ShardedWrapper) -> int:
     units = [wrapper._sharded_unit for wrapper in sharded_modules(model)]
-    return sum(handle.gradient_bytes for unit in units for handle in unit.handles)
+    return sum(handle.grads.nbytes for unit in units for handle in unit.handles)
 
 
 @on_ranks(2)

@@ -19,7 +19,6 @@ from flatshard import MixedPrecision
 from flatshard.comm import transports
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
-from flatshard.comm.settings import find_device
 from flatshard.comm.transports import LocalTransport, native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
 from flatshard.engine import grad_reduce, gradients, reduce_queue
@@ -28,6 +27,7 @@ from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.engine.gradients import Gradients
 from flatshard.memory import HostMemory
 from flatshard.module import model_plan
+from flatshard.module.settings import find_device
 from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
@@ -43,15 +43,10 @@ class _Reduce:
     is_finished = False
 
     def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
-        self._computed = chain(repeat(False, computed_after), repeat(True))
+        computed = chain(repeat(False, computed_after), repeat(True))
+        self.computed = SimpleNamespace(query=lambda: next(computed))
         self._done = chain(repeat(False, done_after), repeat(True))
-        self._tells = tells
-
-    def tells_when_done(self) -> bool:
-        return self._tells
-
-    def is_computed(self) -> bool:
-        return next(self._computed)
+        self.work = SimpleNamespace(reports_end=tells)
 
     def advance(self) -> bool:
         return True
@@ -380,7 +375,7 @@ def _reductions_under_way_take_as_much_as_two_large_ones(model: Any) -> None:
     context, sizes = model._sharded_unit.context, []
     for handle in _handles(model):
         handle.device = torch.device("cuda", 0)
-        sizes.append(handle.layout.padded_numel * handle.reduce_plan.dtypes.reduce_dtype.itemsize)
+        sizes.append(handle.layout.padded_numel * handle.grads.plan.dtypes.reduce_dtype.itemsize)
     context.refresh()
     assert len(context.root.handles) > 1, "the root's large parameters are apart"
     assert context.backward.queue.max_bytes_in_flight == 2 * max(sizes)

@@ -121,7 +121,7 @@ class AverageOver(StepExtension):
             problems.append("the counts of all ranks add up to 0")
         if not state.is_reducing:
             problems.append("this backward reduces only some units; use no_sync() alone")
-        if any(handle.comm_hook is not None for handle in state.handles):
+        if any(handle.grads.plan.comm_hook is not None for handle in state.handles):
             problems.append("a communication hook is registered, which may not average over ranks")
         if problems:
             raise RuntimeError(

@@ -10,6 +10,7 @@ Without this folder, ranks with different options train without an error.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from zlib import crc32
 from torch import Tensor
 
 from flatshard.comm.process_groups import ranks_text
-from flatshard.engine.run_state import RunState, Steps
+from flatshard.engine.run_state import RunState
 from flatshard.optimizer.adapter import Optimizer, at_step
 from flatshard.units.module_tree import unit_text
 
@@ -37,13 +38,19 @@ _SIMPLE = {int, float, bool, str, tuple, type(None)}  # types of options that ar
 Facts = dict[str, str]  # texts that must be equal on all ranks
 
 
-class ComparedSteps(Steps):
-    """Compares between ranks the optimizer steps on one model since the last exchange."""
+class ComparedSteps:
+    """Compares between ranks the optimizer steps on one model since the last exchange.
+
+    Attributes:
+        digest: a digest of all steps. Ranks compare the digest at the end of each backward.
+        facts: texts about the steps since the last comparison. Only the last 4096 steps are kept,
+            because a program may step often without a backward.
+    """
 
     num_made: Any = 0  # number of these objects that were ever made
 
     def __init__(self, state: RunState) -> None:
-        super().__init__()
+        self.digest, self.facts = 0, deque[Facts](maxlen=4096)
         self._state = weakref.proxy(state)
         # Cache of names, keyed by the ids of the parameters in an optimizer's group. Values: the
         # first of the parameters' names (None: the model has none of these parameters), and a text
@@ -53,6 +60,7 @@ class ComparedSteps(Steps):
         ComparedSteps.num_made += 1
 
     def raise_difference(self) -> None:
+        """Raise RuntimeError on all ranks if the steps of ranks differ. Collective."""
         mine: Facts = {}
         for facts in self.facts:
             mine |= {k: f"{mine[k]}, then {v}" if k in mine else v for k, v in facts.items()}

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
+from flatshard.engine.forward import register_forward_hooks
+from flatshard.engine.gradients import edited
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.hooks import register_forward_hooks
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.run import start_run
 from flatshard.module.wrappers import check_has_all_modules, check_not_summoned, unit_of, units_in
-from flatshard.precision import CAST_BUFFERS, cast_again
+from flatshard.precision import CAST_BUFFERS, cast_again, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
+from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import ParamInfo, unit_text
 
@@ -105,12 +107,40 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         if converted.device != handle.flat_param.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device, converted.dtype)
-        grads = handle.grads.take_off()
+        grads = _take_off(handle)
         handle.adopt(converted)
         handle.page_out()
         take_in = handle.plan.targets.gradient.take_in
-        handle.grads.put_back(grads, lambda grad: take_in(fn(grad)))
-    handle.replan_gradients()
+        _put_back(handle, grads, lambda grad: take_in(fn(grad)))
+    handle.grads.use(handle.plan_gradients(converted.dtype, handle.grads.plan.comm_hook))
+
+
+def _take_off(handle: FlatParamHandle) -> list[Tensor | None]:
+    """Remove and return every ``.grad``, before the parameters are converted.
+
+    Raises:
+        RuntimeError: gradients accumulated under ``no_sync`` were edited.
+    """
+    handle.grads.take_all_back()
+    if handle.grads.was_edited:
+        raise edited(handle.unit_name)
+    grads = [param.grad for param in handle.sharded]
+    for param in handle.sharded:
+        param.grad = None
+    return grads
+
+
+def _put_back(
+    handle: FlatParamHandle, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]
+) -> None:
+    """Put ``grads``, the result of ``_take_off``, back into ``.grad``, converted with ``fn``."""
+    for param, grad in zip(handle.params, grads, strict=True):
+        if isinstance(grad, FlatShardTensor):
+            local, origin = fn(grad.local), grad.shard_origin
+            twin = FlatShardTensor(local, param.spec, role=grad.shard_role, origin=origin)
+            set_grad(param.sharded, twin)
+        elif grad is not None:
+            set_grad(param.sharded, fn(grad))
 
 
 def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
@@ -124,7 +154,7 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
         units = [unit for unit in units_in(root) if id(unit) not in memo]
     for unit in units:
         unit.context.forward.recover()
-        # Hooks of copied modules refer to the copied unit, which `copy_into` fills later.
+        # Hooks of copied modules refer to the copied unit, which `_fill` fills later.
         memo[id(unit)] = Unit.__new__(Unit)
     twin: ModuleProxy = type(root).__new__(type(root))
     memo[id(root)] = twin
@@ -138,17 +168,27 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
     with temporarily([Communicator], is_copying=True):
         for unit in units:
             handles = [_copied(handle, memo) for handle in unit.handles]
-            unit.copy_into(memo, memo[id(unit)])
-            memo[id(unit)].own(handles, Backward.receive)
+            copied = memo[id(unit)]
+            _fill(copied, unit, memo)
+            copied.own(handles, Backward.receive)
             # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks: add them
             # again.
-            for module in memo[id(unit)].modules:
-                register_forward_hooks(memo[id(unit)], module)
+            for module in copied.modules:
+                register_forward_hooks(copied, module)
     if is_outermost:
         # A model has the same number on all ranks. If only this rank copies the model, a new number
         # would shift the numbers of later models on this rank only.
         start_run(twin, number=unit_of(root).context.number)
     return twin
+
+
+def _fill(copied: Unit, unit: Unit, memo: dict[int, Any]) -> None:
+    """Make ``copied`` a copy of ``unit``, without parameters and without a step under way."""
+    casts = {memo[id(module)]: casts for module, casts in unit.casts.items()}
+    Unit.__init__(copied, casts, unit.names, unit.settings, copy.deepcopy(unit.ignored, memo))
+    copied.state_dict = copy.deepcopy(unit.state_dict, memo)
+    copied.reasons, copied.check_loaded = unit.reasons, unit.check_loaded
+    copied.loads, copied.loads_sum = unit.loads.copy(), unit.loads_sum
 
 
 def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:

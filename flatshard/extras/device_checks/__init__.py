@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import checksum, sample, words_of
 from flatshard.engine.events import StepExtension
 from flatshard.engine.forward_edits import ForwardEdits, Look, edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.memory import checksum, sample, words_of
 from flatshard.precision import tensors_in
 from flatshard.state.write_through import WatchedCopy, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam

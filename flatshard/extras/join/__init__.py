@@ -87,7 +87,7 @@ def _check(root: Unit) -> None:
             "may be skipped by some ranks (allow_divergence)": unit.may_diverge,
             "trains only on some of the ranks": unit.topology.world.size < root.context.world.size,
             "keeps secondary shards": any(h.gather.secondary is not None for h in unit.handles),
-            "has a communication hook": any(h.comm_hook is not None for h in unit.handles),
+            "has a communication hook": any(h.grads.plan.comm_hook for h in unit.handles),
         }
         if reason := next((text for text, holds in reasons.items() if holds), None):
             raise NotImplementedError(

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Checksum, checksum, raise_everywhere
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
+from flatshard.memory import Checksum, checksum
 from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.wrappers import handles_in, unit_of, units_in

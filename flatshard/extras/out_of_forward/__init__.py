@@ -27,7 +27,7 @@ from flatshard.engine.backward import Backward
 from flatshard.engine.forward import Forward
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import RunState
-from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Phase, Unit
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ParamOwner, ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, Source, is_counted, sharded_in
@@ -68,8 +68,12 @@ class OutOfForwardUse(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # Backward does not unshard a table that only lookups use. Another operation used this one.
-        return handle.is_lookup and self._backward.bring_back(unit)
+        is_backward = unit.phase is Phase.BACKWARD and self._backward.is_running
+        if handle.is_lookup and is_backward:
+            # Backward does not unshard a table that only lookups use. Another operation used this
+            # one.
+            self._backward.unshard_again(unit)
+        return handle.is_lookup and is_backward
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]

@@ -10,9 +10,9 @@ from torch import nn
 
 from flatshard.comm.communicator import ALONE
 from flatshard.comm.ranks import Ranks
-from flatshard.comm.settings import Settings, read_strategy, read_values
 from flatshard.engine.handle import LOOKUPS
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
+from flatshard.module.settings import Settings, read_strategy, read_values
 from flatshard.options import ShardingStrategy, TransportOptions
 from flatshard.options.precision import MixedPrecision
 from flatshard.tensor.flat_parameter import FlatParamPlan

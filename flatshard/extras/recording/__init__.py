@@ -273,7 +273,7 @@ class StepRecorder(StepExtension):
         for unit in units:
             held = (
                 sum(handle.unsharded_bytes for handle in unit.handles),
-                sum(handle.gradient_bytes for handle in unit.handles),
+                sum(handle.grads.nbytes for handle in unit.handles),
             )
             if self._held.get(unit.index, (0, 0)) != held:
                 self._held[unit.index] = held

@@ -26,11 +26,14 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.work import watched
+from flatshard.engine.events import StepExtension
 from flatshard.engine.grad_reduce import CommHook
 from flatshard.engine.gradients import GradSync
-from flatshard.engine.unit import Unit
+from flatshard.engine.run_state import RunState
+from flatshard.engine.unit import Phase, Unit
 from flatshard.module.wrappers import check_has_all_modules, unit_of, units_in
 from flatshard.options.precision import ReduceMode
+from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.units.layout import ALIGNMENT_BYTES, round_up
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
@@ -82,12 +85,69 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
     planned = agreed(prepare, [world], "register_comm_hook", remedy)
     for unit, its in planned.items():
         for handle in unit.handles:
-            handle.set_comm_hook(its)
-    if any(its.reduce is not None for its in planned.values()):
-        # Create the side group now, because that is collective. Ranks exchange numbers there before
-        # they call the hook.
-        _ = world.side_group
+            handle.grads.use(handle.plan_gradients(handle.flat_param.dtype, its))
+    call_hooks(context)
     context.refresh()
+
+
+def call_hooks(state: RunState) -> None:
+    """If users' hooks reduce gradients of the model, call the hooks in backward from now on.
+
+    Collective: all ranks of the model.
+    """
+    has_hooks = any(handle.grads.plan.hook is not None for handle in state.handles)
+    if has_hooks and state.extension("reduction") is None:
+        state.extend(HookCalls(state))
+
+
+class HookCalls(StepExtension):
+    """Calls users' communication hooks in backward.
+
+    A user's hook blocks this rank's backward until the hook runs on all other ranks. So all ranks
+    must call the hook at the same place of the step: just before a unit is unsharded for backward,
+    where all ranks meet anyway. There the ranks exchange how many flat parameters each rank has
+    ready, and call the hooks of those that are ready everywhere. Once one rank has reached the end
+    of its backward, all ranks call the remaining hooks there.
+    """
+
+    name, watches, is_made_anew = "reduction", True, True
+
+    def __init__(self, state: RunState) -> None:
+        """Collective: all ranks of the model."""
+        self._queue, self._num = state.backward.queue, len(state.handles)
+        # Ranks exchange numbers in this group between collectives of other groups.
+        self._side_group = state.world.side_group
+        self._asks = True  # False once a rank is at the end of its backward
+
+    def begin_backward(self) -> None:
+        self._asks = True
+
+    def enter_forward(self, unit: Unit, recomputes: bool) -> None:
+        if recomputes:
+            self.enter_backward(unit)
+
+    def enter_backward(self, unit: Unit) -> None:
+        is_first = unit.phase is not Phase.BACKWARD
+        if is_first and unit.for_backward and not unit.may_diverge:
+            self._agree(is_at_end=False)
+            self._queue.start_ready()
+
+    def votes(self) -> bytes:
+        self._agree(is_at_end=True)
+        return b""
+
+    def _agree(self, *, is_at_end: bool) -> None:
+        """Exchange how many flat parameters are ready, unless that is known. Collective."""
+        if not self._asks or self._queue.limit == self._num:
+            return
+        said = [self._queue.order.num_ready(), int(not is_at_end)]
+        values = torch.tensor(said, device=self._side_group.host.device)
+        op_name = "communication hooks that can be called in backward"
+        self._side_group.reduce_scalars(values, "MIN", op_name=op_name)
+        # Take the minimum over the ranks: if some rank cannot call a hook yet, the ranks that call
+        # the hook would wait.
+        self._queue.limit, asks = values.tolist()
+        self._asks = bool(asks)
 
 
 def _plan(
@@ -134,7 +194,7 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -> None:
     """Raise if the unit cannot use the hook."""
     where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
-    if any(handle.comm_hook is not None for handle in unit.handles):
+    if any(handle.grads.plan.comm_hook is not None for handle in unit.handles):
         raise RuntimeError(
             f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
             "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "
@@ -186,11 +246,12 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
 
 def _user_hook(
     state: Any, hook: Callable[..., object], world: Communicator, is_sharded: bool
-) -> Callable[[Tensor, str], Tensor]:
+) -> Callable[[Tensor, FlatParamPlan], Tensor]:
     """Return a function that reduces a unit's gradients by the user's hook; see ``CommHook``."""
 
-    def reduce(buffer: Tensor, unit_fqn: str) -> Tensor:
-        where = f"{unit_text(unit_fqn)}, rank {world.global_rank}: communication hook {_name(hook)}"
+    def reduce(buffer: Tensor, flat: FlatParamPlan) -> Tensor:
+        unit = unit_text(flat.unit_name)
+        where = f"{unit}, rank {world.global_rank}: communication hook {_name(hook)}"
         # NaN shows the user elements of `out` not written by the hook. The hook of an unsharded
         # unit (NO_SHARD) averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
@@ -213,6 +274,11 @@ def _user_hook(
         except Exception as error:
             error.add_note(where)
             raise
+        # The hook may have added noise to all elements, but padding must stay zero.
+        first = flat.topology.index * len(out)
+        for _, *gap in flat.layout.gaps:
+            start, end = (min(max(bound - first, 0), len(out)) for bound in gap)
+            out[start:end].zero_()
         return out
 
     return reduce

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, agreed
+from flatshard.comm.work import PendingSends
 from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -219,11 +220,11 @@ class SteppedInBackward(StepExtension):
         # must not be unsharded again in this backward, because some ranks would send old shards,
         # and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
-            not (handle.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
+            not (handle.grads.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
             # Before the user froze a parameter, another rank may have accumulated a gradient.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
-            and not self.state.pending_sends.is_sending(handle.flat_param)
+            and not is_sending(self.state.pending_sends, handle.flat_param)
             # Post-accumulate hooks of users run at the end of backward, and need the gradients.
             and not any(param.post_accumulate_hooks for param in handle.params)
             for handle in unit.handles
@@ -397,3 +398,11 @@ class ConsumedGrad(torch.Tensor):
 
 # This module is imported at the first call of `step_in_backward()`.
 extensions.append(_DropConsumed())
+
+
+def is_sending(sends: PendingSends, shard: Tensor) -> bool:
+    """Whether other ranks may still be reading the memory of ``shard``."""
+    sends.drop_sent()
+    storage = shard.untyped_storage()._cdata
+    kept = [one for work in sends.pending for one in work.kept if isinstance(one, Tensor)]
+    return any(one.untyped_storage()._cdata == storage for one in kept)

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.consistency import Facts, agreed, checksum
-from flatshard.comm.settings import as_flag
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
+from flatshard.memory import checksum
+from flatshard.module.settings import as_flag
 from flatshard.module.wrappers import handles_in, units_between_steps
 from flatshard.precision import set_grad
 from flatshard.state.model_state import gather_full, worlds_of

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import communicator
-from flatshard.comm.settings import Settings
 from flatshard.module.model_plan import PlannedUnit
+from flatshard.module.settings import Settings
 from flatshard.options import Collectives, TransportOptions
 from flatshard.units.module_tree import Ignored, ParamInfo, find_params, unit_text
 

@@ -38,7 +38,7 @@ def uneven(state: RunState) -> Iterator[None]:
     if state.extension("average_over") is None and (counting := default_extra("average_over")):
         state.extend(counting.AverageOver(state))
     if state.world.rank == 0:
-        nbytes = sum(handle.reduce_plan.full_bytes for handle in state.handles)
+        nbytes = sum(handle.grads.plan.full_bytes for handle in state.handles)
         nbytes += sum(unit.buffer_bytes for unit in state.units)
         _warn_once(
             f"{_NAME}: inside of the context, each rank holds the unsharded parameters and "

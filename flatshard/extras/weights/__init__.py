@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import ALONE
-from flatshard.comm.consistency import Checksum, Facts, agreed, checksum
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.extras.model_shards import model_shards
 from flatshard.extras.weights.norms import norms as norms
-from flatshard.memory import BufferCache
+from flatshard.memory import BufferCache, Checksum, checksum
 from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
 from flatshard.state.model_state import StateDictOptions, options_set
 from flatshard.tensor.flat_parameter import OriginalParam

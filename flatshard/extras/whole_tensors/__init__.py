@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import Facts, agreed, check_same_state, raise_everywhere
+from flatshard.comm.consistency import Facts, agreed, raise_everywhere
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
 from flatshard.optimizer.adapter import (
     Closure,
@@ -40,6 +40,7 @@ from flatshard.optimizer.adapter import (
     stepping,
     with_inner,
 )
+from flatshard.optimizer.state_dicts import check_same_state
 from flatshard.precision import set_grad
 from flatshard.tensor import operators, whole
 from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
