@@ -18,7 +18,8 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface by which an operation on a parameter calls the model that trains the parameter.
 
-    The base class does nothing. Copies of parameters have it, and parameters of deleted models.
+    This base class does nothing. It is the owner of copies of parameters, and of parameters whose
+    model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is running
@@ -75,10 +76,12 @@ class ShardSpec:
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
 
-    # If the parameter is the local part of a DTensor: how the DTensor is split
-    # (`extras/tensor_parallel`).
+    # How the DTensor is split of which the parameter is the local part (`extras/tensor_parallel`).
+    # None: the parameter is not part of a DTensor.
     tensor_parallel: Any = None
-    state_target: Any = None  # see `OffloadTargets.state`
+    # Disk for optimizer state with one value per element (`OffloadTargets.state`). None: the state
+    # lies where the shard lies.
+    state_target: Any = None
     # Function that returns the ranks of `comm` that hold elements of the parameter, and which
     # elements, as slices. None: only this rank holds elements.
     holders: Any = None
