@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from flatshard.extras.step_in_backward import StepInBackward
 
 
-# Keywords that few programs need: ``others`` accepts them, and the signature does not show them.
+# Rare keywords, which ``others`` accepts, so that the signature stays short.
 RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
 
 

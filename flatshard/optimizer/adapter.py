@@ -357,8 +357,8 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state with one number per parameter. For a parameter of one element, a state
-# tensor's shape does not distinguish one number per parameter from one value per element.
+# Names of optimizer state with one number per parameter. The shape of a state tensor does not show
+# this for a parameter of one element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -726,8 +726,9 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return names of state with one number per parameter, whatever the parameter's shape.
 
-    Looks only at parameters of several elements: their state with one value per element has another
-    shape. ``states``: pairs of a parameter (or an object with its ``shape``) and its state.
+    A parameter of one element does not show which state this is. So the function looks only at the
+    other parameters. ``states``: pairs of a parameter, or an object with the parameter's ``shape``,
+    and the parameter's state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

@@ -132,11 +132,13 @@ class OptimState:
     def _by_name(
         self, state_dict: StateDict | None, shared: dict[FlatShardTensor, StateDict]
     ) -> tuple[StateDict, OptimParams]:
-        """Return the optimizer's state dict, keyed by parameter name, and its parameters.
+        """Return the optimizer's state dict, keyed by parameter name, and the parameters.
 
-        The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
-        ``state_dict`` is None. State with one value per element is a sharded tensor. The state of
-        parameters in ``shared`` is taken from ``shared``.
+        State with one value per element is a sharded tensor.
+
+        Args:
+            state_dict: the result of ``optimizer.state_dict()``. None: the call is made here.
+            shared: the state of parameters with state only on their owner.
         """
         optimizer = self.optimizer
         _check_optimizer(optimizer)
