@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flatshard.options import CPUOffload
-from flatshard.options.extras import default_extra, extra
+from flatshard.options.extras import default_extra
 from flatshard.units.layout import PAGED_BYTES, as_bytes
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -246,19 +246,11 @@ class OffloadTargets:
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """Return the targets for the user's offload policy and the device that computes.
-
-        Raises ValueError or NotImplementedError if the policy's disk cannot be used.
-        """
-        if not offload.is_on or (device.type == "cpu" and offload.path is None):
+        """Return the targets for an offload policy without a disk, and the device that computes."""
+        if not offload.is_on or device.type == "cpu":
             return cls()
-        if offload.path is None:
-            host = HostMemory(pinned=offload.pin_memory)
-            return cls(host, host, keeps_copy=not offload.takes_params)
-        disk = extra("disk", "CPUOffload(path=...)").DiskMemory(offload.path)
-        if offload.takes_params or device.type != "cpu":
-            return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
-        return cls(state=disk)
+        host = HostMemory(pinned=offload.pin_memory)
+        return cls(host, host, keeps_copy=not offload.takes_params)
 
 
 @functools.cache

@@ -76,18 +76,12 @@ class PlannedUnit:
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
-        boundary, cuts = self.settings.boundary, None
-        if boundary != "element":
-            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
         for plan in self.flats:
-            infos, itemsize = {info.name: info for info in plan.infos}, plan.dtype.itemsize
-            params = {name: info.param for name, info in infos.items()}
+            params, itemsize = {one.name: one.param for one in plan.infos}, plan.dtype.itemsize
             plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
-            if cuts is not None:
-                plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
-            plan.infos = [infos[span.name] for span in plan.layout.spans]
-        if cuts is not None:
-            cuts.check_padding(self.name, [plan.layout for plan in self.flats], boundary)
+        if (boundary := self.settings.boundary) != "element":
+            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
+            cuts.move_all(self.flats, boundary, self.name, self.number)
 
 
 class ModelPlan:

@@ -27,8 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.engine.run_state import temporarily
-from flatshard.memory import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
@@ -72,7 +70,7 @@ class OptimizerExtension:
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """Called after ``step.step_parts`` has stepped ``params``, a part of a group."""
+        """Called after an extra has stepped ``params``, a part of a group."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
         """Called before a backward in which the optimizer steps (``step_in_backward``)."""
@@ -116,38 +114,7 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 
 
 unhooked: list[Optimizer] = []
-"""The optimizers whose ``step()`` is now running by ``step_unhooked``, innermost last."""
-
-
-def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
-    """Call ``optimizer.step()`` without the hooks of the optimizer."""
-    step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. If `step` calls
-    # `super().step()`, flatshard's hooks do nothing there, because `unhooked` is not empty.
-    unhooked.append(optimizer)
-    try:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
-    finally:
-        unhooked.pop()
-
-
-def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
-    """Step the parameters of ``groups`` in place of the optimizer's own groups, without hooks.
-
-    Returns the name of an option that the step has changed in a group, or None if there is none.
-    """
-    before = [_options(group) for group in groups]
-    with temporarily([optimizer], param_groups=groups):
-        step_unhooked(optimizer, *arguments)
-    for old, new in zip(before, map(_options, groups), strict=True):
-        for key in new:
-            if new[key] != old.get(key):
-                return key
-    return None
-
-
-def _options(group: dict[str, Any]) -> dict[str, str]:
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+"""The optimizers whose ``step()`` an extra is calling without hooks, innermost last."""
 
 
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
@@ -598,7 +565,7 @@ class ParamBucket:
         numbers = _numbers_beside([self.param.numel()], {**states, self.param: shared})
         target = self._params[0].spec.state_target
         if target is not None:
-            state_to_target(shared, self.param.shape, target)
+            target.take_state(shared, self.param.shape)
         self._shared = BucketState(shared)
         self._states = []
         for one in self._params:
@@ -614,13 +581,6 @@ class ParamBucket:
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
-
-
-def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move the tensors of shape ``shape`` in ``state`` to the host memory or disk of ``target``."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-            state[key] = target.take_in(value)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

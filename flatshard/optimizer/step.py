@@ -201,41 +201,6 @@ def _check_assigned(optimizer: Optimizer) -> None:
             )
 
 
-def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
-    """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
-
-    The optimizer must be element-wise. Its hooks are not called.
-
-    Args:
-        optimizer: the optimizer.
-        parts: copies of parameter groups. Each copy has only consecutive parameters of the group,
-            so that one bucket holds parameters of only one part: a bucket is one range of a flat
-            shard, and other parameters may lie between two parts.
-
-    Raises:
-        NotImplementedError: the optimizer changes an option of a group in each step.
-    """
-    adapter = adapter_of(optimizer)
-    assert isinstance(adapter, adapters.BucketAdapter), "element-wise"
-    try:
-        with torch.no_grad():
-            for part in parts:
-                for param in part["params"]:
-                    check_dtype(optimizer, part, param)
-            adapter.swap_in(optimizer, parts)
-            changed = adapters.step_groups(optimizer, parts)
-    finally:
-        adapter.undo(optimizer)
-        for extension in adapters.extensions:
-            for part in parts:
-                extension.after_part(optimizer, part["params"])
-    if changed is not None:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, which "
-            "step_in_backward() would repeat for each unit. Step this optimizer after backward."
-        )
-
-
 # ------------------------------------------------------------ clipping
 
 

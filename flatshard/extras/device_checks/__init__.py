@@ -33,7 +33,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.memory import checksum, sample, words_of
 from flatshard.precision import tensors_in
-from flatshard.state.write_through import WatchedCopy, WriteThrough, identity
+from flatshard.state.model_state import WatchedCopy, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam
 
 _FEW = 32  # approximate number of words to compare in each tensor

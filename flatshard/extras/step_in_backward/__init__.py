@@ -27,9 +27,9 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.extras.partial_steps import step_parts
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.adapter import OptimizerExtension, at_step, extensions, is_elementwise
-from flatshard.optimizer.step import step_parts
 from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.adapter import all_params, step_unhooked, with_inner
+from flatshard.extras.partial_steps import step_unhooked
+from flatshard.optimizer.adapter import all_params, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
