@@ -667,7 +667,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             RuntimeError: a forward of the model is running.
         """
-        with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
+        options = model_state.StateDictOptions(is_sharded=True)
+        with model_state.options_set(state_dicts_in(self), options):
             return self.state_dict()
 
     def load_state_dict(

@@ -117,7 +117,8 @@ def _compare(plan: ModelPlan) -> None:
     ranks = plan.settings.ranks
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
-        described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
+        chosen = plan.precision_plan.chosen
+        described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.

@@ -270,11 +270,11 @@ class PrecisionPlan:
     ) -> None:
         """Choose the dtypes of all modules and parameters. The model is not changed."""
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
-        # None: no unit has `MixedPrecision(overrides=...)`.
-        self._chosen: Any = None
+        # `ChosenDtypes` of the extra `overrides`. None: no unit has the option `overrides`.
+        self.chosen: Any = None
         if any(precision.overrides for precision in precisions.values()):
             overrides = extra("overrides", "MixedPrecision(overrides=...)")
-            self._chosen = overrides.ChosenDtypes(module, precisions.values())
+            self.chosen = overrides.ChosenDtypes(module, precisions.values())
         self._precision_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
@@ -298,7 +298,7 @@ class PrecisionPlan:
         if isinstance(module, tuple(precision.module_classes_to_ignore)):
             override = Override(None)
         elif precision.overrides:
-            override = self._chosen.of_module(module, precision) or around
+            override = self.chosen.of_module(module, precision) or around
         self._precision_of[module], self._override_of[module] = precision, override
         outside = _dtype_of(precision, around)
         if override is not None and override.dtype != outside:
@@ -316,7 +316,7 @@ class PrecisionPlan:
             self._not_linear.add(id(param))
         precision, override = self._precision_of[module], self._override_of[module]
         if precision.overrides:
-            override = self._chosen.of_param(module, attribute, param, precision) or override
+            override = self.chosen.of_param(module, attribute, param, precision) or override
         before = self._override_of_param.setdefault(id(param), override)
         if before != override:
             named = self._module.named_parameters(remove_duplicate=False)
@@ -326,14 +326,6 @@ class PrecisionPlan:
                 f"unsharded in {before or 'param_dtype'} and in {override or 'param_dtype'}. Tied "
                 "parameters share memory: give all of these names the same dtype in overrides."
             )
-
-    def describe(self) -> str:
-        """Return a text of dtypes that a function in ``overrides`` chose, for ranks to compare."""
-        return "" if self._chosen is None else str(self._chosen.describe())
-
-    def warnings(self) -> list[str]:
-        """Return warnings about settings that have no effect."""
-        return [] if self._chosen is None else list(self._chosen.warnings())
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
         """Return the dtypes of ``param`` and its gradient.
