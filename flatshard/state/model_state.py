@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -326,9 +326,11 @@ class WriteThrough:
             copy = full.detach()
         self.given[id(ref)] = WatchedCopy(ref, copy, _state(copy), handle, param, identity(handle))
 
-    def _died(self, user: weakref.ref[Tensor]) -> None:
-        # When the program ends, torch's functions may already be gone.
-        if (given := self.given.pop(id(user), None)) and not sys.is_finalizing():
+    def _died(
+        self, user: weakref.ref[Tensor], is_ending: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        # When the program ends, torch's functions and this module's globals may already be gone.
+        if (given := self.given.pop(id(user), None)) and not is_ending():
             self.take_over([given])
 
     def check(self) -> None:
