@@ -36,10 +36,10 @@ from flatshard.precision import get_grad, put_grad, set_grad
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import (
     ASSIGNED,
-    GRADIENT,
     UNREDUCED,
     FlatShardTensor,
     local_range,
+    version_of,
 )
 from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
@@ -179,18 +179,20 @@ class Gradients:
         has changed it in another way, set ``was_edited``.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for original, (shown, version, is_view) in self.shown.items():
+            while self.shown:
+                original, (shown, version, is_view) = self.shown.popitem()
                 # The user may have kept the tensor. Outside of `.grad`, it is an ordinary tensor.
                 UNREDUCED.pop(shown, None)
-                param, local = original.sharded, local_range(shown)
-                is_dropped = param.grad is None
-                is_replaced = not is_dropped and param.grad is not shown
-                if is_replaced or (not is_dropped and local._version != version):
+                param, present = original.sharded, get_grad(original.sharded)
+                is_dropped, is_replaced = present is None, present is not shown
+                is_replaced &= not is_dropped
+                if is_replaced or (not is_dropped and version_of(shown) != version):
                     # If all values are zero, the edit was zero_grad(set_to_none=False). Any other
                     # edit is an error: it changed only this rank's contribution to the average, and
                     # not the average.
-                    is_dropped = not is_replaced and not local.any()
+                    is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
+                del shown, present  # so that the object may be reused (`FlatShardTensor.grad`)
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped:
@@ -199,7 +201,6 @@ class Gradients:
                 del ASSIGNED[original.sharded]
                 if not isinstance(original.sharded.grad, FlatShardTensor):
                     self._take_assigned(original)
-        self.shown.clear()
         self.was_edited &= bool(self.accumulated)
 
     def take_assigned_of_whole(self) -> None:
@@ -429,26 +430,20 @@ class Gradients:
             device = self._params[0].sharded.device
             chunk = self.accumulated_shard().to(device) if in_parts else None
             for original in (self._params[index] for index in waiting):
-                param = original.sharded
-                is_view = param.grad is None
+                grad: Any = get_grad(original.sharded)
+                is_view = grad is None
                 if is_view:
-                    set_grad(param, self._view(original, chunk))
+                    grad = (
+                        original.of_unreduced(self.slots[original.index], self.dtypes.grad_dtype)
+                        if chunk is None
+                        else original.of_chunk(chunk)
+                    )
+                    set_grad(original.sharded, grad)
                 # An optimizer step with an unreduced gradient raises. Also mark a reduced gradient
                 # of an earlier step: a step that used only this gradient would miss the accumulated
                 # ones.
-                grad: Any = param.grad
                 UNREDUCED[grad] = original.spec.unit
-                self.shown[original] = grad, local_range(grad)._version, is_view
-
-    def _view(self, param: OriginalParam, chunk: Tensor | None) -> Tensor:
-        if chunk is not None:
-            return param.of_chunk(chunk)
-        slot, sharded = self.slots[param.index], param.sharded
-        if not param.is_sharded:
-            return slot.to(sharded.device, sharded.dtype).view(slot.shape)
-        # Slice before the cast. A slice after the cast would keep a full gradient in memory.
-        part = param.spec.slice(slot).to(sharded.device, sharded.dtype)
-        return FlatShardTensor(part, param.spec, role=GRADIENT)
+                self.shown[original] = grad, version_of(grad), is_view
 
     def is_shown(self) -> bool:
         """Whether any ``.grad`` now shows accumulated gradients.

@@ -24,7 +24,7 @@ from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
 from flatshard.tensor.unsharded import average_full_gradients, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
@@ -330,6 +330,28 @@ class OriginalParam:
         spec, origin = self.spec, FlatShardTensor.shard_origin
         local = chunk.narrow(0, spec.start, spec.numel)
         return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
+
+    def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
+        """Return a tensor for ``.grad`` that shows ``grad``, this rank's unreduced gradient.
+
+        ``grad_dtype``: the dtype of published gradients.
+        """
+        dtype, device, kept = self.sharded.dtype, self.sharded.device, self.kept_grad
+        if not self.is_sharded:
+            return grad.to(device, dtype).view(grad.shape)
+        # Published gradients use the same Python object, if they have the same dtype.
+        keeps = dtype is grad_dtype
+        if not keeps or kept is None or kept.__dict__:
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            kept = FlatShardTensor(nothing, self.spec, role=sharded_tensor.GRADIENT)
+            self.kept_grad = kept if keeps else None
+        kept.__dict__ = {
+            "shard_unreduced": grad,
+            "shard_spec": self.spec,
+            "shard_origin": Origin(),
+            **({"is_kept": True} if keeps else {}),
+        }
+        return kept  # type: ignore[no-any-return]
 
     def hold_hooks(self) -> None:
         """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.

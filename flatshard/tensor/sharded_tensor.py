@@ -65,6 +65,7 @@ HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 # replacement may return NotImplemented.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 _GRAD: Any = Tensor.grad
+_DTYPE: Any = Tensor.dtype
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 GRADIENT = "gradient of"  # `FlatShardTensor.shard_role` of a parameter's gradient
 
@@ -292,13 +293,25 @@ class FlatShardTensor(torch.Tensor):
     # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
     shows_unsplit = False
 
-    # `__new__` sets these two attributes. `Gradients.publish` sets neither, because few programs
-    # read them. All published gradients share one origin: no write changes it (`is_fixed`).
+    # For a gradient that `Gradients.show` has put into `.grad`: this rank's unreduced gradient of
+    # the full parameter, and the version that `shard_local` had when it was computed.
+    shard_unreduced: Tensor | None = None
+    shard_version = 0
+
+    # `__new__` sets these two attributes. `Gradients` does not always, because few programs read
+    # them. All published gradients share one origin: no write changes it (`is_fixed`).
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 
     @cached_property
     def shard_local(self) -> Tensor:
-        return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
+        if self.shard_unreduced is None:
+            return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # Slice before the cast. A slice after the cast would keep a full gradient in memory.
+            local = self.spec.slice(self.shard_unreduced)
+            local = local.to(self.device, _DTYPE.__get__(self))
+        self.shard_version = local._version
+        return local
 
     @staticmethod
     def __new__(
@@ -690,6 +703,14 @@ def wrote(values: Sequence[Any]) -> None:
 def local_range(tensor: Tensor) -> Tensor:
     """Return this rank's range of a sharded tensor. A plain tensor is returned unchanged."""
     return tensor.local if isinstance(tensor, FlatShardTensor) else tensor
+
+
+def version_of(grad: Tensor) -> int:
+    """Return a number that changes when the program writes to a gradient."""
+    if isinstance(grad, FlatShardTensor) and grad.shard_unreduced is not None:
+        local = grad.__dict__.get("shard_local")  # without it, the program has not read the values
+        return 0 if local is None else local._version - grad.shard_version
+    return local_range(grad)._version
 
 
 def local_grad(grad: Tensor | None, spec: ShardSpec) -> Tensor:
