@@ -1,9 +1,10 @@
 """Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
-With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers and has the same
-attributes. If a method of a torch wrapper is missing, the error names the replacement. Without this
-folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
-missing attributes raise Python's ``AttributeError``.
+With this folder, ``ShardedWrapper`` accepts the keywords and the policies for precision and offload
+of torch's wrappers, and has the same attributes. If a method of a torch wrapper is missing, the
+error names the replacement. Without this folder, a keyword outside of ``ShardedWrapper``'s
+signature and a policy of torch raise ``MissingExtraError``, and missing attributes raise Python's
+``AttributeError``.
 
 A test compares the names with the migration page's tables, and with torch's classes, to notice new
 names in torch.
