@@ -187,10 +187,6 @@ class OffloadTarget:
     """A place where tensors lie between uses. In this base class the place is the device itself."""
 
     is_device = True
-    # Methods with which a target on a disk makes and maps files. None: `create` and `mapped` of
-    # `mapped_files` make and map files in memory.
-    create: Any = None
-    mapped: Any = None
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make an uninitialised tensor in the target, ``(numel,)``."""

@@ -101,9 +101,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _steps_a_model(optimizer: Optimizer) -> bool:
     """Whether the optimizer has parameters or state of a wrapped model."""
-    return any(STAMP in group for group in optimizer.param_groups) or any(
-        is_wrapped(p) or "flattened_as" in p.__dict__ for p in adapters.all_params(optimizer)
-    )
+    is_stamped = any(STAMP in group for group in optimizer.param_groups)
+    return is_stamped or any(map(is_wrapped, adapters.all_params(optimizer)))
 
 
 @_restoring
@@ -163,12 +162,6 @@ def _check_params(optimizer: Optimizer) -> None:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
                 check_state(optimizer)
             for param in group["params"]:
-                if "flattened_as" in param.__dict__:
-                    raise RuntimeError(
-                        "step(): the optimizer was made before wrapping, and still has the DTensor "
-                        f"{param.flattened_as!r}, which a sharded parameter has replaced in the "
-                        "model. Make the optimizer from model.parameters() after wrapping."
-                    )
                 grad = get_grad(param)
                 if grad is None:
                     continue
