@@ -47,6 +47,10 @@ from flatshard.units.module_tree import unit_text
 
 # None if the C library is not glibc.
 _malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
+_mallopt = mapped_files.c_function("mallopt", ctypes.c_int, ctypes.c_int, ctypes.c_int)
+# Options of glibc's `mallopt`: free memory of this size at the end of the heap is returned to the
+# operating system, and blocks of this size lie outside of the heap. 128 KiB is glibc's default.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _THRESHOLD = -1, -3, 128 << 10
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
@@ -67,6 +71,10 @@ class DiskMemory(OffloadTarget):
             NotImplementedError: the system is not Linux.
             ValueError: no file can be created in ``folder``.
         """
+        # glibc raises both thresholds to the size of freed blocks (up to 32 MiB), and would keep
+        # several times the memory that the model needs. Offload trades time for memory.
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD) if _mallopt is not None else ():
+            _mallopt(option, _THRESHOLD)
         self._folder = os.fspath(folder)
         self._reserve: IO[bytes] | None = None
         if not mapped_files.CAN_MAP:
