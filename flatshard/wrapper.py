@@ -6,7 +6,7 @@ own state is its ``Unit``, made by ``construction``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -30,7 +30,7 @@ from flatshard.options.precision import MixedPrecision
 from flatshard.state import model_state
 from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.units.module_proxy import ModuleProxy, refuse_foreign_wrapper
+from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.policies import Policy
 
 if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extras can be deleted
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from flatshard.extras.step_in_backward import StepInBackward
 
 
-# Keywords that few programs need: ``others`` accepts them, and the signature does not show them.
+# Rare keywords, which ``others`` accepts, so that the signature stays short.
 RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
 
 
@@ -669,7 +669,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             RuntimeError: a forward of the model is running.
         """
-        with ShardedWrapper.state_dict_type(self, "SHARDED_STATE_DICT"):
+        options = model_state.StateDictOptions(is_sharded=True)
+        with model_state.options_set(state_dicts_in(self), options):
             return self.state_dict()
 
     def load_state_dict(
@@ -993,22 +994,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def _interrupt(self) -> None:
         self._sharded_unit.context.forward.interrupt()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
-
-        ``fsdp_modules`` returns the wrappers.
-        """
-        # Raise if the caller is DistributedDataParallel or a similar wrapper, which would broadcast
-        # rank 0's shards to all ranks, or shard the shards. These wrappers list the model's modules
-        # before they change anything.
-        refuse_foreign_wrapper(ModuleProxy.named_modules.__code__)
-        return super().named_modules(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children. Raises ValueError if the caller is torch's ``parallelize_module``."""
-        refuse_foreign_wrapper()
-        return super().named_children()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Called by `.to()`, `.double()` and similar conversions.

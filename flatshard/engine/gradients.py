@@ -39,7 +39,7 @@ from flatshard.tensor.sharded_tensor import (
     local_range,
     version_of,
 )
-from flatshard.units.layout import part_of, view_of
+from flatshard.units.layout import view_of
 from flatshard.units.module_tree import unit_text
 
 # Gradients smaller than this are copied together, by one kernel after the flat parameter's last
@@ -327,9 +327,8 @@ class Gradients:
         )
         rank = self.plan.flat.topology.index
         for index, slot in self.slots.items():
-            span = self._layout.spans[index]
-            local = self._layout.local_span(index, rank)
-            part[local.start : local.end].copy_(part_of(slot, span, local))
+            spec = self._params[index].spec
+            part[spec.range].copy_(spec.slice(slot))
         if self.intra_reduced is not None:
             first = self._layout.shard_range(rank)[0] - self.plan.intra_start
             part.add_(self.intra_reduced.narrow(0, first, self._layout.shard_numel))

@@ -165,7 +165,7 @@ class FlatParamHandle:
 
     def part(self, param: OriginalParam) -> Tensor:
         """Return a view of this rank's part of an original parameter, ``(param.spec.numel,)``."""
-        return self.flat_param[param.spec.local.start : param.spec.local.end]
+        return self.flat_param[param.spec.range]
 
     def page_out(self) -> None:
         """If the shard is offloaded to disk, free its memory until the shard is used again."""

@@ -2,7 +2,8 @@
 
 The core finds extras through the table ``EXTRAS`` in ``flatshard.options.extras``. The functions
 below serve several extras: they format tables, and find the line that the user's program runs.
-``mapped_files`` serves the extras that map memory.
+``mapped_files`` serves the extras that map memory, and ``partial_steps`` the extras that step some
+parameters of an optimizer.
 """
 
 import contextlib

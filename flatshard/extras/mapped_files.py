@@ -80,9 +80,10 @@ def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
 
     Returns the descriptor and the mapping.
     """
-    number = (target.create or create)(nbytes)
+    # Only the disk has methods of its own (`DiskMemory` of the extra `disk`).
+    number = getattr(target, "create", create)(nbytes)
     try:
-        return number, (target.mapped or mapped)(number, nbytes)
+        return number, getattr(target, "mapped", mapped)(number, nbytes)
     except (OSError, OffloadError):
         os.close(number)
         raise

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flatshard.options import CPUOffload
-from flatshard.options.extras import default_extra, extra
+from flatshard.options.extras import default_extra
 from flatshard.units.layout import PAGED_BYTES, as_bytes
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
@@ -187,10 +187,6 @@ class OffloadTarget:
     """A place where tensors lie between uses. In this base class the place is the device itself."""
 
     is_device = True
-    # Methods with which a target on a disk makes and maps files. None: `create` and `mapped` of
-    # `mapped_files` make and map files in memory.
-    create: Any = None
-    mapped: Any = None
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make an uninitialised tensor in the target, ``(numel,)``."""
@@ -209,18 +205,6 @@ class OffloadTarget:
 
     def page_out(self, *tensors: Tensor) -> None:
         """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
-
-    def reserve(self, nbytes: int, what: str) -> None:
-        """Reserve disk space for later tensors. ``what`` describes these tensors in the error."""
-
-    def keep_state_of(self, param: Tensor) -> None:
-        """Make optimizers keep per-element state of the plain parameter ``param`` in the target.
-
-        For a sharded parameter, ``ShardSpec.state_target`` is the target.
-        """
-
-    def trim(self) -> None:
-        """Give memory that wrapping has freed back to the operating system."""
 
 
 class HostMemory(OffloadTarget):
@@ -250,26 +234,19 @@ class OffloadTargets:
     shard: OffloadTarget = DEVICE  # target of shards of parameters
     gradient: OffloadTarget = DEVICE  # target of reduced gradients
 
-    # Target of optimizer state with one value per element. None: where the shard lies.
-    state: OffloadTarget | None = None
+    # Target of optimizer state with one value per element: `DiskMemory` of the extra `disk`. None:
+    # where the shard lies.
+    state: Any = None
     # Whether the device keeps a copy of the shard, so that an all-gather need not copy it there.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """Return the targets for the user's offload policy and the device that computes.
-
-        Raises ValueError or NotImplementedError if the policy's disk cannot be used.
-        """
-        if not offload.is_on or (device.type == "cpu" and offload.path is None):
+        """Return the targets for an offload policy without a disk, and the device that computes."""
+        if not offload.is_on or device.type == "cpu":
             return cls()
-        if offload.path is None:
-            host = HostMemory(pinned=offload.pin_memory)
-            return cls(host, host, keeps_copy=not offload.takes_params)
-        disk = extra("disk", "CPUOffload(path=...)").DiskMemory(offload.path)
-        if offload.takes_params or device.type != "cpu":
-            return cls(disk, disk, disk, keeps_copy=not offload.takes_params)
-        return cls(state=disk)
+        host = HostMemory(pinned=offload.pin_memory)
+        return cls(host, host, keeps_copy=not offload.takes_params)
 
 
 @functools.cache

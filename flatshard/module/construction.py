@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
-from flatshard.comm.consistency import agreed, raise_everywhere
+from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.engine.backward import Backward
 from flatshard.engine.forward import register_forward_hooks
@@ -44,13 +44,12 @@ from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
 from flatshard.module.wrappers import unit_of, units_in
 from flatshard.optimizer import step as optimizer_step
-from flatshard.options import OffloadError
 from flatshard.options.extras import default_extra, extra
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
-from flatshard.units.layout import PAGE_BYTES, memory_order, round_up, strides_of
+from flatshard.units.layout import memory_order, strides_of
 from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
-from flatshard.units.module_tree import Ignored, unit_text
+from flatshard.units.module_tree import Ignored
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
 _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta device"
@@ -72,7 +71,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     Collective: all ranks.
     """
     _compare(plan)
-    targets = _reserve_offload(plan)
+    targets = _offload_targets(plan)
     initial_values = InitialValues(plan)
     meta_init = None
     if initial_values.any_missing:
@@ -118,7 +117,8 @@ def _compare(plan: ModelPlan) -> None:
     ranks = plan.settings.ranks
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
-        described = f"{plan.settings.describe()}{plan.precision_plan.describe()}"
+        chosen = plan.precision_plan.chosen
+        described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
         # For units that were wrapped before this call, compare only the strategy and the sizes:
         # ranks may hold different experts at the same place in the model.
@@ -162,32 +162,19 @@ def summary(wrapper: ModuleProxy) -> str:
     return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
 
 
-def _reserve_offload(plan: ModelPlan) -> OffloadTargets:
-    """Lay out the units, choose the offload targets, and reserve disk space for offloaded tensors.
+def _offload_targets(plan: ModelPlan) -> OffloadTargets:
+    """Lay out the units, and choose the offload targets.
 
     Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
     causes too much padding.
     """
-    offload, targets = plan.settings.cpu_offload, OffloadTargets()
     for planned in plan.units:
         planned.lay_out(planned.settings.topology.shard.size)
-    error: Exception | None = None
-    try:
-        targets = OffloadTargets.find(offload, plan.settings.device)
-        disk: Any = None if targets.shard.is_device else targets.state
-        for planned in plan.units if disk else ():
-            nbytes = 0
-            for flat in planned.flats:
-                needed = flat.layout.shard_numel * flat.dtype.itemsize * (1 + flat.requires_grad)
-                nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
-            disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
-    except (ValueError, NotImplementedError, OffloadError) as found:
-        error = found
-    # An offload to disk may fail on only some ranks. Raise on all ranks: otherwise the others would
-    # wait in the next collective.
-    if offload.path is not None:
-        raise_everywhere(error, plan.settings.ranks.world)
-    return targets
+    offload = plan.settings.cpu_offload
+    if offload.path is None:
+        return OffloadTargets.find(offload, plan.settings.device)
+    disk = extra("disk", "CPUOffload(path=...)")
+    return disk.find_targets(plan)  # type: ignore[no-any-return]
 
 
 def _make_units(
@@ -210,8 +197,7 @@ def _make_units(
             params = flat.take_params()
             handles.append(FlatParamHandle(flat, params, initial_values.shard(flat, params)))
         modules = [member.module for member in planned.members]
-        of_unit, precision = plan.precision_plan.of_unit, settings.mixed_precision
-        casts = {module: of_unit(module, precision) for module in modules}
+        casts = {module: plan.precision_plan.of_unit(module) for module in modules}
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
         # Text for each module, empty for a module that was wrapped by hand.
         unit.reasons = [member.reason for member in planned.members]
@@ -309,7 +295,7 @@ class InitialValues:
         pass None. Then the call is collective: all ranks.
         """
         spec = param.spec
-        part = shard[spec.start : spec.start + spec.numel]
+        part = shard[spec.range]
         if self.sends:
             # Send one parameter at a time, and without a copy on rank 0 if possible: a unit may
             # just fit in memory.

@@ -10,7 +10,7 @@ Making a plan changes no module and does not communicate, so the model may be on
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -76,18 +76,12 @@ class PlannedUnit:
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
-        boundary, cuts = self.settings.boundary, None
-        if boundary != "element":
-            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
         for plan in self.flats:
-            infos, itemsize = {info.name: info for info in plan.infos}, plan.dtype.itemsize
-            params = {name: info.param for name, info in infos.items()}
+            params, itemsize = {one.name: one.param for one in plan.infos}, plan.dtype.itemsize
             plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
-            if cuts is not None:
-                plan.layout = cuts.move(plan.layout, boundary, itemsize, self.number)
-            plan.infos = [infos[span.name] for span in plan.layout.spans]
-        if cuts is not None:
-            cuts.check_padding(self.name, [plan.layout for plan in self.flats], boundary)
+        if (boundary := self.settings.boundary) != "element":
+            cuts = extra("boundary", f"ShardedWrapper(boundary={boundary!r})")
+            cuts.move_all(self.flats, boundary, self.name, self.number)
 
 
 class ModelPlan:
@@ -292,41 +286,53 @@ def check_tensors(
     params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
 ) -> None:
     """Raise if parameters cannot be flattened, are on several devices, or would lose gradients."""
-    first: tuple[str, torch.device] | None = None
-    for name, buffer in buffers.items():
-        _check_memory(f"buffer {name!r}", buffer)
-    for name, param in params.items():
-        if isinstance(param, nn.parameter.UninitializedParameter):
+    for name, tensor in (*buffers.items(), *params.items()):
+        problem = next(_problems(tensor, name in params, drops_gradients), None)
+        if problem is not None:
+            error, text = problem
+            kind = "parameter" if name in params else "buffer"
+            raise error(f"ShardedWrapper: {kind} {name!r} {text}")
+    placed = [(name, param.device) for name, param in params.items() if not param.is_meta]
+    for name, device in placed:
+        first, expected = placed[0]
+        if device != expected:
             raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is not initialised (a lazy module). Run "
-                "one forward on the unwrapped model first."
-            )
-        if is_wrapped(param):
-            raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is already in another ShardedWrapper. Wrap "
-                f"each module once. {SHARED_REMEDY}"
-            )
-        # A flat parameter keeps only elements, not the state and behaviour of a subclass.
-        if type(param.data) is not Tensor:
-            raise TypeError(
-                f"ShardedWrapper: parameter {name!r} is a {type(param.data).__name__}, but only "
-                "plain tensors can be sharded. Pass its module in ignored_modules."
-            )
-        _check_memory(f"parameter {name!r}", param)
-        if drops_gradients and param.grad is not None and bool(param.grad.any()):
-            raise ValueError(
-                f"ShardedWrapper: parameter {name!r} has a gradient, which would be lost. Wrap "
-                "the model before backward, or call zero_grad() before wrapping."
-            )
-        if param.is_meta:
-            continue
-        first = first or (name, param.device)
-        if param.device != first[1]:
-            raise ValueError(
-                f"ShardedWrapper: parameter {name!r} is on {str(param.device)!r}, but {first[0]!r} "
-                f"is on {str(first[1])!r}. Move the module to one device before wrapping."
+                f"ShardedWrapper: parameter {name!r} is on {str(device)!r}, but {first!r} is on "
+                f"{str(expected)!r}. Move the module to one device before wrapping."
             )
     _check_shares_no_memory(params)
+
+
+def _problems(
+    tensor: Tensor, is_param: bool, drops_gradients: bool
+) -> Iterator[tuple[type[Exception], str]]:
+    """Yield why a tensor cannot be sharded or synchronised: a type of error, and a text."""
+    kind, is_plain = type(tensor.data).__name__, type(tensor.data) is Tensor
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
+        text = "is not initialised (a lazy module). Run one forward on the unwrapped model first."
+        yield ValueError, text
+    if is_wrapped(tensor):
+        text = f"is already in another ShardedWrapper. Wrap each module once. {SHARED_REMEDY}"
+        yield ValueError, text
+    # A flat parameter keeps only elements, not the state and behaviour of a subclass.
+    if is_param and not is_plain:
+        text = f"is a {kind}, but only plain tensors can be sharded. Pass its module in "
+        yield TypeError, f"{text}ignored_modules."
+    what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
+    if not what and tensor.layout is not torch.strided:
+        what = f"of layout {tensor.layout}"
+    elif not what and is_plain and tensor.numel() and not tensor.is_meta:
+        last = tensor.storage_offset() + _extent(tensor)
+        # Reading freed memory would crash the process.
+        is_freed = tensor.untyped_storage().nbytes() < last * tensor.element_size()
+        what = "freed" if is_freed else ""
+    if what:
+        text = f"is {what}, but only dense tensors with memory can be sharded or synchronised. "
+        text += "Convert the tensor (to_dense(), dequantize()), or pass its module in "
+        yield TypeError, f"{text}ignored_modules."
+    if drops_gradients and tensor.grad is not None and bool(tensor.grad.any()):
+        text = "has a gradient, which would be lost. Wrap the model before backward, or call "
+        yield ValueError, f"{text}zero_grad() before wrapping."
 
 
 def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
@@ -348,25 +354,6 @@ def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
                     "same nn.Parameter object to both attributes. To keep two weights, replace "
                     f"{other_name!r} by nn.Parameter(weight.detach().clone())."
                 )
-
-
-def _check_memory(where: str, tensor: Tensor) -> None:
-    """Raise TypeError unless a tensor is dense, and its storage has memory for all elements."""
-    problem = None
-    if tensor.is_nested or tensor.is_quantized:
-        problem = "nested" if tensor.is_nested else "quantized"
-    elif tensor.layout is not torch.strided:
-        problem = f"of layout {tensor.layout}"
-    elif type(tensor.data) is Tensor and tensor.numel() and not tensor.is_meta:
-        last = tensor.storage_offset() + _extent(tensor)
-        if tensor.untyped_storage().nbytes() < last * tensor.element_size():
-            problem = "freed"  # reading the freed memory would crash the process
-    if problem is not None:
-        raise TypeError(
-            f"ShardedWrapper: {where} is {problem}, but only dense tensors with memory can be "
-            "sharded or synchronised. Convert the tensor (to_dense(), dequantize()), or pass its "
-            "module in ignored_modules."
-        )
 
 
 def _extent(tensor: Tensor) -> int:

@@ -27,7 +27,7 @@ from flatshard.module.settings import as_flag
 from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
-from flatshard.state.write_through import WriteThrough
+from flatshard.state.model_state import WriteThrough
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 

@@ -72,7 +72,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
     """Return the modules of the ``units`` that fewer than ``world_size`` ranks train.
 
-    Each group of ranks that trains such a unit has different values in the unit's buffers.
+    The groups of ranks that train such a unit have different values in the unit's buffers.
     """
     return {
         inner

@@ -27,12 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.engine.run_state import temporarily
-from flatshard.memory import OffloadTarget
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad, local_range
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -72,7 +70,7 @@ class OptimizerExtension:
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """Called after ``step.step_parts`` has stepped ``params``."""
+        """Called after an extra has stepped ``params``, a part of a group."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
         """Called before a backward in which the optimizer steps (``step_in_backward``)."""
@@ -116,38 +114,7 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 
 
 unhooked: list[Optimizer] = []
-"""The optimizers whose ``step()`` is now running by ``step_unhooked``, innermost last."""
-
-
-def step_unhooked(optimizer: Optimizer, *arguments: Any) -> None:
-    """Call ``optimizer.step()`` without the hooks of the optimizer."""
-    step: Any = type(optimizer).step
-    # Bypass torch's wrapper around `step`, which would call the hooks. If `step` calls
-    # `super().step()`, flatshard's hooks do nothing there, because `unhooked` is not empty.
-    unhooked.append(optimizer)
-    try:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *arguments)
-    finally:
-        unhooked.pop()
-
-
-def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: Any) -> str | None:
-    """Step the parameters of ``groups`` in place of the optimizer's own groups, without hooks.
-
-    Returns the name of an option that the step has changed in a group, or None if there is none.
-    """
-    before = [_options(group) for group in groups]
-    with temporarily([optimizer], param_groups=groups):
-        step_unhooked(optimizer, *arguments)
-    for old, new in zip(before, map(_options, groups), strict=True):
-        for key in new:
-            if new[key] != old.get(key):
-                return key
-    return None
-
-
-def _options(group: dict[str, Any]) -> dict[str, str]:
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+"""The optimizers whose ``step()`` an extra is calling without hooks, innermost last."""
 
 
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
@@ -270,11 +237,9 @@ class OptimizerAdapter:
 
     def pause(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, before the closure runs again."""
-        self.undo(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, after a step that did not raise."""
-        self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
         """Put sharded parameters and their state back into the optimizer, if they are replaced."""
@@ -317,7 +282,7 @@ class BucketAdapter(OptimizerAdapter):
                     buckets = item.swap_in(states, present) if isinstance(item, ParamBucket) else []
                     self._buckets += buckets
                     new += [bucket.param for bucket in buckets] or [item]
-                if len(new) == len(before) and all(map(operator.is_, new, before)):
+                if _are_same(new, before):
                     continue  # the group has no sharded parameter with a gradient
                 put_others(self._undo, before, new)
                 if _suits_fused(optimizer, group):
@@ -330,6 +295,8 @@ class BucketAdapter(OptimizerAdapter):
             for bucket in self._buckets:
                 bucket.swap_out(optimizer.state)
         self._buckets = []
+
+    pause = end = undo
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -357,8 +324,8 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state with one number per parameter. For a parameter of one element, a state
-# tensor's shape does not distinguish one number per parameter from one value per element.
+# Names of optimizer state with one number per parameter. The shape of a state tensor does not show
+# this for a parameter of one element.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -368,22 +335,14 @@ class BucketState(dict[str, Any]):
     # All members share one tensor with the number of steps, so users get a copy (`apart`).
 
 
-class _AsMade:
-    """Remembers the values of some ``BucketState``s, to notice later changes by the program."""
+# These two functions call only functions in C, because each step compares the state of each
+# parameter.
+def _values(states: Sequence[BucketState]) -> list[object]:
+    return [*map(len, states), *chain(*map(dict.values, states))]
 
-    def __init__(self, states: Sequence[BucketState]) -> None:
-        self._states = states
-        self._contents = self._find()
 
-    # `_find` and `is_unchanged` call few Python functions, because each step checks the state of
-    # each parameter.
-    def _find(self) -> list[object]:
-        return [*map(len, self._states), *chain(*map(dict.values, self._states))]
-
-    def is_unchanged(self, found: Iterable[object]) -> bool:
-        """Whether ``found`` are these states, which still have the same values."""
-        now, before = (*found, *self._find()), (*self._states, *self._contents)
-        return len(now) == len(before) and all(map(operator.is_, now, before))
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def apart(state: State) -> State:
@@ -444,19 +403,17 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
     found, flat_grad, flat = [first], _flat_grad(first), first.shard_flat
     if flat_grad is None:
         return found
-    end, padding = first.spec.start + first.spec.numel, ALIGNMENT_BYTES / first.dtype.itemsize
+    end, padding = first.spec.range.stop, ALIGNMENT_BYTES / first.dtype.itemsize
     # Loop over numbers: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
-        # Repeat the condition of `_flat_grad`, because a call for each parameter is slow. A gap
-        # smaller than `padding` is allowed: the optimizer steps the padding elements, too.
-        grad, spec = get_grad(param), param.spec
-        is_view = isinstance(grad, FlatShardTensor) and grad.spec is spec
-        if not is_view or grad.shard_flat is not flat_grad or not 0 <= spec.start - end < padding:
+        # A gap smaller than `padding` is allowed: the optimizer steps the padding elements, too.
+        gap = param.spec.start - end
+        if _flat_grad(param) is not flat_grad or not 0 <= gap < padding:
             break
-        end = spec.start + spec.numel
+        end = param.spec.range.stop
         found.append(param)
     return found
 
@@ -478,14 +435,15 @@ class ParamBucket:
         # State of each member: views of the bucket's state.
         self._states = [BucketState() for _ in params]
         self._shared = BucketState()
-        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
+        self._remember()
         # Range of the bucket in the shard.
         self._range = slice(self._start, self._start + self._part(params[-1]).stop)
-        local = local_range(first).detach()
-        if len(params) > 1:
-            assert self._flat is not None, "neighbours share a shard"
-            local = self._flat.detach()[self._range]
+        local = first.local.detach() if self._flat is None else self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
+
+    def _remember(self) -> None:
+        """Record the values of the states, to notice later changes by the program."""
+        self._values_made, self._shared_made = _values(self._states), _values([self._shared])
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
@@ -513,8 +471,7 @@ class ParamBucket:
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
         return (
-            len(params) == len(self._params)
-            and all(map(operator.is_, params, self._params))
+            _are_same(params, self._params)
             and params[0].requires_grad == self.param.requires_grad
             and params[0].shard_flat is self._flat
         )
@@ -536,7 +493,8 @@ class ParamBucket:
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. Join them in the first
         # step, and after somebody has assigned or loaded state.
-        if not self._states_made.is_unchanged(map(present.get, map(id, self._params))):
+        found = [*map(present.get, map(id, self._params)), *_values(self._states)]
+        if not _are_same(found, [*self._states, *self._values_made]):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
@@ -564,7 +522,7 @@ class ParamBucket:
         if shared is None:
             return
         # Views from the last step are still right if the optimizer updates its state in place.
-        if not self._shared_made.is_unchanged([shared]):
+        if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
             for number, param in enumerate(self._params):
@@ -575,8 +533,7 @@ class ParamBucket:
 
         State of the padding between members is zero, so that stepped padding stays finite.
         """
-        specs = [param.spec for param in self._params]
-        sizes = [size for spec in specs for size in (spec.numel, math.prod(spec.shape))]
+        sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
         numbers = _numbers_beside(sizes, states)
         own = {
             param: _local_state(param, states[param], numbers)
@@ -608,13 +565,13 @@ class ParamBucket:
         numbers = _numbers_beside([self.param.numel()], {**states, self.param: shared})
         target = self._params[0].spec.state_target
         if target is not None:
-            state_to_target(shared, self.param.shape, target)
+            target.take_state(shared, self.param.shape)
         self._shared = BucketState(shared)
         self._states = []
         for one in self._params:
             views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
             self._states.append(BucketState(views))
-        self._states_made, self._shared_made = _AsMade(self._states), _AsMade([self._shared])
+        self._remember()
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
@@ -624,13 +581,6 @@ class ParamBucket:
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
-
-
-def state_to_target(state: State, shape: torch.Size, target: OffloadTarget) -> None:
-    """Move the tensors of shape ``shape`` in ``state`` to the host memory or disk of ``target``."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-            state[key] = target.take_in(value)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:
@@ -736,8 +686,9 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return names of state with one number per parameter, whatever the parameter's shape.
 
-    Looks only at parameters of several elements: their state with one value per element has another
-    shape. ``states``: pairs of a parameter (or an object with its ``shape``) and its state.
+    A parameter of one element does not show which state this is. So the function looks only at the
+    other parameters. ``states``: pairs of a parameter, or an object with the parameter's ``shape``,
+    and the parameter's state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

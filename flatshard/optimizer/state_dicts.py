@@ -30,6 +30,7 @@ from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_st
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard, state_shard
+from flatshard.units.module_proxy import callers
 from flatshard.units.module_tree import unit_text
 
 StateDict = dict[str, Any]
@@ -81,38 +82,41 @@ def is_getting_shards() -> bool:
 
 def _frames() -> Iterator[FrameType]:
     """Yield this thread's stack frames of functions in ``_MODULE``, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE:
-            yield frame
-        frame = frame.f_back
+    return (frame for frame in callers() if frame.f_globals.get("__name__") == _MODULE)
 
 
 # ------------------------------------------------------------ torch's get_state_dict
 
 
 def with_shards(
-    optimizer: Optimizer, state_dict: StateDict, *, is_saving: bool = False, asked: Any = None
+    optimizer: Optimizer,
+    state_dict: StateDict,
+    *,
+    shared: dict[FlatShardTensor, StateDict] | None = None,
+    asked: Any = None,
 ) -> StateDict:
     """Return a copy of an optimizer's state dict in which state per element is sharded.
 
     Args:
         optimizer: the optimizer that has made the state dict, or loads it.
-        state_dict: the state dict, or what ``optimizer.load_state_dict`` got.
-        is_saving: whether the result is an entry for a checkpoint. Its sharded tensors share memory
-            with this rank's parts.
+        state_dict: the state dict, or the argument of ``optimizer.load_state_dict``.
+        shared: if the result is for a checkpoint, the result of ``adapter.shared_state``: the state
+            of parameters with state only on their owner. The sharded tensors then share memory with
+            this rank's parts. None: the state dict is loaded.
         asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
             None: the state dict has the parts of this rank.
 
     Raises:
-        ValueError: with ``is_saving``, state has neither one value per element nor one value per
+        ValueError: state for a checkpoint has neither one value per element nor one value per
             parameter.
     """
+    is_saving = shared is not None
     # State without a value per element must be equal on all ranks. For optimizers that are not
     # element-wise, `shared_state` has compared the state, or sent it from the parameter's owner.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
+    states |= {key: shared[param] for key, param in params.items() if shared and param in shared}
     pairs = ((params.get(key), state) for key, state in states.items())
     numbers = () if is_saving else adapter.numbers_in(pairs)
 
@@ -221,20 +225,6 @@ def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]
     return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
-def with_shared(
-    optimizer: Optimizer, state_dict: StateDict, shared: dict[FlatShardTensor, StateDict]
-) -> StateDict:
-    """Return a copy of ``state_dict`` in which parameters in ``shared`` have the state from there.
-
-    ``shared``: result of ``adapter.shared_state``, for parameters with state only on their owner.
-    """
-    params = params_by_key(optimizer, state_dict)
-    theirs = {key: shared[param] for key, param in params.items() if param in shared}
-    # Keep empty state of a parameter: torch's `set_state_dict` raises if a parameter is missing.
-    kept = {key: one for key, one in state_dict["state"].items() if params.get(key) not in shared}
-    return {**state_dict, "state": {**kept, **theirs}}
-
-
 # Key of the stamp in the first parameter group of a state dict: loading keeps unknown keys of
 # groups, but drops unknown top-level keys. If a user loads before the first step, when flatshard's
 # hooks are not registered on the optimizer yet, the first step checks the stamp.
@@ -289,8 +279,8 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     # Even if "state" is empty, `shared_state` compares the ranks' groups (NorMuon's momenta).
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
-            named = with_shared(optimizer, state_dict, adapter.shared_state(optimizer))
-            states = with_shards(optimizer, named, is_saving=True)["state"]
+            shared = adapter.shared_state(optimizer)
+            states = with_shards(optimizer, state_dict, shared=shared)["state"]
             device = torch.device("cpu") if asked.cpu_offload else None
             if asked.full_state_dict:
                 to_full(states, device, 0 if is_for_rank_0(asked) else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from flatshard.optimizer.state_dicts import STAMP, check_state, watch
 from flatshard.precision import Args, Kwargs, check_dtype, get_dtype, get_grad
 from flatshard.tensor import operators, sharded_tensor
 from flatshard.tensor.flat_parameter import is_wrapped
-from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, untraced
+from flatshard.tensor.sharded_tensor import UNREDUCED, untraced
 from flatshard.units.module_tree import unit_text
 
 
@@ -101,9 +101,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _steps_a_model(optimizer: Optimizer) -> bool:
     """Whether the optimizer has parameters or state of a wrapped model."""
-    return any(STAMP in group for group in optimizer.param_groups) or any(
-        is_wrapped(p) or "flattened_as" in p.__dict__ for p in adapters.all_params(optimizer)
-    )
+    is_stamped = any(STAMP in group for group in optimizer.param_groups)
+    return is_stamped or any(map(is_wrapped, adapters.all_params(optimizer)))
 
 
 @_restoring
@@ -163,17 +162,11 @@ def _check_params(optimizer: Optimizer) -> None:
             if STAMP in group or not optimizer.defaults.keys() <= group.keys():
                 check_state(optimizer)
             for param in group["params"]:
-                if "flattened_as" in param.__dict__:
-                    raise RuntimeError(
-                        "step(): the optimizer was made before wrapping, and still has the DTensor "
-                        f"{param.flattened_as!r}, which a sharded parameter has replaced in the "
-                        "model. Make the optimizer from model.parameters() after wrapping."
-                    )
                 grad = get_grad(param)
                 if grad is None:
                     continue
                 if get_dtype(grad) is not get_dtype(param):
-                    check_dtype(optimizer, group, param, _name_of(param))
+                    check_dtype(optimizer, group, param)
                 # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
                 if unreduced and grad in UNREDUCED:
                     where = unit_text(UNREDUCED[grad])
@@ -201,50 +194,6 @@ def _check_assigned(optimizer: Optimizer) -> None:
             )
 
 
-class StepPart(NamedTuple):
-    """Some consecutive parameters of one parameter group, which are stepped together."""
-
-    optimizer: Optimizer
-    group: dict[str, Any]
-    params: list[nn.Parameter]
-
-
-def step_parts(optimizer: Optimizer, parts: Sequence[StepPart]) -> None:
-    """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
-
-    The optimizer must be element-wise. Its hooks are not called.
-
-    Raises:
-        NotImplementedError: the optimizer changes an option of a group in each step.
-    """
-    adapter = adapter_of(optimizer)
-    assert isinstance(adapter, adapters.BucketAdapter), "element-wise"
-    # Make a separate group for each part, so that one bucket holds parameters of only one part. A
-    # bucket is one range of a flat shard, and other parameters may lie between two parts.
-    narrow = [{**part.group, "params": list(part.params)} for part in parts]
-    try:
-        with torch.no_grad():
-            for part in parts:
-                for param in part.params:
-                    check_dtype(optimizer, part.group, param, _name_of(param))
-            adapter.swap_in(optimizer, narrow)
-            changed = adapters.step_groups(optimizer, narrow)
-    finally:
-        adapter.undo(optimizer)
-        for extension in adapters.extensions:
-            for part in parts:
-                extension.after_part(optimizer, part.params)
-    if changed is not None:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__}.step() changes {changed!r} of a parameter group, which "
-            "step_in_backward() would repeat for each unit. Step this optimizer after backward."
-        )
-
-
-def _name_of(param: Any) -> str | None:
-    return param.spec.name if isinstance(param, FlatShardTensor) else None
-
-
 # ------------------------------------------------------------ clipping
 
 
@@ -268,13 +217,14 @@ def check_reduced(
     ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
     is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
     """
-    unit = next((h.unit_name for h in handles if h.grads.is_shown()), None)
-    where = f"{unit_text(unit or '')}, rank {world.rank}"
-    error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
+    error = None
+    if shown := [unit_text(handle.unit_name) for handle in handles if handle.grads.is_shown()]:
+        where = f"{shown[0]}, rank {world.rank}"
+        error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
         # Under `no_sync`, perhaps only some ranks have unreduced gradients.
-        raise_everywhere(None if unit is None else error, world, op_name="clip_grad_norm_")
-    elif unit is not None:
+        raise_everywhere(error, world, op_name="clip_grad_norm_")
+    if error is not None:
         raise error
 
 

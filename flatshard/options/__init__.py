@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from flatshard.options.extras import extra
+
 # ---------------------------------------------------------------- strategies
 
 
@@ -281,15 +283,10 @@ def as_cpu_offload(value: object) -> CPUOffload:
     """
     if isinstance(value, CPUOffload):
         return value
-    flag = False if value is None else getattr(value, "offload_params", value)
-    if isinstance(flag, bool):
-        return CPUOffload(offload_params=flag)
-    # FSDP2's policies: OffloadPolicy offloads nothing, CPUOffloadPolicy offloads everything.
-    if type(value).__name__ == "OffloadPolicy":
-        return CPUOffload()
-    if isinstance(getattr(value, "pin_memory", None), bool):
-        return CPUOffload(offload_params=True, pin_memory=value.pin_memory)  # type: ignore[attr-defined]
-    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {value!r}.")
+    if value is None or isinstance(value, bool):
+        return CPUOffload(offload_params=bool(value))
+    torch_names = extra("torch_names", f"cpu_offload={value!r}")
+    return torch_names.as_cpu_offload(value)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- communication

@@ -22,9 +22,6 @@ Overrides: TypeAlias = (
 # Float8 dtypes of the installed torch.
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Whether torch allows gradients whose dtype differs from their parameter's dtype.
-HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-
 
 class ReduceMode(enum.Enum):
     """Whether flatshard or the backend adds the ranks' gradients, and in which order."""
@@ -90,8 +87,6 @@ class MixedPrecision:
         TypeError: a dtype is not a floating point dtype, a flag is not a bool, a class is not a
             module class, or ``overrides`` has another type.
         ValueError: ``reduce_mode`` is unknown.
-        NotImplementedError: ``keep_low_precision_grads`` is set, and the installed torch has no
-            ``Tensor.grad_dtype``.
         MissingExtraError: ``overrides`` is given, and ``flatshard/extras/overrides`` is missing.
     """
 
@@ -122,13 +117,9 @@ class MixedPrecision:
                 f"MixedPrecision: gather_dtype must be None or one of {', '.join(map(str, FLOAT8))}"
                 f", got {self.gather_dtype!r}."
             )
-        flags = "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
-        check_flags(self, *flags)
-        if self.keep_low_precision_grads and not HAS_GRAD_DTYPE:
-            raise NotImplementedError(
-                "MixedPrecision: keep_low_precision_grads needs Tensor.grad_dtype, which torch "
-                f"{torch.__version__} lacks. Leave the keyword out, or install a newer torch."
-            )
+        check_flags(
+            self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
+        )
         classes = _as_classes(self.module_classes_to_ignore)
         object.__setattr__(self, "module_classes_to_ignore", classes)
         if self.overrides is not None:

@@ -97,19 +97,19 @@ class UnitCasts:
         return output if self.outputs is None else cast_floats(output, self.outputs)
 
 
+@dataclass(eq=False)
 class ModuleCasts:
     """Hooks on a module that computes in another dtype than the parent module.
 
     See [Note: modules in a dtype of their own].
     """
 
-    def __init__(self, dtype: torch.dtype | None, outside: torch.dtype | None) -> None:
-        # Dtype in which the module computes. None means the dtype of the module's parameters, or of
-        # its buffers if the module has no parameters.
-        self._dtype = dtype
-        # The parent module's dtype, for outputs if no input is a floating point tensor.
-        self._outside = outside
-        self._called_with: torch.dtype | None = None
+    # Dtype in which the module computes. None means the dtype of the module's parameters, or of its
+    # buffers if the module has no parameters.
+    dtype: torch.dtype | None
+    # The parent module's dtype, for outputs if no input is a floating point tensor.
+    outside: torch.dtype | None
+    called_with: torch.dtype | None = None  # dtype of the inputs of the call that runs
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -118,13 +118,13 @@ class ModuleCasts:
     def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
         # cannot read the dtype, because torch passes the cast arguments to forward hooks.
-        self._called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self._outside
+        self.called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self.outside
         # Look up the dtype in each call, because the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
-        return _cast_arguments(args, kwargs, self._dtype or own)
+        return _cast_arguments(args, kwargs, self.dtype or own)
 
     def _after(self, module: nn.Module, args: Args, output: Any) -> Any:
-        return output if self._called_with is None else cast_floats(output, self._called_with)
+        return output if self.called_with is None else cast_floats(output, self.called_with)
 
 
 def _first_float(values: Iterable[Any]) -> torch.dtype | None:
@@ -187,19 +187,15 @@ get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and get_dtype(grad) != get_dtype(param):
-        # None: torch accepts a gradient of any dtype. Without this attribute in torch, the
-        # constructor of MixedPrecision raises.
+        # None: torch accepts a gradient of any dtype.
         param.grad_dtype = None
     put_grad(param, grad)
 
 
 def check_dtype(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter, name: str | None
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter
 ) -> None:
-    """Check that an optimizer can step a gradient in another dtype than the parameter.
-
-    Called before a step. ``name`` is the parameter's name for the error, or None if unknown.
-    """
+    """Raise if an optimizer cannot step a gradient in another dtype than the parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
@@ -213,9 +209,10 @@ def check_dtype(
     elif kind == "SGD" and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
-        named = f"parameter {name!r}: " if name is not None else ""
+        spec = getattr(param, "shard_spec", None)  # None: the parameter is not sharded
+        where = "" if spec is None else f"parameter {spec.name!r}: "
         raise RuntimeError(
-            f"{named}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
+            f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
             "MixedPrecision(keep_low_precision_grads=True), but "
             f"{type(optimizer).__name__} {why}. Leave keep_low_precision_grads out, or use an "
             "optimizer that accepts low precision gradients: Adadelta, Adagrad, ASGD, RMSprop, "
@@ -273,11 +270,11 @@ class PrecisionPlan:
     ) -> None:
         """Choose the dtypes of all modules and parameters. The model is not changed."""
         self._module, self._precisions, self._left_alone = module, precisions, left_alone
-        # None: no unit has `MixedPrecision(overrides=...)`.
-        self._chosen: Any = None
+        # `ChosenDtypes` of the extra `overrides`. None: no unit has the option `overrides`.
+        self.chosen: Any = None
         if any(precision.overrides for precision in precisions.values()):
             overrides = extra("overrides", "MixedPrecision(overrides=...)")
-            self._chosen = overrides.ChosenDtypes(module, precisions.values())
+            self.chosen = overrides.ChosenDtypes(module, precisions.values())
         self._precision_of: dict[nn.Module, MixedPrecision] = {}
         self._override_of: dict[nn.Module, Override | None] = {}
         self._casts: dict[nn.Module, ModuleCasts] = {}
@@ -301,7 +298,7 @@ class PrecisionPlan:
         if isinstance(module, tuple(precision.module_classes_to_ignore)):
             override = Override(None)
         elif precision.overrides:
-            override = self._chosen.of_module(module, precision) or around
+            override = self.chosen.of_module(module, precision) or around
         self._precision_of[module], self._override_of[module] = precision, override
         outside = _dtype_of(precision, around)
         if override is not None and override.dtype != outside:
@@ -319,7 +316,7 @@ class PrecisionPlan:
             self._not_linear.add(id(param))
         precision, override = self._precision_of[module], self._override_of[module]
         if precision.overrides:
-            override = self._chosen.of_param(module, attribute, param, precision) or override
+            override = self.chosen.of_param(module, attribute, param, precision) or override
         before = self._override_of_param.setdefault(id(param), override)
         if before != override:
             named = self._module.named_parameters(remove_duplicate=False)
@@ -329,14 +326,6 @@ class PrecisionPlan:
                 f"unsharded in {before or 'param_dtype'} and in {override or 'param_dtype'}. Tied "
                 "parameters share memory: give all of these names the same dtype in overrides."
             )
-
-    def describe(self) -> str:
-        """Return a text of dtypes that a function in ``overrides`` chose, for ranks to compare."""
-        return "" if self._chosen is None else str(self._chosen.describe())
-
-    def warnings(self) -> list[str]:
-        """Return warnings about settings that have no effect."""
-        return [] if self._chosen is None else list(self._chosen.warnings())
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
         """Return the dtypes of ``param`` and its gradient.
@@ -364,8 +353,9 @@ class PrecisionPlan:
             fixed_order=precision.reduce_mode is ReduceMode.FIXED_ORDER,
         )
 
-    def of_unit(self, module: nn.Module, precision: MixedPrecision) -> UnitCasts:
+    def of_unit(self, module: nn.Module) -> UnitCasts:
         """Return the dtypes to which the unit of ``module`` casts inputs and outputs."""
+        precision = self._precisions[module]
         # If the module has `ModuleCasts`, the unit casts no inputs, because the hooks of
         # `ModuleCasts` must see the dtype of the caller's inputs.
         override = self._override_of.get(module)

@@ -4,11 +4,19 @@ Torch's ``state_dict()`` recurses over the modules, and state dict hooks on the 
 values. So the order of entries, extra state and users' hooks work as in an unwrapped model.
 ``model.state_dict()``, ``model.module.state_dict()`` and a submodule's ``state_dict()`` contain the
 same values.
+
+[Note: writes into state dicts]
+The tensors of an unwrapped model's state dict share memory with the parameters, and some classes
+for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
+are full copies of the parameters. So ``WriteThrough`` copies written values to the shards, when the
+model is used next or when the tensor is freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +30,8 @@ from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
+from flatshard.memory import sample
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
-from flatshard.state.write_through import WriteThrough
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor, state_shard
 from flatshard.units.layout import view_of
@@ -123,7 +131,7 @@ class UnitStateDict:
             # for copies, on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
-                    self.writes.watch(self.unit, handle, param, full)
+                    self.writes.watch(handle, param, full)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             _treat_rest(state_dict, key, options.offload_to_cpu, is_saving)
 
@@ -272,3 +280,104 @@ def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[s
     if "module" not in children and all(key.startswith(prefix) for key in state_dict):
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
+
+
+# ------------------------------------------------------------ writes into state dicts
+
+
+@dataclass(eq=False)
+class WatchedCopy:
+    """A full copy of an original parameter that ``state_dict()`` returned to a user."""
+
+    user: weakref.ref[Tensor]
+    copy: Tensor  # shares memory and version counter with the user's tensor
+
+    # Version and some values of `copy` (see `_state`), when `copy` and the shard last had equal
+    # values. None: the extra `device_checks` has found a write since.
+    state: tuple[int, list[int]] | None
+    handle: FlatParamHandle
+    param: OriginalParam
+    shard: tuple[Any, ...]  # identity and version of the shard when `state` was read
+
+
+class WriteThrough:
+    """Watches tensors that ``state_dict()`` returned, and copies users' writes to the shards.
+
+    A tensor is watched until the user drops the tensor. See [Note: writes into state dicts].
+    """
+
+    def __init__(self) -> None:
+        # Keyed by the id of the weak reference to the tensor.
+        self.given: dict[int, WatchedCopy] = {}
+
+        # Name of a parameter whose copy was written after the shard had changed, or "".
+        self.lost = ""
+
+    def __deepcopy__(self, memo: object) -> WriteThrough:
+        return WriteThrough()  # no user has a state dict of the copied model yet
+
+    def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
+        """Start to watch ``full``: values that the user writes into ``full`` go to the shard.
+
+        ``full`` is a full copy of ``param``, which ``state_dict()`` is about to return.
+        """
+        ref = weakref.ref(full, self._died)
+        with torch.inference_mode(False):
+            copy = full.detach()
+        self.given[id(ref)] = WatchedCopy(ref, copy, _state(copy), handle, param, identity(handle))
+
+    def _died(
+        self, user: weakref.ref[Tensor], is_ending: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        # When the program ends, torch's functions and this module's globals may already be gone.
+        if (given := self.given.pop(id(user), None)) and not is_ending():
+            self.take_over([given])
+
+    def check(self) -> None:
+        """Copy written values to the shards; raise RuntimeError if written values are lost."""
+        self.take_over([*self.given.values()])
+        self.raise_lost()
+
+    def raise_lost(self) -> None:
+        """Raise RuntimeError if values that the user wrote to a state_dict() tensor are lost."""
+        lost, self.lost = self.lost, ""
+        if lost:
+            raise RuntimeError(
+                f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
+                "had changed after the state_dict() was taken, so the written values are lost. "
+                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
+                "parameter, clone the tensor first."
+            )
+
+    def take_over(self, some: Sequence[WatchedCopy]) -> None:
+        """Copy to the shards the values that users wrote into ``some`` tensors of state dicts."""
+        for given in some:
+            state, given.state = given.state, _state(given.copy)
+            if state == given.state:
+                continue
+            handle, param, before = given.handle, given.param, given.shard
+            if before != identity(handle):
+                self.lost = param.name
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                param.sharded.copy_(param.spec.split(given.copy))
+            handle.page_out()
+            handle.unit.count_load(f"parameter {param.name!r}")
+            given.shard = after = identity(handle)
+            for other in self.given.values():
+                if other.handle is handle and other.shard == before:
+                    other.shard = after
+
+
+def _state(copy: Tensor) -> tuple[int, list[int]]:
+    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
+
+    On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
+    """
+    # Most writes increase the version, also under no_grad. But the program's own collectives
+    # (``dist.all_reduce(value)``) change only the values.
+    return copy._version, sample(copy)
+
+
+def identity(handle: FlatParamHandle) -> tuple[Any, ...]:
+    return handle.flat_param.data_ptr(), handle.flat_param.dtype, handle.version

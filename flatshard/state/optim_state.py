@@ -132,11 +132,13 @@ class OptimState:
     def _by_name(
         self, state_dict: StateDict | None, shared: dict[FlatShardTensor, StateDict]
     ) -> tuple[StateDict, OptimParams]:
-        """Return the optimizer's state dict, keyed by parameter name, and its parameters.
+        """Return the optimizer's state dict, keyed by parameter name, and the parameters.
 
-        The state dict has the content of ``state_dict``, or of ``optimizer.state_dict()`` if
-        ``state_dict`` is None. State with one value per element is a sharded tensor. The state of
-        parameters in ``shared`` is taken from ``shared``.
+        State with one value per element is a sharded tensor.
+
+        Args:
+            state_dict: the result of ``optimizer.state_dict()``. None: the call is made here.
+            shared: the state of parameters with state only on their owner.
         """
         optimizer = self.optimizer
         _check_optimizer(optimizer)
@@ -146,10 +148,10 @@ class OptimState:
         _check_form(own, f"{kind}.state_dict()", f"Let {kind} save and load torch's form.")
         if state_dict is None:
             state_dicts.check_inner(optimizer, own)
-        own = state_dicts.with_shared(optimizer, state_dicts.unstamped(optimizer, own), shared)
+        own = state_dicts.unstamped(optimizer, own)
         found = OptimParams(self.model, optimizer, self.units)
         params = found.by_key(own)
-        own = state_dicts.with_shards(optimizer, own, is_saving=True)
+        own = state_dicts.with_shards(optimizer, own, shared=shared)
         groups = [
             {**_options(group), "params": [params[key].fqn for key in group["params"]]}
             for group in own["param_groups"]
@@ -313,13 +315,14 @@ def _loaded(
     if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
-    if not isinstance(value, Tensor):
-        return copied(value)
-    is_sharded = isinstance(value, FlatShardTensor)
-    is_number = value.numel() == 1 and name in numbers and not is_sharded
-    if tuple(value.shape) != spec.shape or is_number:
+    # A copy of the part of full state. Already sharded state is used without a copy, as torch's
+    # load_state_dict does.
+    part = adapter.part_per_element(spec, value, is_number=name in numbers)
+    if part is None:
+        is_tensor = isinstance(value, Tensor) and value.dim() > 0
+        is_number = is_tensor and value.numel() == 1 and name in numbers
         # Only element-wise optimizers keep nothing but numbers and values per element.
-        if not elementwise or value.dim() == 0 or is_number:
+        if is_number or not (is_tensor and elementwise):
             return copied(value)
         raise ValueError(
             f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
@@ -331,11 +334,7 @@ def _loaded(
         # Copy the value into a tensor with the parameter's strides: optimizers use their fast
         # kernels only if state and parameter have equal strides.
         return spec.empty(value.new_empty(0, device=device)).copy_(value)
-    # The part of full state is a copy. Use already sharded state without a copy, as torch's
-    # load_state_dict does.
-    part = adapter.part_per_element(spec, value.detach(), is_number=False)
-    assert part is not None, "state with the parameter's shape is per element"
-    return FlatShardTensor(part.to(device), spec, role=f"{name} of")
+    return FlatShardTensor(part.detach().to(device), spec, role=f"{name} of")
 
 
 def _facts(where: str, state: StateDict) -> Facts:

@@ -24,7 +24,7 @@ from flatshard.options.extras import extra
 from flatshard.options.precision import ParamPrecision
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin, Source
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin
 from flatshard.tensor.unsharded import average_full_gradients, register_hook
 from flatshard.units.layout import FlatLayout, view_of
 from flatshard.units.module_tree import ParamInfo, unit_text
@@ -327,9 +327,8 @@ class OriginalParam:
         if not self.is_sharded:
             # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
             return view_of(chunk, self.span).data
-        spec = self.spec
+        spec, origin = self.spec, FlatShardTensor.shard_origin
         local = chunk.narrow(0, spec.start, spec.numel)
-        origin = Origin(Source.GRADIENTS, is_fixed=True)
         return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
 
     def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:

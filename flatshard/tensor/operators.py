@@ -227,8 +227,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         origin = sharded_tensor.origin_of(operands, caller)
         if _needs_full(func, operands, origin, caller) is not None:
             first_sharded(args, kwargs).refuse(func._schema.name)
-        if torch.is_grad_enabled():
-            _has_draws(func, operands)
+        _has_draws(func, operands)
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
@@ -400,11 +399,10 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
-    tensor = first_sharded(args, kwargs)
     if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
-        tensor.refuse(f"{func._schema.name} along a dimension")
+        first_sharded(args, kwargs).refuse(f"{func._schema.name} along a dimension")
     for name in given.keys() - {"self", "ord", "dtype"}:
-        tensor.refuse(f"the argument {name}")
+        first_sharded(args, kwargs).refuse(f"the argument {name}")
     return given
 
 
@@ -506,7 +504,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
-    total = total / spec.unsharded_numel if name == "mean" else total
+    total = total / math.prod(spec.whole.shape) if name == "mean" else total
     return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
 
 
@@ -584,7 +582,7 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
     if kind == "norm" or len(args) + len(kwargs) > 1:
         source.spec.refuse(f"the gradient of a {kind}")
     total = use_outside(source, lambda tensor: _sum(aten.sum.default, (tensor,), {}))
-    return total / source.spec.unsharded_numel if kind == "mean" else total
+    return total / math.prod(source.spec.whole.shape) if kind == "mean" else total
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:

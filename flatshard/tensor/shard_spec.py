@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from flatshard.comm.communicator import ALONE, Communicator
-from flatshard.memory import OffloadTarget
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.units.module_proxy import refuse_foreign_wrapper
 from flatshard.units.module_tree import unit_text
@@ -20,7 +18,8 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface by which an operation on a parameter calls the model that trains the parameter.
 
-    The base class does nothing. Copies of parameters have it, and parameters of deleted models.
+    This base class does nothing. It is the owner of copies of parameters, and of parameters whose
+    model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is running
@@ -77,11 +76,12 @@ class ShardSpec:
     comm: Communicator  # the shard group: the ranks that hold the other elements
     replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
 
-    # If the parameter is the local part of a DTensor: how the DTensor is split
-    # (`extras/tensor_parallel`).
+    # How the DTensor is split of which the parameter is the local part (`extras/tensor_parallel`).
+    # None: the parameter is not part of a DTensor.
     tensor_parallel: Any = None
-    # Where optimizer state with one value per element lies. None: where the shard lies.
-    state_target: OffloadTarget | None = None
+    # Disk for optimizer state with one value per element (`OffloadTargets.state`). None: the state
+    # lies where the shard lies.
+    state_target: Any = None
     # Function that returns the ranks of `comm` that hold elements of the parameter, and which
     # elements, as slices. None: only this rank holds elements.
     holders: Any = None
@@ -96,8 +96,9 @@ class ShardSpec:
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
         # This rank holds the elements [offset, offset + numel) of the parameter, in memory order.
-        # These elements are at [start, start + numel) of this rank's chunk.
-        self.offset, self.numel, self.start = local.offset, local.numel, local.start
+        # These elements begin at `start` in this rank's chunk; `range` is their place there.
+        self.start, self.numel, self.offset = local
+        self.range = slice(self.start, self.start + self.numel)
         # Element-wise operations can combine two sharded tensors if their places are equal.
         self.place = self.shape, self.strides, self.offset, self.numel
         self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
@@ -141,10 +142,9 @@ class ShardSpec:
         return self._original()
 
     @property
-    def unsharded_numel(self) -> int:
-        """Number of elements of the parameter, or of the whole DTensor with tensor parallelism."""
-        split = self.tensor_parallel
-        return math.prod(self.shape if split is None else split.shape)
+    def whole(self) -> Any:
+        """An object with ``shape`` and ``strides`` of the parameter, or of the whole DTensor."""
+        return self.tensor_parallel or self
 
     def unsplit(self, local: Tensor) -> Tensor:
         """Return the whole DTensor as a plain tensor, or ``local`` without tensor parallelism.

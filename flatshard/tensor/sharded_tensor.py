@@ -33,7 +33,7 @@ from flatshard.precision import tensors_in
 from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, boxes_of
-from flatshard.units.module_proxy import refuse_foreign_wrapper
+from flatshard.units.module_proxy import callers, refuse_foreign_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -166,15 +166,13 @@ def caller_of_operator() -> Caller:
     if not in_function and torch._C._current_graph_task_id() == -1:
         return Caller.PROGRAM
     caller = Caller.AUTOGRAD
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         key = id(frame.f_code)
         if key in CALLERS:
             found = CALLERS[key]
             if found is not Caller.PROGRAM_FOR_GRADIENT or in_function:
                 return found or caller
             caller = found
-        frame = frame.f_back  # type: ignore[assignment]
     # In a backward on an accelerator, no Python frame of this thread calls the hook or formula.
     return caller
 
@@ -247,7 +245,8 @@ class LocalView(Tensor):
 _FLAG_WRITERS = ("__set__", "requires_grad_", "detach_")
 num_flag_writes = 0
 
-# Makes torch raise when the memory of a storage is accessed. None: torch cannot do this.
+# Makes torch raise when the memory of a storage is accessed. None: a build of torch without CUDA
+# may lack this function.
 set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
@@ -300,7 +299,9 @@ class FlatShardTensor(torch.Tensor):
     shard_version = 0
 
     # `__new__` sets these two attributes. `Gradients` does not always, because few programs read
-    # them: then they are computed on demand.
+    # them. All published gradients share one origin: no write changes it (`is_fixed`).
+    shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
+
     @cached_property
     def shard_local(self) -> Tensor:
         if self.shard_unreduced is None:
@@ -311,10 +312,6 @@ class FlatShardTensor(torch.Tensor):
             local = local.to(self.device, _DTYPE.__get__(self))
         self.shard_version = local._version
         return local
-
-    @cached_property
-    def shard_origin(self) -> Origin:
-        return Origin(Source.GRADIENTS, is_fixed=True)
 
     @staticmethod
     def __new__(
@@ -331,11 +328,11 @@ class FlatShardTensor(torch.Tensor):
 
         The other arguments are described at the attributes of the class.
         """
-        split = spec.tensor_parallel if cls.shows_unsplit else None
+        shown = spec.whole if cls.shows_unsplit else spec
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            spec.shape if split is None else split.shape,
-            strides=spec.strides if split is None else split.stride,
+            shown.shape,
+            strides=shown.strides,
             dtype=local.dtype,
             device=local.device,
             requires_grad=requires_grad,
@@ -357,7 +354,7 @@ class FlatShardTensor(torch.Tensor):
 
         ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
         """
-        local = flat[spec.start : spec.start + spec.numel]
+        local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(
             local, spec, role="parameter", flat=flat, requires_grad=requires_grad, origin=origin
@@ -428,7 +425,8 @@ class FlatShardTensor(torch.Tensor):
             # After `kept = p.data; p.data = other`, `kept` must have the old values.
             storage = self.local.untyped_storage()._cdata
             for alias in list((self.shard_origin.aliases or {}).values()):
-                if alias.local.untyped_storage()._cdata == storage:
+                is_same = alias.spec is self.spec  # gradients of other parameters share the origin
+                if is_same and alias.local.untyped_storage()._cdata == storage:
                     alias.shard_local = alias.local.clone()
                     alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
@@ -775,14 +773,12 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 def _check_writer(fqn: str, num_boxes: int) -> None:
     """Raise RuntimeError if DCP's ``HuggingFaceStorageWriter`` would silently lose values."""
     # DCP does not pass the writer, which is among the callers' local variables.
-    frame = sys._getframe(2)
-    while frame is not None and "storage_writer" not in frame.f_locals:
-        frame = frame.f_back  # type: ignore[assignment]
-    writer = None if frame is None else frame.f_locals["storage_writer"]
+    local = (frame.f_locals for frame in callers())
+    writer: Any = next((one["storage_writer"] for one in local if "storage_writer" in one), None)
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
     # The writer writes one box of a tensor per rank, and without `save_distributed` one in total.
-    if num_boxes > 1 or not writer.save_distributed:  # type: ignore[union-attr]
+    if num_boxes > 1 or not writer.save_distributed:
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
             f"{num_boxes} blocks of the tensor, but the writer writes at most one block per rank "

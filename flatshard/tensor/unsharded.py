@@ -1,4 +1,4 @@
-"""Unsharded parameters that users read or write outside of the module's forward.
+"""Full parameters after their unit was resharded, and uses of parameters outside of forward.
 
 [Note: freed parameters]
 A user may keep an unsharded parameter from a forward, and read it after its unit was resharded. The
@@ -9,17 +9,12 @@ an optimizer's step. So resharding a unit changes the class of its full paramete
 The user may also keep a view of a parameter, such as ``weight[0]``. For views, ``forbid`` makes
 torch raise when an operation reads the memory, in C++ too. If the installed torch cannot do this,
 the read ends the process, and ``python -X faulthandler`` prints the line.
-
-[Note: gathered copies]
-An operation on a sharded parameter outside of forward computes with a full copy of the parameter. A
-user's write to the copy would not reach the parameter. So results that share memory with the copy
-become ``GatheredView``s, which raise on writes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,11 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flatshard.memory import checksum
-from flatshard.precision import tensors_in
 from flatshard.tensor import sharded_tensor
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin, Source, is_collective, untraced
+from flatshard.tensor.sharded_tensor import FlatShardTensor, Origin, Source, untraced
 from flatshard.units.module_tree import unit_text
 
 _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_floating_point numel
@@ -114,97 +107,6 @@ def _message(unit: str, rank: int) -> str:
         "weight.detach()) was read after the unit was resharded. A forward, a hook or a "
         "torch.autograd.Function kept the view. Keep a clone(), or use ctx.save_for_backward()."
     )
-
-
-class GatheredView(Tensor):
-    """A tensor that shares memory with a full copy of a parameter; see [Note: gathered copies].
-
-    Reads work as usual. Writes raise, because they would not reach the parameter.
-    """
-
-    parameter: str  # name of the parameter
-
-    @classmethod
-    @untraced
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__set__":  # an assignment to an attribute writes no element
-                return func(*args)
-            # Replace each view by a plain alias, with which torch can run the function. The alias
-            # has the view's version counter, which shows below whether the function has written.
-            views = [t for t in leaves if isinstance(t, GatheredView)]
-            plain = {id(t): t.as_subclass(Tensor) for t in views}
-        before = states(func, plain.values())
-        if is_collective(func):  # a collective may write without a change of the version counter
-            raise _lost(func, views[0])
-        args, kwargs = pytree.tree_unflatten([plain.get(id(t), t) for t in leaves], tree)
-        result = func(*args, **kwargs)
-        if before != states(func, plain.values()):
-            raise _lost(func, views[0])
-        if func is Tensor.numpy:
-            result.flags.writeable = False
-        return as_views(result, plain.values(), views[0].parameter)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator that C++ code, such as a ``ProcessGroup``, calls with this view.
-
-        Raises RuntimeError if the operator is a collective, or writes to the view.
-        """
-        if is_collective(func) or (func._schema.is_mutable and isinstance(args[0], GatheredView)):
-            raise _lost(func, next(t for t in tensors_in(args, depth=0) if type(t) is GatheredView))
-        with torch._C._DisableTorchDispatch():
-            return func(*args, **kwargs or {})
-
-
-def states(func: Any, tensors: Iterable[Tensor]) -> list[object]:
-    """Return a version or checksum of each tensor, which changes if ``func`` writes to it."""
-    # Some operators of torch write without a change of the version counter: batch norm to its
-    # running statistics, and a randomised ReLU to its noise.
-    if any(part in func.__name__ for part in ("batch_norm", "rrelu")):
-        return [checksum(tensor) for tensor in tensors]
-    return [tensor._version for tensor in tensors]
-
-
-def _lost(func: Any, view: GatheredView) -> RuntimeError:
-    """Return the error for a function that writes, or may write, to a ``GatheredView``."""
-    return RuntimeError(
-        f"parameter {view.parameter!r}: {torch.overrides.resolve_name(func) or func.__name__} "
-        "writes to a view that was taken outside of forward. The view shows a copy of the "
-        "parameter, so the edit would be lost. Edit the parameter under "
-        "ShardedWrapper.summon_full_params(model), or pass a clone()."
-    )
-
-
-def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
-    """Return ``result`` with ``GatheredView``s in place of tensors that share memory with ``of``.
-
-    Args:
-        result: the result of an operation on ``of``: a tensor, or a container of tensors.
-        of: full copies of parameters.
-        name: name of the parameter, for errors.
-        copies: whether to clone the tensors that share memory with ``of``. Needed if the memory of
-            ``of`` is about to be freed.
-    """
-    storages = {tensor.untyped_storage()._cdata for tensor in of}
-
-    def view(tensor: Tensor) -> Tensor:
-        if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
-            return tensor
-        if copies:
-            # A tensor that is made in inference mode has no version counter, by which
-            # `GatheredView` notices writes.
-            with torch.inference_mode(False):
-                tensor = tensor.clone()
-        # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.
-        if tensor.requires_grad:
-            return tensor
-        shown = tensor.as_subclass(GatheredView)
-        shown.parameter = name
-        return shown
-
-    return pytree.tree_map_only(Tensor, view, result)
 
 
 class OutsideUse(torch.autograd.Function):

@@ -88,30 +88,17 @@ class ParamSpan:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class LocalSpan:
+class LocalSpan(NamedTuple):
     """The part of an original parameter that lies in one rank's shard. The part may be empty."""
 
-    start: int  # the half-open range `[start, end)` in elements of the shard
-    end: int
-    offset: int  # index of the element at `start` in the parameter, in memory order
-
-    @cached_property
-    def numel(self) -> int:
-        return self.end - self.start
+    start: int  # index of the part's first element in the shard
+    numel: int
+    offset: int  # index of the same element in the parameter, in memory order
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
     """Return the view of ``flat``, an unsharded buffer ``(padded_numel,)``, at ``span``."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
-
-
-def part_of(tensor: Tensor, span: ParamSpan, local: LocalSpan) -> Tensor:
-    """Return a rank's part ``local`` of a full ``tensor``, 1-D and in memory order.
-
-    The result is a view if ``tensor`` has the strides of ``span``, otherwise a copy.
-    """
-    return tensor.permute(span.order).reshape(-1)[local.offset : local.offset + local.numel]
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -184,7 +171,7 @@ class FlatLayout:
         start = min(max(span.start, begin), stop)
         end = max(min(span.end, stop), start)
         offset = min(max(start - span.start, 0), span.numel)
-        return LocalSpan(start - begin, end - begin, offset)
+        return LocalSpan(start - begin, end - start, offset)
 
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
         """Return which ranks hold which elements of a parameter. ``ranks[i]`` holds shard i."""

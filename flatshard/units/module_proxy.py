@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -38,7 +38,12 @@ class ModuleProxy(nn.Module):
     """Forwards calls, attributes, indexing and names to ``module``, its only child."""
 
     hidden_in_names = True  # names of parameters do not contain the attribute name `module`
-    module: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        # Without this property, each call of a unit would find the module by three `__getattr__`.
+        return self._modules["module"]  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Collective."""
@@ -59,9 +64,13 @@ class ModuleProxy(nn.Module):
         So ``isinstance(x, Model)`` is true for a wrapped ``Model``. ``isinstance(x,
         ShardedWrapper)`` is true as well, because Python checks ``type(x)`` first.
         """
-        # `Module.__init__` and unpickling read `__class__` before the wrapped module is set.
-        module = self.__dict__.get("_modules", {}).get("module")
-        return type(self) if module is None else module.__class__  # type: ignore[no-any-return]
+        module = self._module_if_set()
+        return type(self) if module is None else module.__class__
+
+    def _module_if_set(self) -> nn.Module | None:
+        # `Module.__init__` and unpickling read attributes before the wrapped module is set.
+        modules: dict[str, nn.Module] = self.__dict__.get("_modules", {})
+        return modules.get("module")
 
     def _get_name(self) -> str:
         return type(self).__name__
@@ -73,13 +82,13 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not set yet, so `self.module` below would recurse endlessly
+            if (module := self._module_if_set()) is None:
                 raise
-        return getattr(self.module, name)
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
-        module = self.__dict__.get("_modules", {}).get("module")
+        module = self._module_if_set()
         # `unit.weight += 1` assigns the parameter that the module holds already.
         if module is not None and value is module._parameters.get(name) is not None:
             return
@@ -143,8 +152,18 @@ class ModuleProxy(nn.Module):
 
         With wrappers in the list, a program that edits all modules of a class would edit the same
         parameters twice.
+
+        Raises ValueError if the caller is DistributedDataParallel or a similar wrapper.
         """
+        # Such wrappers list the model's modules before they broadcast rank 0's shards to all ranks,
+        # or shard the shards.
+        refuse_foreign_wrapper()
         return self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the children. Raises ValueError if the caller is torch's ``parallelize_module``."""
+        refuse_foreign_wrapper()
+        return super().named_children()
 
     # Register on the wrapped module: its forward reads the value, and `named_modules` lists it.
 
@@ -181,7 +200,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     # A slow import, which torch's optimizers make anyway.
     from torch._dynamo.decorators import skip
 
-    proxy.module, proxy.training = module, module.training
+    proxy._modules["module"], proxy.training = module, module.training
     proxy.__dict__["_parameters"] = _Parameters()
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +238,14 @@ def _are_alike(one: Any, other: Any) -> bool:
     )
 
 
+def callers() -> Iterator[FrameType]:
+    """Yield the frames on this thread's call stack, innermost first, without this generator's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 # ---------------------------------------------------------------- wrappers of torch
 
 # Functions, by module and name, that make or run wrappers of torch that must not be applied to
@@ -234,13 +261,13 @@ _MAKERS = {
 }
 
 
-def refuse_foreign_wrapper(end: CodeType | None = None) -> None:
+def refuse_foreign_wrapper() -> None:
     """Raise ValueError if another wrapper of torch is being applied to sharded parameters.
 
-    Looks for the wrapper's functions on the call stack, up to the frame that runs ``end``.
+    Looks for the wrapper's functions on the call stack.
     """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not end:
+    while frame is not None:  # not `callers`, because each `model.parameters()` runs this loop
         place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if place in _MAKERS:
             made = _MAKERS[place] or getattr(frame.f_locals.get("func"), "__name__", "")

@@ -1,7 +1,6 @@
 """What users pass is read, or refused by name."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel.distributed import _MixedPrecision as DDPMixedPrecision
 
 from flatshard import MixedPrecision, ShardingStrategy
-from flatshard.options import as_strategy, precision, resharding
+from flatshard.options import as_strategy, resharding
 from flatshard.options.precision import as_mixed_precision
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,11 +44,6 @@ def test_bad_precision() -> None:
         as_mixed_precision(BF16)
     with pytest.raises(NotImplementedError, match="param_type='low' is not supported"):
         as_mixed_precision(SimpleNamespace(param_dtype=BF16, param_type="low"))
-    with (
-        mock.patch.object(precision, "HAS_GRAD_DTYPE", new=False),
-        pytest.raises(NotImplementedError, match=r"needs Tensor\.grad_dtype"),
-    ):
-        MixedPrecision(BF16, keep_low_precision_grads=True)
 
 
 @pytest.mark.parametrize("strategy", fsdp.ShardingStrategy)

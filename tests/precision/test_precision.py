@@ -247,7 +247,6 @@ REFUSES_LOW: list[OptimizerOf] = [
 ]
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
 @on_ranks(2)
 def test_low_precision_gradients(rank: int, world_size: int) -> None:
     case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)

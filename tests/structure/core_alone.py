@@ -109,6 +109,7 @@ def _rank(rank: int, store: str, extras: list[str]) -> None:
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.state.items())
     model.load_state_dict(state)
+    model.load_state_dict(model.sharded_state_dict())
     held = ShardedWrapper.optim_state_dict(model, optimizer)
     ShardedWrapper.optim_state_dict_to_load(model, optimizer, held, load_directly=True)
     for name, param in model.named_parameters():

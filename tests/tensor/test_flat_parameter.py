@@ -31,9 +31,7 @@ def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str
         for param in flat.params:
             expected = plain.get_parameter(param.name).detach().reshape(-1)
             start, end = param.spec.offset, param.spec.offset + param.spec.numel
-            assert torch.equal(
-                flat[param.spec.local.start : param.spec.local.end], expected[start:end]
-            )
+            assert torch.equal(flat[param.spec.range], expected[start:end])
     return [(flat.detach().clone(), repr(flat)) for flat in found]
 
 

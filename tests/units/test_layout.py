@@ -36,7 +36,7 @@ def test_every_element_has_one_owner(
         held: list[int] = []
         for rank in range(world_size):
             local = layout.local_span(index, rank)
-            assert 0 <= local.start <= local.end <= layout.shard_numel
+            assert 0 <= local.start <= local.start + local.numel <= layout.shard_numel
             held.extend(range(local.offset, local.offset + local.numel))
             # The two ways to find an element agree.
             begin, _ = layout.shard_range(rank)

@@ -19,7 +19,8 @@ __all__ = ["about", "explain_no_match"]
 def about(plan: ModelPlan) -> list[str]:
     """Return warnings about a plan, for rank 0: settings without effect, and large units."""
     module, settings, ignored = plan.module, plan.settings, plan.ignored
-    found, offload = plan.precision_plan.warnings(), settings.cpu_offload
+    chosen, offload = plan.precision_plan.chosen, settings.cpu_offload
+    found = chosen.warnings() if chosen else []
     # "auto" keeps a small model in one unit on purpose.
     if settings.auto_wrap_policy not in (None, "auto") and not plan.chosen:
         found.append(explain_no_match(plan.tree, settings.auto_wrap_policy))

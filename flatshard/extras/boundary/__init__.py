@@ -17,9 +17,10 @@ size, so all ranks compute the same result without communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, ParamSpan, round_up, shard_length
 from flatshard.units.module_tree import unit_text
 
@@ -61,6 +62,25 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
         # Rows are slices along the dimension that is outermost in memory.
         return span.numel // span.shape[span.order[0]]
     return span.numel  # "tensor", or a 0-D parameter, which has no rows
+
+
+def move_all(flats: Collection[FlatParamPlan], boundary: Boundary, name: str, first: int) -> None:
+    """Move the parameters of a unit's flat parameters, so that no shard cuts a block.
+
+    Args:
+        flats: plans of the unit's flat parameters, with layouts.
+        boundary: where shards may cut a parameter.
+        name: name of the unit.
+        first: see ``move``.
+
+    Raises:
+        ValueError: there would be too much padding.
+    """
+    for plan in flats:
+        plan.layout = move(plan.layout, boundary, plan.dtype.itemsize, first)
+        infos = {info.name: info for info in plan.infos}
+        plan.infos = [infos[span.name] for span in plan.layout.spans]
+    check_padding(name, [plan.layout for plan in flats], boundary)
 
 
 def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) -> FlatLayout:

@@ -33,7 +33,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
 from flatshard.memory import checksum, sample, words_of
 from flatshard.precision import tensors_in
-from flatshard.state.write_through import WatchedCopy, WriteThrough, identity
+from flatshard.state.model_state import WatchedCopy, WriteThrough, identity
 from flatshard.tensor.flat_parameter import OriginalParam
 
 _FEW = 32  # approximate number of words to compare in each tensor
@@ -238,10 +238,8 @@ class StateWrites(WriteThrough):
     def __deepcopy__(self, memo: object) -> StateWrites:
         return StateWrites()
 
-    def watch(
-        self, unit: Unit, handle: FlatParamHandle, param: OriginalParam, full: Tensor
-    ) -> None:
-        super().watch(unit, handle, param, full)
+    def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
+        super().watch(handle, param, full)
         self._keep(next(reversed(self.given.values())))
 
     def _keep(self, given: WatchedCopy) -> None:

@@ -34,13 +34,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.extras import mapped_files
-from flatshard.memory import OffloadTarget
+from flatshard.extras.partial_steps import step_groups, step_parts
+from flatshard.memory import OffloadTarget, OffloadTargets
+from flatshard.module.model_plan import ModelPlan
 from flatshard.optimizer import adapter
-from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.options import OffloadError
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_range, untraced
-from flatshard.units.layout import round_up
+from flatshard.units.layout import PAGE_BYTES, round_up
+from flatshard.units.module_tree import unit_text
 
 # None if the C library is not glibc.
 _malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
@@ -190,12 +193,50 @@ class DiskMemory(OffloadTarget):
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
 
+    def take_state(self, state: dict[str, Any], shape: torch.Size) -> None:
+        """Move the tensors of shape ``shape`` in a parameter's optimizer state to this disk."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+                state[key] = self.take_in(value)
+
     def keep_state_of(self, param: Tensor) -> None:
+        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk.
+
+        For a sharded parameter, ``ShardSpec.state_target`` is the disk.
+        """
         _state_disks[param] = self
 
     def trim(self) -> None:
+        """Give memory that wrapping has freed back to the operating system."""
         if _malloc_trim is not None:
             _malloc_trim(0)  # the C library returns its free memory to the operating system
+
+
+def find_targets(plan: ModelPlan) -> OffloadTargets:
+    """Choose the offload targets, and reserve disk space for shards and gradients.
+
+    Collective: all ranks. All ranks raise if the disk of any rank cannot be used, or is too full.
+    """
+    offload, targets = plan.settings.cpu_offload, OffloadTargets()
+    error: Exception | None = None
+    try:
+        disk = DiskMemory(offload.path or "")
+        if offload.takes_params or plan.settings.device.type != "cpu":
+            targets = OffloadTargets(disk, disk, disk, keeps_copy=not offload.takes_params)
+            for planned in plan.units:
+                nbytes = 0
+                for flat in planned.flats:
+                    copies = 1 + flat.requires_grad
+                    needed = flat.layout.shard_numel * flat.dtype.itemsize * copies
+                    nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
+                disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
+        else:
+            targets = OffloadTargets(state=disk)
+    except (ValueError, NotImplementedError, OffloadError) as found:
+        error = found
+    # Perhaps only some ranks fail. Otherwise the others would wait in the next collective.
+    raise_everywhere(error, plan.settings.ranks.world)
+    return targets
 
 
 def is_on_disk(tensor: Tensor) -> bool:
@@ -229,9 +270,9 @@ class DiskSteps(adapter.OptimizerExtension):
     def step_first(self, optimizer: torch.optim.Optimizer) -> Iterable[int]:
         parts = _plan_parts(optimizer)
         for part in parts:
-            DiskMemory.page_in(*_tensors(optimizer, part.params))
+            DiskMemory.page_in(*_tensors(optimizer, part["params"]))
             step_parts(optimizer, [part])
-        return {id(param) for part in parts for param in part.params}
+        return {id(param) for part in parts for param in part["params"]}
 
     def after_part(self, optimizer: torch.optim.Optimizer, params: Sequence[Any]) -> None:
         """Move new state of the stepped ``params`` to the disk, and release their memory pages."""
@@ -239,7 +280,7 @@ class DiskSteps(adapter.OptimizerExtension):
             storage = state_disk(param)
             # The state of a sharded parameter is created on the disk.
             if storage is not None and not isinstance(param, FlatShardTensor):
-                adapter.state_to_target(optimizer.state.get(param, {}), param.shape, storage)
+                storage.take_state(optimizer.state.get(param, {}), param.shape)
         DiskMemory.page_out(*_tensors(optimizer, params))
 
     def before_backward(self, optimizer: torch.optim.Optimizer) -> None:
@@ -252,13 +293,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _steps.after_part(optimizer, group["params"])
 
 
-def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
+def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Divide the parameters with a gradient and with state on a disk into parts to step.
 
     Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
     ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
     """
-    parts: list[StepPart] = []
+    parts: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         shard, nbytes = None, 0
         for param in group["params"]:
@@ -267,10 +308,10 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[StepPart]:
             # The whole shard is stepped as a single tensor.
             own = getattr(param, "shard_flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
-                parts.append(StepPart(optimizer, group, []))
+                parts.append({**group, "params": []})
                 nbytes = 0
             shard = own
-            parts[-1].params.append(param)
+            parts[-1]["params"].append(param)
             nbytes += local_range(param).nbytes
     return parts if parts and _reserve(optimizer) else []
 
@@ -343,7 +384,7 @@ def _bytes_per_element(
     # Step a small probe parameter with this optimizer: the arguments for a new one are not known.
     try:
         with torch.no_grad():
-            changed = adapter.step_groups(optimizer, [{**group, "params": [probe]}])
+            changed = step_groups(optimizer, [{**group, "params": [probe]}])
     finally:
         state = optimizer.state.pop(probe, {})
     if changed is not None:

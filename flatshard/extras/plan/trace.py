@@ -486,7 +486,7 @@ def trace(
         recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):
-                of_unit = casts.of_unit(module, unit.settings.mixed_precision)
+                of_unit = casts.of_unit(module)
                 for handle in recorder.observe(module, of_unit, unit.number, is_root=not unit.name):
                     stack.callback(handle.remove)
         for index, flat in enumerate(flats):

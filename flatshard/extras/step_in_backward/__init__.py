@@ -27,12 +27,15 @@ from flatshard.comm.work import PendingSends
 from flatshard.engine.events import StepExtension, profiled
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.extras.partial_steps import step_parts
 from flatshard.optimizer import state_dicts
 from flatshard.optimizer.adapter import OptimizerExtension, at_step, extensions, is_elementwise
-from flatshard.optimizer.step import StepPart, step_parts
 from flatshard.precision import tensors_in
 from flatshard.tensor.unsharded import OutsideUse
 from flatshard.units.module_tree import unit_text
+
+# An optimizer, and a copy of one of its parameter groups with only some of the parameters.
+_Part = tuple[torch.optim.Optimizer, dict[str, Any]]
 
 
 class StepInBackward:
@@ -78,7 +81,7 @@ class SteppedInBackward(StepExtension):
         # The attributes up to `_problem` describe the current backward. `_owned`: the unit and the
         # name of each parameter (`_find_owned`).
         self._owned: dict[int, tuple[Unit, str]] = {}
-        self._parts: dict[int, list[StepPart]] = {}  # parts to step, keyed by the unit's index
+        self._parts: dict[int, list[_Part]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
@@ -170,16 +173,16 @@ class SteppedInBackward(StepExtension):
         else:
             self._parts = self._plan_parts()
 
-    def _plan_parts(self) -> dict[int, list[StepPart]]:
+    def _plan_parts(self) -> dict[int, list[_Part]]:
         """Return the parts (of one parameter group each) to step, keyed by the unit's index."""
         self._owned = owned = _find_owned(self._units)
-        parts: dict[int, list[StepPart]] = {}
+        parts: dict[int, list[_Part]] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 known = [param for param in group["params"] if id(param) in owned]
                 for unit, params in itertools.groupby(known, lambda one: owned[id(one)][0]):
                     of_unit = parts.setdefault(unit.index, [])
-                    of_unit.append(StepPart(optimizer, group, list(params)))
+                    of_unit.append((optimizer, {**group, "params": list(params)}))
         return parts
 
     def reduced(self, unit: Unit) -> None:
@@ -257,7 +260,7 @@ class SteppedInBackward(StepExtension):
             return
         self._has_accumulated = False
         for index in self._stepped:
-            if any(param.grad is not None for part in parts[index] for param in part.params):
+            if any(p.grad is not None for _, part in parts[index] for p in part["params"]):
                 raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
         if has_gradients or has_outside:
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
@@ -290,15 +293,15 @@ class SteppedInBackward(StepExtension):
 
     # ------------------------------------------------------------ the step
 
-    def _step(self, parts: Sequence[StepPart]) -> None:
+    def _step(self, parts: Sequence[_Part]) -> None:
         for optimizer in self.optimizers:
-            own = [part for part in parts if part.optimizer is optimizer]
+            own = [part for one, part in parts if one is optimizer]
             if own:
                 step_parts(optimizer, own)
                 # Without this mark, a learning rate scheduler would warn that it was stepped before
                 # the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-        for param in (param for part in parts for param in part.params):
+        for param in (param for _, part in parts for param in part["params"]):
             if param.grad is not None:
                 param.grad = None
                 self._showing.append(param)

@@ -9,14 +9,17 @@ Without this folder, wrapping a model with a DTensor as a parameter raises ``Mis
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.process_groups import ranks_text
@@ -38,7 +41,7 @@ class TensorParallel:
     layout: Any  # torch's DTensorSpec
     comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
-    stride: tuple[int, ...]  # the same parameter's strides, in elements
+    strides: tuple[int, ...]  # the same parameter's strides, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.
@@ -116,18 +119,33 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     try:
         # `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter, because the
         # classes have different slots.
-        for name, (one, param) in found.items():
+        for one, param in found.values():
             _put(one, _local_part(param))
-            param.flattened_as = name
         yield
     except BaseException:
         for one, param in found.values():
-            param.__dict__.pop("flattened_as", None)
             _put(one, param)
         raise
-    for _, param in found.values():
+    for name, (_, param) in found.items():
         # An optimizer that was made before wrapping still refers to the DTensor.
-        param._local_tensor = param._local_tensor.new_empty(0)
+        param._local_tensor, param.flattened_as = param._local_tensor.new_empty(0), name
+    _check_optimizers()
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    """Before each optimizer step, from now on, raise if the optimizer was made before wrapping."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if "flattened_as" in param.__dict__:
+            raise RuntimeError(
+                "step(): the optimizer was made before wrapping, and still has the DTensor "
+                f"{param.flattened_as!r}, which a sharded parameter has replaced in the model. "
+                "Make the optimizer from model.parameters() after wrapping."
+            )
 
 
 def _put(one: ParamInfo, param: nn.Parameter) -> None:

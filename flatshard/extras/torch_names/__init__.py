@@ -1,9 +1,10 @@
 """Extra: names of torch's wrappers (DistributedDataParallel, FSDP1, FSDP2) for migration.
 
-With this folder, ``ShardedWrapper`` accepts the keywords of torch's wrappers and has the same
-attributes. If a method of a torch wrapper is missing, the error names the replacement. Without this
-folder, a keyword outside of ``ShardedWrapper``'s signature raises ``MissingExtraError``, and
-missing attributes raise Python's ``AttributeError``.
+With this folder, ``ShardedWrapper`` accepts the keywords and the policies for precision and offload
+of torch's wrappers, and has the same attributes. If a method of a torch wrapper is missing, the
+error names the replacement. Without this folder, a keyword outside of ``ShardedWrapper``'s
+signature and a policy of torch raise ``MissingExtraError``, and missing attributes raise Python's
+``AttributeError``.
 
 A test compares the names with the migration page's tables, and with torch's classes, to notice new
 names in torch.
@@ -17,6 +18,7 @@ from typing import Any
 
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
+from flatshard.options import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.state.model_state import StateDictOptions
 
@@ -224,6 +226,18 @@ def as_mixed_precision(policy: Any) -> MixedPrecision:
     # has only `cast_forward_inputs`, which also applies to the root.
     fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
     return MixedPrecision(**fields)
+
+
+def as_cpu_offload(policy: Any) -> CPUOffload:
+    """Convert an offload policy of FSDP1 or FSDP2 into flatshard's."""
+    if isinstance(flag := getattr(policy, "offload_params", None), bool):
+        return CPUOffload(offload_params=flag)
+    # FSDP2's policies: OffloadPolicy offloads nothing, CPUOffloadPolicy offloads everything.
+    if type(policy).__name__ == "OffloadPolicy":
+        return CPUOffload()
+    if isinstance(pin_memory := getattr(policy, "pin_memory", None), bool):
+        return CPUOffload(offload_params=True, pin_memory=pin_memory)
+    raise TypeError(f"cpu_offload: expected CPUOffload(offload_params=...), got {policy!r}.")
 
 
 # Prefix of the names of torch's config classes, keyed by the name of the state dict type.

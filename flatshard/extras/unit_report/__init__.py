@@ -107,7 +107,8 @@ def chunks_of(flat: FlatParameter) -> str:
             local = layout.local_span(param.index, rank)
             if not local.numel:
                 continue
-            line = f"    {local.start:,} to {local.end:,}: {param.name!r} {param.span.shape}"
+            end = local.start + local.numel
+            line = f"    {local.start:,} to {end:,}: {param.name!r} {param.span.shape}"
             if local.numel < param.span.numel:
                 line += f", its elements {local.offset:,} to {local.offset + local.numel:,}"
             lines.append(line)

@@ -99,6 +99,6 @@ def _tensors(kind: str, handles: list[FlatParamHandle], chunks: dict[Any, Tensor
         chunk, last = handle.flat_param.detach(), chunks.get(handle.plan)
         chunks[handle.plan] = chunk.clone()
         change = None if last is None else chunk - last.to(chunk)
-        parts = [slice(one.spec.local.start, one.spec.local.end) for one in handle.params]
-        changes += [None if change is None else change[part] for part in parts]
+        ranges = [param.spec.range for param in handle.params]
+        changes += [None if change is None else change[part] for part in ranges]
     return changes if kind == "update" else found

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
+from flatshard.extras.partial_steps import step_groups
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
 from flatshard.optimizer.adapter import (
     Closure,
@@ -35,7 +36,6 @@ from flatshard.optimizer.adapter import (
     map_state,
     named_values,
     put_others,
-    step_groups,
     stepping,
     with_inner,
 )

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flatshard.optimizer.adapter import all_params, step_unhooked, with_inner
+from flatshard.extras.partial_steps import step_unhooked
+from flatshard.optimizer.adapter import all_params, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
@@ -184,7 +185,7 @@ def _copied(param: Tensor) -> Tensor:
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
             spec, local = param.spec.detached(), param.local.detach().clone()
-            spec = replace(spec, local=replace(spec.local, start=0, end=spec.numel))
+            spec = replace(spec, local=spec.local._replace(start=0))
             twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
             # `twin.spec` belongs to no model, so an operation that needs the full gradient raises.
