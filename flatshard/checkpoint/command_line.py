@@ -99,9 +99,7 @@ def describe(path: str) -> str:
 
 
 def explain(code: str) -> str:
-    """Return what the troubleshooting page says about an error code: a section, row or paragraph.
-
-    Sections of the page to which a row links follow the row.
+    """Return the row about an error code on the troubleshooting page, and sections it links to.
 
     Raises:
         ValueError: the page does not contain the code.
@@ -110,35 +108,24 @@ def explain(code: str) -> str:
     page = package / "troubleshooting.md"  # a wheel has a copy, see pyproject.toml
     if not page.exists():
         page = package.parent / "docs" / page.name
-    text = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))  # anchors
+    text = page.read_text(encoding="utf-8")
+    rows = dict(re.findall(r'^\| <a id="(FS-[A-Z-]+)"></a>(.*) \|$', text, re.MULTILINE))
     code = code.strip("[]").upper()
-    this = rf"(?<![\w-]){re.escape(code)}(?![\w-])"
-    if section := _section(text, f".*{this}.*"):
-        return section
-    for block in text.split("\n\n"):
-        titles, *rows = block.splitlines() or [""]
-        for row in rows if titles.startswith("|") else ():
-            if re.search(this, row.split("|")[1]):
-                cells = zip(titles.split("|")[1:-1], row.split("|")[1:-1], strict=False)
-                parts = [_plain(f"{title.strip()}: {cell.strip()}") for title, cell in cells]
-                parts = [textwrap.fill(part, 88) for part in parts]
-                linked = re.findall(r"\]\(#([\w-]+)\)", row)
-                parts += [_section(text, anchor.replace("-", r"\W+")) for anchor in linked]
-                return "\n\n".join(filter(None, parts))
-    if found := re.search(rf"(?:.+\n)*.*{this}.*(?:\n.+)*", text):
-        return _plain(found[0])
-    codes = ", ".join(sorted({*re.findall(r"\bFS-[A-Z]+(?:-[A-Z]+)*", text)}))
-    raise ValueError(f"no code {code!r}. The codes are {codes}.")
-
-
-def _section(text: str, title: str) -> str:
-    """Return the section, without subsections, whose heading matches ``title``, or ""."""
-    # One `#` begins a comment in an example, not a heading.
-    section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
-    return _plain(section[0].strip()) if section else ""
+    if code not in rows:
+        raise ValueError(f"no code {code!r}. The codes are {', '.join(sorted(rows))}.")
+    titles = "code", "message", "what happened", "what to do"
+    cells = zip(titles, rows[code].split(" | "), strict=False)
+    parts = [textwrap.fill(_plain(f"{title}: {cell}"), 88) for title, cell in cells]
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", rows[code]):
+        title = anchor.replace("-", r"\W+")
+        # A section ends at the next heading. One `#` begins a comment in an example, no heading.
+        section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
+        parts += [] if section is None else [_plain(section[0].strip())]
+    return "\n\n".join(parts)
 
 
 def _plain(text: str) -> str:
-    """Return Markdown without the targets of links, but with the names of other pages."""
+    """Return Markdown without anchors and targets of links, but with the names of other pages."""
+    text = re.sub(r"<a [^>]+>|</a>", "", text)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md[^)]*\)", r"\1 (page \2)", text)
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)

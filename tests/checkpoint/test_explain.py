@@ -36,18 +36,19 @@ def test_every_code_of_a_message_is_explained(capsys: pytest.CaptureFixture[str]
         assert not re.search(r"\]\(|<a", text)
 
 
-def test_code_in_a_heading_a_row_or_a_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_and_linked_sections(capsys: pytest.CaptureFixture[str]) -> None:
     page = (
-        "# Page\n\n| code | what [to do](#x) |\n|---|---|\n"
-        "| <a id='FS-A'></a>`FS-A` | *this*, [that](a-b.md#c) |\n"
-        "| `FS-A-B` | [see](#a-title) FS-A |\n\n## `FS-C`\n\n```python\n# comment\n```\n\n"
-        "### More\n\nFS-D is here.\nAnd here.\n\n## A title\n\nLast.\n"
+        "# Page\n\n| code | message | what happened | what to do |\n|---|---|---|---|\n"
+        '| <a id="FS-A"></a>`FS-A` | `so` | *this* | [that](a-b.md#c) |\n'
+        '| <a id="FS-A-B"></a>`FS-A-B` | no | [see](#a-title) | FS-A |\n\n'
+        "## Other\n\n## A title\n\n```python\n# comment\n```\n\n### More\n"
     )
     with mock.patch.object(Path, "read_text", return_value=page):
-        assert explain("[fs-a]") == "code: `FS-A`\n\nwhat to do: *this*, that (page a-b)"
-        assert explain("FS-A-B") == "code: `FS-A-B`\n\nwhat to do: see FS-A\n\n## A title\n\nLast."
-        assert explain("FS-C") == "## `FS-C`\n\n```python\n# comment\n```"
-        assert explain("FS-D") == "FS-D is here.\nAnd here."
+        row = "code: `FS-A`\n\nmessage: `so`\n\nwhat happened: *this*"
+        assert explain("[fs-a]") == f"{row}\n\nwhat to do: that (page a-b)"
+        row = "code: `FS-A-B`\n\nmessage: no\n\nwhat happened: see\n\nwhat to do: FS-A"
+        section = "## A title\n\n```python\n# comment\n```"
+        assert explain("FS-A-B") == f"{row}\n\n{section}"
         assert main(["explain", "FS-X"]) == 2
     said = capsys.readouterr().err
-    assert said == "flatshard explain: no code 'FS-X'. The codes are FS-A, FS-A-B, FS-C, FS-D.\n"
+    assert said == "flatshard explain: no code 'FS-X'. The codes are FS-A, FS-A-B.\n"
