@@ -203,8 +203,8 @@ def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    Only if a name differs from ``path``'s in nothing but numbers: other folders may belong to
-    another training.
+    An incomplete folder is deleted only if its name is ``path``'s with other numbers. Other folders
+    may belong to another training.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -247,8 +247,6 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk."""
-    if os.name == "nt":  # Windows cannot open folders to sync names
-        return
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -219,7 +219,8 @@ def _targets(
             problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
         targets[key] = held
         if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-            # Read one number in full: `optim_state_dict_to_load` decides whether it is per element.
+            # Read a single number into a full tensor. `optim_state_dict_to_load` decides later
+            # whether the number belongs to an element.
             is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
             like: Any = param if is_alike else torch.empty(0)
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)
@@ -277,7 +278,7 @@ def _require_complete(path: Path) -> Marker:
 def _restore_generators(found: StateDict, device: torch.device) -> None:
     """Set this rank's random number generators to the saved states.
 
-    Without those for CUDA if the model is on no GPU, and for numpy if it is not imported.
+    CUDA's generator is skipped if the model is on the CPU, and numpy's if numpy is not imported.
     """
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
@@ -290,7 +291,8 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 def _seed_generators(rank: int, found: StateDict) -> None:
     """Seed the random number generators of a rank whose states were not saved.
 
-    Rank 0's saved state and the rank determine the seed: it differs by rank, not by resumed run.
+    The seed depends on rank 0's saved state and on this rank. So ranks have different seeds, and a
+    rank has the same seed in each run that resumes from the checkpoint.
     """
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)

@@ -168,8 +168,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# The facts that all ranks compare: texts, by name, and for each optimizer its class and the state
-# that every rank holds.
+# Values that must be equal on all ranks. First: texts, keyed by name. Second: for each optimizer,
+# its class and the state that every rank holds completely.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
 
 

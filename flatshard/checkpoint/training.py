@@ -100,7 +100,10 @@ class HostRanks(HostExchange):
 
 
 def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
-    """Return a class and a text of which ranks make the error: RuntimeError for unusual errors."""
+    """Return a class and a text from which every rank makes the error.
+
+    The class of an unusual error is RuntimeError.
+    """
     if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
         return sendable(error)
     return RuntimeError, f"{type(error).__name__}: {error}"

@@ -144,8 +144,8 @@ class Watchdog(CollectiveWatch):
                 _logger.warning(
                     "waiting for %d seconds: %s", now - wait.began, self._about(wait, is_meeting)
                 )
-        # Look for a deadlock only if a single thread communicates. Otherwise, another thread may
-        # still begin the collective for which the other ranks wait.
+        # Look for a deadlock only if a single thread communicates. A second thread that does not
+        # wait may still begin the collective that the other ranks need.
         if len(self._users) == 1:
             (user,) = self._users
             # Put the user's thread first, so that the last wait is the innermost: while a thread of

@@ -93,8 +93,8 @@ class SharedMemoryTransport(transports.Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # Set the same value on all ranks, even if only this rank copies shards: units are resharded
-        # depending on this value, and all ranks must reshard at the same time.
+        # All ranks must set the same value, even if only this rank copies shards: the value decides
+        # when a rank reshards, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 

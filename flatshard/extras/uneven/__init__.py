@@ -53,12 +53,12 @@ def uneven(state: RunState) -> Iterator[None]:
         ):
             outside = state.outside_use or extra("out_of_forward", _NAME)
             with torch.no_grad(), outside.unsharded(state.units):
-                # broadcast now: forwards inside of the context must not communicate
+                # Broadcast buffers now: forwards inside of the context must not communicate.
                 if state.buffers is not None:
                     state.buffers.before_forward(False, under_no_sync=True)
             try:
                 yield
-            except CollectiveError:  # every rank raises such an error
+            except CollectiveError:  # every rank raises a CollectiveError by itself
                 raise
             except Exception as error:
                 with contextlib.suppress(Exception):

@@ -25,7 +25,7 @@ class Norms(dict[str, float]):
     """Norms, keyed by name.
 
     Attributes:
-        non_finite: for each name whose norm is inf or NaN, the ranks whose chunk has an element
+        non_finite: for each name whose norm is inf or NaN, the ranks whose shard has an element
             that is inf or NaN.
     """
 
