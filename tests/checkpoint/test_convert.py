@@ -202,7 +202,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["o.pt", "o.safetensors"])
 def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What had been written so far was left."""
+    """Ctrl-C leaves no half-written file behind."""
     read = mock.Mock(side_effect=KeyboardInterrupt)
     source = Source("any", {("a",): torch.empty(1, device="meta")}, read)
     with mock.patch.object(convert_module, "open_source", return_value=source):
@@ -214,7 +214,7 @@ def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("limit", [100, 5_000, 9_000])
 def test_full_disk(limit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch's zip writer raised an error of its own, or SIGBUS ended the process."""
+    """A full disk is an error that names the file, and leaves no half-written file behind."""
     torch.save({name: torch.ones(1_000) for name in "abc"}, tmp_path / "good.pt")
     with full_disk(limit):
         status = main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "o.pt")])

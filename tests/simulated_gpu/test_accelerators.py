@@ -4,7 +4,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,49 +34,6 @@ from flatshard.units.module_tree import NOTHING
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, step_and_zero
-
-
-class _Reduce:
-    """Under way, of gradients that a device comes to after ``computed_after`` looks."""
-
-    is_finished = False
-
-    def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
-        self._computed = chain(repeat(False, computed_after), repeat(True))
-        self._done = chain(repeat(False, done_after), repeat(True))
-        self._tells = tells
-
-    def tells_when_done(self) -> bool:
-        return self._tells
-
-    def is_computed(self) -> bool:
-        return next(self._computed)
-
-    def advance(self) -> bool:
-        return True
-
-    def done(self) -> bool:
-        return next(self._done)
-
-
-@pytest.mark.parametrize(
-    ("reduce", "is_reduced"),
-    [
-        # A stream that waited for a peer which lacks a gradient would hold up the gathers that
-        # this peer needs to come to the end of its backward.
-        (_Reduce(0, 10**9), False),
-        (_Reduce(0, 10**9, tells=False), False),
-        # The device is behind the host for longer than a peer is waited for.
-        (_Reduce(700, 701), True),
-    ],
-    ids=["a peer does not come", "nobody knows", "still to be computed"],
-)
-def test_a_reduction_on_a_device_is_waited_for_by_the_host(
-    reduce: _Reduce, is_reduced: bool
-) -> None:
-    reduction: Any = reduce
-    with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
-        assert reduce_queue.wait_until_reduced(reduction) is is_reduced
 
 
 class _Late:
@@ -171,26 +127,7 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
     cuda = torch.device("cuda", 0)
     assert not comm.transport_for(cuda).stream_waits(cuda)
     _reductions_are_connected_at_construction()
-    _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
-    _a_gather_on_one_rank_alone_is_found(rank)
-
-
-def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
-    """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
-    case = CASES["transformer"]
-    model = case.wrap(case.model(), collectives="native")
-    comm = model._sharded_unit.settings.ranks.world
-    local_loss(model, case, 0, rank, 2).backward()
-    before = comm.history.digest
-    assert communicator(dist.group.WORLD).history.digest == 0, "those have tags"
-    local_loss(model, case, 1, rank, 2).backward()
-    assert comm.history.digest != before
-    comm.history.digest ^= rank  # as if rank 1 had asked for something alone
-    with pytest.raises(RuntimeError, match="all-gathered different units"):
-        local_loss(model, case, 2, rank, 2).backward()
-    comm.history.digest = 0  # on both again
-    local_loss(model, case, 3, rank, 2).backward()
 
 
 def _reductions_are_connected_at_construction() -> None:
@@ -242,19 +179,6 @@ def _reductions_are_connected_at_construction() -> None:
             large = [(name, numel) for name, numel in connected if numel > 2]
             assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
             connected.clear()
-
-
-def _stale_buffers_are_used_again() -> None:
-    """To resize a storage to the size that it has makes another one and copies."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    places = []
-    for step in range(2):
-        model(case.batch(step, 2)[0]).sum().backward()
-        places.append([handle.buffer.data_ptr() for handle in _handles(model)])
-        step_and_zero(optimizer)
-    assert places[0] == places[1]
 
 
 def _memory_that_lacks_leaves_no_stale_buffer() -> None:

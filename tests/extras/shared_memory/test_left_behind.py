@@ -145,6 +145,3 @@ def test_resident_memory_of_mapped_shards() -> None:
     grown = run_ranks(_memory_of_mapped_shards, 2, fresh=True)
     # `before` has the plain model of 64 MiB on each rank, which is freed: 128 less, and 64 more.
     assert -2 * 64 * MIB <= sum(grown) <= (24 - 64) * MIB, [one / MIB for one in grown]
-
-
-# ---------------------------------------------------------------- a rank that leaves
