@@ -48,19 +48,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("strategy", EXPECTED)
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
-@on_ranks(2)
-def test_sequence(rank: int, world_size: int, strategy: str) -> None:
-    model = _wrapped(strategy)
-    _step(model)  # the first backward also agrees on an order
-    for _ in range(2):
-        assert _step(model) == [
-            *EXPECTED[strategy],
-            ("scalars", "used parameters of all units, backward"),
-        ]
-
-
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_prefetch_at_the_end_of_forward(rank: int, world_size: int) -> None:
