@@ -82,48 +82,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 SLOW = [
-    "test_waits_on_gpu.py",
-    "test_try.py",
-    "test_documents.py",
-    "test_transformers.py",
-    "test_watchdog.py",
-    "test_idioms.py",
-    "test_predicted_peak.py",
-    "test_compiled_units.py",
-    "test_notebooks.py",
-    "test_full_tensors.py",
-    "test_out_of_forward.py",
-    "test_costs.py",
-    "test_gpu_check.py",
-    "test_checkpoint.py",
-    "test_features.py",
-    "test_zoo.py",
-    "test_lone_calls.py",
-    "test_write_through.py",
-    "test_plan_command.py",
-    "test_peer_memory.py",
-    "test_order_of_collectives.py",
-    "test_left_behind.py",
-    "test_uneven.py",
-    "test_boundaries_in_training.py",
-    "test_extras.py",
-    "test_tensor_parallel.py",
-    "test_arriving_gradients.py",
-    "test_elastic.py",
-    "test_strategies.py",
-    "test_rank_failure.py",
-    "test_checkpoint_errors.py",
-    "test_frozen.py",
-    "test_step_in_backward.py",
-    "test_offload.py",
-    "test_whole_step.py",
+    *("test_waits_on_gpu.py", "test_try.py", "test_documents.py", "test_transformers.py"),
+    *("test_watchdog.py", "test_idioms.py", "test_extras.py", "test_elastic.py"),
+    *("test_compiled_units.py", "test_lone_calls.py", "test_order_of_collectives.py"),
+    *("test_notebooks.py", "test_peer_memory.py", "test_rank_failure.py"),
 ]
 """Files that take longest. They begin first, so that no worker has one left at the end."""
 
 
 TOGETHER = {
     "frameworks": ("tests/integrations/",),
-    "compiler": ("tests/engine/test_compile.py", "tests/engine/test_compiled_units.py"),
+    "compiler": ("tests/engine/test_compiled_units.py",),
     "simulated GPU": (
         "tests/extras/deadlock/test_waits_on_gpu.py",
         "tests/extras/device_checks/test_device_checks.py",

@@ -253,6 +253,9 @@ def main() -> None:
     import torch
     import torch._dynamo  # torch imports it when it makes the first optimizer
 
+    with contextlib.suppress(ImportError):
+        import sklearn.datasets  # noqa: F401  # for the scripts that train on digits
+
     torch.set_num_threads(1)
     keep_torchs_operators()
     gc.collect()

@@ -1,5 +1,6 @@
-"""`try_ranks`: what comes of a call on several ranks, in one word, for tables and random tests."""
+"""`try_ranks`: what comes of a call on several ranks, in one word; and what ranks that wait log."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,18 @@ from tests.harness import RankError, allow_warnings, run_ranks
 
 PATIENCE = 12.0
 """Seconds after an error in which the other ranks can find out that they wait for nobody."""
+
+QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
+"""Constants of `flatshard.extras.deadlock.detector`: ranks that wait are found sooner."""
+
+
+def logged() -> list[str]:
+    """The lines that flatshard logs from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flatshard").handlers = [handler]
+    return lines
 
 
 class Cell(NamedTuple):

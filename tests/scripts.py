@@ -1,31 +1,17 @@
-"""`run_script`: run a script without waiting for torch to be imported by each of its processes.
+"""`run_script` and `torchrun`: a script in processes of `PYTHON`, which has imported torch."""
 
-It runs in a process forked from the harness's server, and what it spawns is forked in turn: its
-arguments are not pickled, and its file is not imported again. `torchrun` starts so many of them as
-ranks. Each script has besides a test that starts it as its reader would.
-"""
-
-import contextlib
-import gc
-import multiprocessing
 import os
-import runpy
-import signal
-import sys
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import TCPStore
 
-from tests.harness import PRELOAD, forked
-
-# The harness's server has not started yet when this is imported, while tests are collected.
-PRELOAD += ["rich.table", "sklearn.datasets"]
+from tests.forked_python import PYTHON
 
 
 class Finished(NamedTuple):
@@ -36,23 +22,15 @@ class Finished(NamedTuple):
     err: str
 
 
-def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 100) -> Finished:
-    """Run the script in the folder ``cwd``.
-
-    Raises:
-        TimeoutError: it was still running after ``timeout`` seconds.
-    """
-    return _run([dict(os.environ)], script, arguments, cwd, timeout)
+def run_script(script: Path, *arguments: str, cwd: Path) -> Finished:
+    """Run the script in the folder ``cwd``."""
+    return _run([os.environ], script, arguments, cwd)
 
 
 def torchrun(
     world_size: int, script: Path, *arguments: str, environment: Mapping[str, str], cwd: Path
 ) -> Finished:
-    """Run the script on so many ranks, which meet as torchrun's do: at a store of their parent's.
-
-    Raises:
-        TimeoutError: one was still running after a hundred seconds.
-    """
+    """Run the script on so many ranks, which meet as torchrun's do: at the parent's store."""
     limit = timedelta(seconds=60)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     common = {
@@ -65,80 +43,34 @@ def torchrun(
         "WORLD_SIZE": str(world_size),
     }
     ranks = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
-    return _run(ranks, script, arguments, cwd, timeout=100)
+    return _run(ranks, script, arguments, cwd)
 
 
 def _run(
-    environments: list[dict[str, str]],
-    script: Path,
-    arguments: Sequence[str],
-    cwd: Path,
-    timeout: float,
+    environments: Sequence[Mapping[str, str]], script: Path, arguments: Sequence[str], cwd: Path
 ) -> Finished:
-    """A process for each environment, none of which, nor of what they start, is left behind."""
-    deadline = time.monotonic() + timeout
-    processes: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="script-") as folder:
-        files = [Path(folder) / "out", Path(folder) / "err"]
-        for path in files:
-            path.touch()
+    """A process for each environment. When one fails, or after 100 seconds, all are killed."""
+    deadline = time.monotonic() + 100
+    command = [PYTHON, str(script), *map(str, arguments)]
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            for environment in environments:
-                processes.append(fork_script(environment, script, arguments, cwd, files))
-            status = _status(processes, deadline)
+            for given in environments:
+                environment = {**given, "OMP_NUM_THREADS": "1"}
+                processes.append(
+                    subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err)
+                )
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.join()
-                process.close()
-        out, err = (path.read_text() for path in files)
-    if status is None:
-        raise TimeoutError(f"{script.name} was still running after {timeout} s:\n{out}{err}")
-    return Finished(status, out, err)
-
-
-def fork_script(
-    environment: Mapping[str, str],
-    script: Path,
-    arguments: Sequence[str],
-    cwd: Path,
-    files: Sequence[Path],
-) -> Any:
-    """The started process of one script, in a session of its own; it writes into two ``files``."""
-    return forked(_main, script, arguments, cwd, dict(environment), files)
-
-
-def _status(processes: list[Any], deadline: float) -> int | None:
-    """That of the first to fail, else 0; None when time is up."""
-    running = {process.sentinel: process for process in processes}
-    while running:
-        ended = wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ended:
-            return None
-        for sentinel in ended:
-            if status := running.pop(sentinel).exitcode:  # type: ignore[call-overload]
-                return status
-    return 0
-
-
-def _main(
-    script: Path,
-    arguments: Sequence[str],
-    cwd: Path,
-    environment: dict[str, str],
-    files: Sequence[Path],
-) -> None:
-    os.setsid()
-    gc.freeze()  # what the server has loaded is no garbage, and stays shared with it
-    for descriptor, path in enumerate(files, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
-    os.environ.clear()
-    os.environ.update({**environment, "OMP_NUM_THREADS": "1"})
-    os.chdir(cwd)
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [str(script), *map(str, arguments)]
-    contexts = multiprocessing.context._concrete_contexts
-    contexts["spawn"] = contexts["fork"]
-    runpy.run_path(str(script), run_name="__main__")
+                process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    assert None not in codes or any(codes), f"{script.name} still ran after 100 s: {texts}"
+    return Finished(next(filter(None, codes), 0), *texts)

@@ -1,6 +1,7 @@
 """`flatshard convert` and `inspect`, on files as several libraries write them."""
 
 import pickle
+import tomllib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from flatshard import ShardedWrapper, checkpoint
 from flatshard.checkpoint import convert
 from flatshard.checkpoint import sources as convert_module
-from flatshard.checkpoint.command_line import main
+from flatshard.checkpoint.command_line import explain, main
 from flatshard.checkpoint.sources import Source, open_source
-from tests.harness import allow_warnings, full_disk, run_ranks
+from tests.harness import ROOT, allow_warnings, full_disk, run_ranks
 from tests.models import CASES, Odd
 from tests.oracle import snapshot
 
@@ -202,7 +203,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["o.pt", "o.safetensors"])
 def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What had been written so far was left."""
+    """Ctrl-C leaves no half-written file behind."""
     read = mock.Mock(side_effect=KeyboardInterrupt)
     source = Source("any", {("a",): torch.empty(1, device="meta")}, read)
     with mock.patch.object(convert_module, "open_source", return_value=source):
@@ -214,7 +215,7 @@ def test_ctrl_c(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("limit", [100, 5_000, 9_000])
 def test_full_disk(limit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch's zip writer raised an error of its own, or SIGBUS ended the process."""
+    """A full disk is an error that names the file, and leaves no half-written file behind."""
     torch.save({name: torch.ones(1_000) for name in "abc"}, tmp_path / "good.pt")
     with full_disk(limit):
         status = main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "o.pt")])
@@ -234,3 +235,32 @@ def test_incomplete_dcp_folder(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError, match="distcp is missing"):
         open_source(tmp_path / "a")
+
+
+# ---------------------------------------------------------------- ``flatshard explain``
+
+
+def test_wheel_contains_the_page() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert wheel["targets"]["wheel"]["force-include"] == {
+        "docs/troubleshooting.md": "flatshard/troubleshooting.md"
+    }
+    assert "/docs/troubleshooting.md" in wheel["targets"]["sdist"]["include"]
+
+
+def test_row_and_linked_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (
+        "# Page\n\n| code | message | what happened | what to do |\n|---|---|---|---|\n"
+        '| <a id="FS-A"></a>`FS-A` | `so` | *this* | [that](a-b.md#c) |\n'
+        '| <a id="FS-A-B"></a>`FS-A-B` | no | [see](#a-title) | FS-A |\n\n'
+        "## Other\n\n## A title\n\n```python\n# comment\n```\n\n### More\n"
+    )
+    with mock.patch.object(Path, "read_text", return_value=page):
+        row = "code: `FS-A`\n\nmessage: `so`\n\nwhat happened: *this*"
+        assert explain("[fs-a]") == f"{row}\n\nwhat to do: that (page a-b)"
+        row = "code: `FS-A-B`\n\nmessage: no\n\nwhat happened: see\n\nwhat to do: FS-A"
+        section = "## A title\n\n```python\n# comment\n```"
+        assert explain("FS-A-B") == f"{row}\n\n{section}"
+        assert main(["explain", "FS-X"]) == 2
+    said = capsys.readouterr().err
+    assert said == "flatshard explain: no code 'FS-X'. The codes are FS-A, FS-A-B.\n"

@@ -5,6 +5,7 @@ a break.
 """
 
 import enum
+import tarfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -15,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -22,7 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from flatshard import ShardedWrapper, checkpoint, declare_elementwise
 from flatshard.checkpoint import full_optim_state_dict, full_state_dict, saving
 from flatshard.optimizer import state_dicts
+from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.oracle import assert_same, snapshot
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -293,3 +297,133 @@ def test_options_that_cannot_be_loaded(rank: int, world_size: int, tmp_path: Pat
         with pytest.raises(TypeError, match=r"the optimizer's param_groups\.0\.kind.* holds"):
             checkpoint.save(tmp_path / "a", model, optimizer)
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- several optimizers
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def _optimizers(model: nn.Module, container: str) -> Any:
+    params = list(model.parameters())
+    muon = torch.optim.Muon([one for one in params if one.dim() == 2], lr=0.02)
+    # Two groups: an optimizer's groups stay together.
+    biases = [{"params": [one], "lr": 0.01 / n} for n, one in enumerate(params[1::2], 1)]
+    adamw = torch.optim.AdamW(biases)
+    if container in ("list", "tuple"):
+        return [muon, adamw] if container == "list" else (muon, adamw)
+    named = {"matrices": muon, "rest": adamw}
+    return named if container == "dict" else dict(reversed(named.items()))
+
+
+def _train(model: nn.Module, optimizers: Any, steps: range, rank: int, world_size: int) -> None:
+    each = list(optimizers.values()) if isinstance(optimizers, dict) else optimizers
+    for step in steps:
+        inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).double()
+        model(inputs.chunk(world_size)[rank]).square().mean().backward()
+        for optimizer in each:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_full_state_and_errors(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = ShardedWrapper(_model())
+    optimizers = _optimizers(model, "dict")
+    with allow_warnings():
+        _train(model, optimizers, range(2), rank, world_size)
+    checkpoint.save(tmp_path / "both", model, optimizers)
+    weights = model.state_dict()
+    sent = [checkpoint.full_optim_state_dict(model, optimizers)]
+    checkpoint.load(tmp_path / "both", model, optimizers)
+    again = checkpoint.full_optim_state_dict(model, optimizers)  # without a step before
+    for name in optimizers if rank == 0 else ():
+        torch.testing.assert_close(again[name]["state"], sent[0][name]["state"], rtol=0, atol=0)
+    dist.broadcast_object_list(sent)
+    other = ShardedWrapper(_model(seed=1))
+    other.load_state_dict(weights)
+    others = _optimizers(other, "dict")
+    for name, one in others.items():
+        one.load_state_dict(ShardedWrapper.optim_state_dict_to_load(other, one, sent[0][name]))
+    for one, its in ((model, optimizers), (other, others)):
+        with allow_warnings():
+            _train(one, its, range(2, 4), rank, world_size)
+    assert_same(other, model)
+
+    muon, adamw = optimizers.values()
+    twice = torch.optim.SGD([next(model.parameters())], lr=0.1)
+    with pytest.raises(ValueError, match=r"'0.weight' belongs to optimizers '0' and '1'"):
+        checkpoint.save(tmp_path / "twice", model, [muon, twice])
+    other_class = {"matrices": muon, "rest": torch.optim.Adam(adamw.param_groups)}
+    for wrong in ([muon, adamw], muon, other_class, {"matrices": adamw, "rest": muon}):
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=r"saved with other optimizers: expected 'matrices'"):
+            checkpoint.load(tmp_path / "both", model, wrong)
+        assert_same(before, model)
+    assert checkpoint.load(tmp_path / "both", model) == {}  # without an optimizer
+    checkpoint.save(tmp_path / "one", model, muon)
+    with pytest.raises(ValueError, match=r"expected '0': Muon of 2 parameters; got '0': Muon of"):
+        checkpoint.load(tmp_path / "one", model, [muon, adamw])
+    swapped = [muon, adamw] if rank else [adamw, muon]
+    with pytest.raises(ValueError, match=r"the list of optimizers is .*Muon.* on rank 1"):
+        checkpoint.save(tmp_path / "swapped", model, swapped)
+
+
+# ---------------------------------------------------------------- checkpoints of version 0.2.0
+
+
+SAVED = Path(__file__).with_name("flat_parameters.tar.xz")
+
+
+def test_checkpoints_of_flat_parameters(tmp_path: Path) -> None:
+    with tarfile.open(SAVED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for world_size in (1, 3):
+        run_ranks(_load, world_size, tmp_path)
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _load(rank: int, world_size: int, folder: Path) -> None:
+    full = torch.load(folder / "full.pt", weights_only=True)
+    ends = []
+    for form in ("unwrapped", "full", "folder"):
+        model = _net()
+        if form != "unwrapped":
+            model = ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+        if form == "folder":
+            assert checkpoint.load(folder / "checkpoint", model, optimizer) == {"step": 2}
+        else:
+            model.load_state_dict(full["model"])
+            state = ShardedWrapper.optim_state_dict_to_load(model, optimizer, full["optim"])
+            optimizer.load_state_dict(state)
+        with naming(form):
+            torch.testing.assert_close(snapshot(model), full["model"], rtol=0.0, atol=0.0)
+            saved = ShardedWrapper.optim_state_dict(model, optimizer)
+            torch.testing.assert_close(saved["state"], full["optim"]["state"], rtol=0.0, atol=0.0)
+            assert saved["param_groups"] == full["optim"]["param_groups"]
+        model(torch.linspace(-1.0, 1.0, 12).view(4, 3)).square().mean().backward()
+        optimizer.step()
+        ends.append(snapshot(model))
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0.0, atol=1e-6)
+
+    # The parts of one rank have no names: an error, also before flatshard knows the optimizer.
+    for name in ("one_rank_optimizer.pt", "optimizer_of_rank_0.pt"):
+        state = torch.load(folder / name, weights_only=True)
+        fresh = torch.optim.AdamW(model.parameters())
+        with naming(name):
+            with pytest.raises(
+                ValueError, match="of a sharded model contains only the parts of one rank"
+            ):
+                ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
+            with pytest.raises(RuntimeError, match=r"only that rank's parts.*full_optim"):
+                optimizer.load_state_dict(state)
+            with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+                fresh.load_state_dict(state)

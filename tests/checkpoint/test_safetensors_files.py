@@ -1,78 +1,15 @@
-"""The safetensors format without ranks: ranges, headers, several files, and broken ones."""
+"""The safetensors format without ranks: several files, and broken ones."""
 
-import itertools
 import json
-import math
-import random
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from flatshard.checkpoint import safetensors
 from flatshard.checkpoint.safetensors import (
-    DTYPES,
-    Place,
     find_tensors,
-    move_range,
-    plan_files,
 )
-from flatshard.units.layout import strides_of
-from tests.harness import naming
-
-
-def test_any_ranges_make_the_tensor(tmp_path: Path) -> None:
-    """Of any memory order, cut anywhere, cast, in pieces of any size, behind other bytes."""
-    for seed in range(200):
-        with naming(seed):
-            _ranges_make_the_tensor(tmp_path, seed)
-
-
-def _ranges_make_the_tensor(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
-    order = draw.sample(range(len(shape)), len(shape))
-    numel = math.prod(shape)
-    full = torch.randn(numel).as_strided(shape, strides_of(shape, order))
-    flat = full.permute(order).reshape(-1)
-    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
-    place = Place(str(tmp_path / "file"), 7, dtype, shape)
-    Path(place.path).write_bytes(b"-" * 7)
-    cuts = [0, *sorted(draw.randint(0, numel) for _ in range(3)), numel]
-    with mock.patch.object(safetensors, "PIECE_BYTES", draw.choice([8, 16, 64, 1 << 20])):
-        for low, high in itertools.pairwise(cuts):
-            move_range(place, flat[low:high].clone(), order, low, to_file=True)
-        written = bytearray(Path(place.path).read_bytes()[7:])
-        assert torch.equal(torch.frombuffer(written, dtype=dtype).view(shape), full.to(dtype))
-        for low, high in itertools.pairwise(cuts):
-            part = torch.zeros(high - low)
-            move_range(place, part, order, low, to_file=False)
-            assert torch.equal(part, flat[low:high].to(dtype).float())
-
-
-def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
-    values = [torch.zeros(3, 2, dtype=dtype) for dtype in DTYPES.values()]
-    tensors = {f"{i} é": one for i, one in enumerate((*values, torch.tensor(2), torch.empty(0, 3)))}
-    save_file(tensors, tmp_path / "theirs.safetensors", {"a": "b"})
-    theirs = find_tensors(tmp_path / "theirs.safetensors")
-    assert theirs.metadata == {"a": "b"}
-    assert {n: (p.shape, p.dtype) for n, p in theirs.places.items()} == {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
-    }
-    plan = plan_files(tensors, tmp_path / "ours.safetensors")
-    plan.create()
-    assert not (tmp_path / "ours.safetensors").exists()
-    for name, place in plan.places.items():
-        assert place.offset % place.dtype.itemsize == 0
-        order = range(tensors[name].dim())
-        move_range(place, tensors[name].reshape(-1), order, 0, to_file=True)
-    plan.commit()
-    ours = load_file(tmp_path / "ours.safetensors")
-    assert all(
-        torch.equal(*(one[name].to(torch.cfloat) for one in (ours, tensors))) for name in tensors
-    )
 
 
 def _file(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """The exact sequence of collectives in a step, and what they do to memory."""
 
-import datetime
 from collections import Counter
 from unittest import mock
 
@@ -10,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from flatshard import CollectiveError, ShardedWrapper, collectives, sharded_modules
+from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import Gather
-from flatshard.options import Collectives, TransportOptions
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
@@ -48,19 +46,6 @@ EXPECTED = {
     "SHARD_GRAD_OP": [("gather", n) for n in "012"] + [("reduce", n) for n in "210"],
     "NO_SHARD": [("all_reduce", n) for n in "210"],
 }
-
-
-@pytest.mark.parametrize("strategy", EXPECTED)
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
-@on_ranks(2)
-def test_sequence(rank: int, world_size: int, strategy: str) -> None:
-    model = _wrapped(strategy)
-    _step(model)  # the first backward also agrees on an order
-    for _ in range(2):
-        assert _step(model) == [
-            *EXPECTED[strategy],
-            ("scalars", "used parameters of all units, backward"),
-        ]
 
 
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
@@ -166,17 +151,6 @@ def test_prefetch_can_be_turned_off(rank: int, world_size: int) -> None:
         assert _step(model)[3:7] == expected, prefetch
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
-@on_ranks(2)
-def test_evaluation_only_gathers(rank: int, world_size: int) -> None:
-    model = _wrapped("SHARD_GRAD_OP")
-    for context in (torch.no_grad, torch.inference_mode):
-        with collectives.record() as events, context():
-            model(torch.ones(2, 8))
-        assert [(e.kind, e.unit_fqn) for e in events] == [("gather", n) for n in LAYERS]
-        assert _live_bytes(model) == 0
-
-
 def _live_bytes(model: nn.Module) -> int:
     """Bytes of unsharded buffers that exist now."""
     return sum(
@@ -247,39 +221,6 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
                 new_group(world, ranks)
     assert (seen, world.bound_device_id) == ([None, cuda], cuda)
     world.bound_device_id = None
-
-
-@on_ranks(3)
-def test_gather_any_dtype(rank: int, world_size: int) -> None:
-    comm = communicator(dist.group.WORLD)
-    for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.int8):
-        out = torch.zeros(12, dtype=dtype)
-        comm.all_gather(Gather(torch.full((4,), rank, dtype=dtype), out, "test", 1, "test")).wait()
-        assert out.tolist() == [r for r in range(3) for _ in range(4)]
-    _gather_by_the_backend(rank)
-    with pytest.raises(AssertionError, match="fill the buffer"):
-        comm.all_gather(Gather(torch.zeros(4), torch.zeros(13), "test", 1, "test"))
-
-
-def _gather_by_the_backend(rank: int) -> None:
-    """Of dtypes that it does not know, too: neither gloo nor NCCL has this one."""
-    comm = communicator(dist.group.WORLD, mode=TransportOptions(Collectives.NATIVE))
-    mine, out = torch.full((4,), rank, dtype=torch.int16), torch.zeros(12, dtype=torch.int16)
-    comm.all_gather(Gather(mine, out, "test", 1, "test")).wait()
-    assert out.tolist() == [r for r in range(3) for _ in range(4)]
-    comm.broadcast(mine, op_name="test", source=2)
-    assert mine.tolist() == [2] * 4
-
-
-@on_ranks(2, expendable=[1], group_timeout=2.0)
-def test_a_peer_that_does_not_come_is_named(rank: int, world_size: int) -> None:
-    comm = communicator(dist.group.WORLD)
-    if rank == 1:
-        return
-    started = datetime.datetime.now()
-    with pytest.raises(CollectiveError, match=r"unit 'layers\.3', rank 0: all-gathering"):
-        comm.all_gather(Gather(torch.zeros(4), torch.zeros(8), "layers.3", 1, "test")).wait()
-    assert datetime.datetime.now() - started < datetime.timedelta(seconds=10)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -66,7 +66,7 @@ def _main(rank: int, folder: Path) -> None:
 
 
 def test_exit_status(tmp_path: Path) -> None:
-    """SIGABRT, "terminate called without an active exception", ended one program in ten."""
+    """A program ends with its own exit status, whatever threads still do."""
     ranks = [forked(_main, rank, tmp_path) for rank in range(2)]
     try:
         for rank in ranks:

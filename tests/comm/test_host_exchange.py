@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import pickle
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -13,61 +15,12 @@ from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm import communicator
-from flatshard.comm.communicator import Communicator
-from flatshard.comm.host_exchange import FRAME_BYTES
+from flatshard.comm.consistency import raise_everywhere
 from flatshard.comm.transports.native import NativeTransport
 from flatshard.tensor import operators
+from flatshard.tensor.shard_spec import NeedsFullTensor
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from tests.harness import on_ranks, run_ranks
-
-LARGE = 3 * FRAME_BYTES
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks(group_timeout=60)
-def test_exchanges(rank: int, world_size: int) -> None:
-    comm = Communicator(dist.new_group())
-    host = comm.host
-    host.meet("meeting")
-    for size in (0, 5, LARGE):
-        values = bytes((rank + index) % 7 for index in range(size))
-        expected = bytes(
-            max((other + index) % 7 for other in range(world_size)) for index in range(size)
-        )
-        assert host.maxima(values, "maxima") == expected
-        assert host.gather("x" * size, "equal texts") == ["x" * size] * world_size
-        assert host.gather("x" * size * rank, "texts") == [
-            "x" * size * r for r in range(world_size)
-        ]
-        for source in range(world_size):
-            tensor = torch.full((size,), rank, dtype=torch.int64)
-            host.run(partial(dist.broadcast, src=source), tensor, f"of {source}", "a tensor")
-            assert tensor.eq(source).all()
-    for op, expected in (("SUM", sum(range(world_size))), ("MAX", world_size - 1), ("MIN", 0)):
-        number = torch.tensor([float(rank)], dtype=torch.float64)
-        host.run(partial(dist.all_reduce, op=getattr(dist.ReduceOp, op)), number, op, "a number")
-        assert number.item() == expected
-    calls: list[tuple[str, Callable[[], object]]] = [
-        ("a norm", lambda: comm.reduce_scalars(torch.ones(1), "SUM", op_name="a norm")),
-        ("another norm", lambda: comm.reduce_scalars(torch.ones(1), "SUM", op_name="another norm")),
-        ("a norm", lambda: comm.reduce_scalars(torch.ones(3), "SUM", op_name="a norm")),
-        ("a norm", lambda: comm.reduce_scalars(torch.ones(1), "MAX", op_name="a norm")),
-        ("the buffers", lambda: comm.broadcast(torch.ones(1), op_name="the buffers")),
-        ("the buffers", lambda: comm.broadcast(torch.ones(LARGE), op_name="the buffers")),
-        ("votes", lambda: host.maxima(bytes(LARGE), "votes")),
-        ("objects", lambda: host.gather("x" * LARGE, "objects: of one rank")),
-    ]
-    # The ranks stay in step: each mismatch is followed by the next.
-    for name, call in calls:
-        for other_name, other_call in calls:
-            if call is other_call:
-                call()
-                continue
-            with pytest.raises(CollectiveError, match=r"different collectives.*FS-DEADLOCK") as got:
-                (call if rank == 0 else other_call)()
-            got.match(rf"rank 0 (in|began) \[{name}")
-            got.match(rf"\[{other_name}")
-            got.match(r", at \S*test_host_exchange.py:\d+: ")
 
 
 def _wrapped(collectives: str = "auto") -> ShardedWrapper:
@@ -78,7 +31,7 @@ def _wrapped(collectives: str = "auto") -> ShardedWrapper:
 
 @on_ranks(2, group_timeout=60)
 def test_swapped_norms_raise(rank: int, world_size: int) -> None:
-    """Each rank got the other parameter's norm, and no error; or SIGABRT between other sizes."""
+    """Ranks that ask for norms of different parameters all raise; then they are in step again."""
     model = _wrapped()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     model(torch.ones(4, 8)).sum().backward()
@@ -105,8 +58,11 @@ def test_swapped_norms_raise(rank: int, world_size: int) -> None:
     with torch.no_grad():
         for one, two in pairs:
             for call in (one, two) if rank == 0 else (two, one):
-                with pytest.raises(CollectiveError, match="different collectives"):
+                with pytest.raises(CollectiveError, match="different collectives") as error:
                     call()
+                for number in range(2):  # each rank's own line
+                    place = rf"rank {number} (in|began) \[.*, at \S*test_host_exchange.py:\d+: "
+                    error.match(place)
         # Afterwards the ranks are in step, and values are right.
         expected = torch.linalg.vector_norm(weight.full_tensor())
         torch.testing.assert_close(weight.norm(), expected)
@@ -157,3 +113,42 @@ def _both_clippings(rank: int, world_size: int) -> bool:
     with mock.patch.object(operators, "joined_norms", wraps=operators.joined_norms) as named:
         clip(1.0)
     return named.called
+
+
+# ---------------------------------------------------------------- errors of one rank
+
+
+@on_ranks(2)
+def test_errors_that_take_other_arguments(rank: int, world_size: int) -> None:
+    class Local(Exception):
+        pass
+
+    errors = {
+        "'a'": KeyError("a"),
+        "UnicodeDecodeError: .*no text": UnicodeDecodeError("utf-8", b"a", 0, 1, "no text"),
+        "Local: of a function": Local("of a function"),
+        "sharded": NeedsFullTensor("sharded"),
+    }
+    (param,) = ShardedWrapper(nn.Linear(2, 2, bias=False)).parameters()
+    assert isinstance(param, FlatShardTensor)
+    for text, error in errors.items():
+        with pytest.raises(Exception, match=f"{text}.*rank 1"):
+            raise_everywhere(error if rank == 1 else None, param.spec.comm)
+
+
+@on_ranks(4)
+def test_an_error_crosses_groups(rank: int, world_size: int) -> None:
+    """Ranks of other replicas raise too, and do not wait for the rank that failed."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model = ShardedWrapper(nn.Linear(2, 2, bias=False), sharding_strategy="HYBRID_SHARD")
+    (param,) = model.parameters()
+    assert isinstance(param, FlatShardTensor)
+    error = ValueError("no memory") if rank == 3 else None
+    with pytest.raises(ValueError, match=r"no memory \(rank 3\)"):
+        raise_everywhere(error, param.spec.comm, param.spec.replicas)
+
+
+def test_needs_full_tensor_between_processes() -> None:
+    error = NeedsFullTensor("sharded")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (NeedsFullTensor, "sharded")

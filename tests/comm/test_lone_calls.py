@@ -13,7 +13,6 @@ By default half of a sample runs in which each pair of values occurs; THOROUGH=1
 import atexit
 import copy
 import json
-import logging
 import os
 import tempfile
 import time
@@ -34,7 +33,7 @@ from flatshard.extras.deadlock import detector
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import forked
-from tests.outcomes import Cell
+from tests.outcomes import QUICK, Cell, logged
 
 SECONDS = 10.0
 """From the first wait to the error, on every rank."""
@@ -206,7 +205,7 @@ def _pairs(setting: Setting) -> set[tuple[int, int, Any, Any]]:
 def _be_a_rank(setting: Setting, rank: int, folder: Path, quick: bool) -> None:
     """Run the program in this process, write what happened to ``folder``, and end."""
     if quick:
-        vars(detector).update(FIRST_LOOK_SECONDS=0.3, LOOK_SECONDS=0.1, LONGEST_LOOK_SECONDS=0.4)
+        vars(detector).update(QUICK)
     file = os.open(folder / f"err-{rank}", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
@@ -221,27 +220,17 @@ def _be_a_rank(setting: Setting, rank: int, folder: Path, quick: bool) -> None:
         world_size=setting.world,
         timeout=timedelta(seconds=GROUP_SECONDS),
     )
-    log = _Log()
-    logging.getLogger("flatshard").addHandler(log)
+    log = logged()
     began, verdict, text = [time.monotonic()], "right", ""
     try:
         if (worst := _trained(setting, rank, folder, began)) > EXACT:
             verdict, text = "wrong", f"{worst:.2g} from the unwrapped model"
     except Exception as error:
         verdict, text = "raises", f"{type(error).__name__}: {error}"
-    report = verdict, text, time.monotonic() - began[0], log.lines
+    report = verdict, text, time.monotonic() - began[0], log
     (folder / f"rank-{rank}").write_text(json.dumps(report))
     atexit._run_exitfuncs()
     os._exit(verdict == "raises")
-
-
-class _Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _trained(setting: Setting, rank: int, folder: Path, began: list[float]) -> float:

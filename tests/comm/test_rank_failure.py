@@ -3,17 +3,15 @@
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
 from tests.combinations import diagonal
-from tests.harness import RankError, run_ranks
+from tests.harness import run_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, local_loss, trainable
 
@@ -129,80 +127,3 @@ def _construct_with_a_bad_rank(rank: int, world_size: int, fail: Callable[[], No
         ShardedWrapper(CASES["mlp"].model())
     assert time.monotonic() - start < GROUP_TIMEOUT + SLACK
     return str(caught.value)
-
-
-# ---------------------------------------------------------------- the harness itself
-
-
-def _raise_on_rank_1(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise ValueError("the cause")
-    dist.all_reduce(torch.ones(1))
-
-
-def _die_on_rank_1(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os._exit(7)
-    dist.all_reduce(torch.ones(1))
-
-
-def _hang_on_rank_1(rank: int, world_size: int) -> None:
-    if rank == 1:
-        time.sleep(60)
-    dist.all_reduce(torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("fn", "shown"),
-    [
-        (_raise_on_rank_1, r"^rank 1 of 2 raised(.|\n)*ValueError: the cause"),
-        (_die_on_rank_1, r"^rank 1 of 2 ended without a report, exit code 7"),
-        (_hang_on_rank_1, r"^still running(.|\n)*rank 1 was running:(.|\n)*in _hang_on_rank_1"),
-    ],
-)
-def test_harness_shows_the_first_failure(fn: Callable[..., None], shown: str) -> None:
-    with pytest.raises(RankError, match=shown):
-        run_ranks(fn, 2, timeout=3.0)
-
-
-def _change_what_is_restored(rank: int, world_size: int) -> tuple[int, list[object]]:
-    found = [
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.rand(1).item(),
-        "LEFT" in os.environ,
-        os.environ["RANK"],
-        dist.get_world_size(),
-    ]
-    with pytest.raises(UserWarning):
-        warnings.warn("an error, here as in every call", UserWarning, stacklevel=1)
-    warnings.simplefilter("ignore")
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    os.environ.update(LEFT="", RANK="7")
-    return os.getpid(), found
-
-
-class _RaisesWhenCollected:
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        raise ValueError("the destructor's")
-
-
-def _raise_when_collected(rank: int, world_size: int) -> None:
-    if rank == 1:
-        _RaisesWhenCollected()
-
-
-def test_harness_gives_every_call_the_same_start() -> None:
-    first = run_ranks(_change_what_is_restored, 2)
-    second = run_ranks(_change_what_is_restored, 2)
-    with pytest.raises(RankError, match=r"^rank 1 of 2 raised(.|\n)*ValueError: the destructor's"):
-        run_ranks(_raise_when_collected, 2)
-    third = run_ranks(_change_what_is_restored, 2)
-    assert [found for _, found in first] == [found for _, found in second]
-    assert [found for _, found in first] == [found for _, found in third]
-    # A failure leaves no process behind, also not of a rank that did well.
-    assert not {pid for pid, _ in second} & {pid for pid, _ in third}

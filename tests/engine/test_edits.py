@@ -241,7 +241,7 @@ def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_added_in_place_through_a_unit(rank: int, world_size: int) -> None:
-    """As a LoRA's merge: Python then assigns the result to the attribute, which raised."""
+    """As LoRA's merge does: Python assigns the result of `+=` to the attribute."""
     policy = ModuleWrapPolicy({nn.Linear})
     model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=policy)
     before = model[0].weight.full_tensor()
@@ -265,7 +265,7 @@ def test_replaced_parameter(rank: int, world_size: int) -> None:
 
 @on_ranks_each_way(2)
 def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
-    """to("meta") threw the weights away and left a model that crashed later."""
+    """`to("meta")` raises, and the weights stay."""
     run, _ = pair(rank, world_size, way)
     with pytest.raises(RuntimeError, match="meta"):
         run.model.to("meta")

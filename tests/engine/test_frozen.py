@@ -123,7 +123,7 @@ def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     diagonal(2, ["full", "grad_op", "op", "hybrid-nodes-of-one"], ["auto", "sockets", "native"]),
 )
 def test_same_numbers(way: str, collectives: str) -> None:
-    """They ended by SIGSEGV, or in errors of autograd's and of storages."""
+    """Frozen and trained layers under each kind of checkpoint train as in the unwrapped model."""
     # Wide enough for mapped pages in every other way.
     number = ["auto", "sockets", "native"].index(collectives) + list(WAYS).index(way)
     run_ranks(_train, WAYS[way].world_size, way, collectives, number)
@@ -321,7 +321,7 @@ class _NoStep:
 
 @on_ranks_each_way(2)
 def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> None:
-    """Parameters frozen during a later forward, and thawed in time, got no gradients."""
+    """Parameters that are frozen only in a later forward get the earlier one's gradients."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         loss = run.loss(0)

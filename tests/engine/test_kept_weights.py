@@ -50,7 +50,7 @@ class _Taker(nn.Module):
 @pytest.mark.parametrize("way", ["full", "grad_op"])
 @on_ranks(2)
 def test_unit_returns_a_view_of_its_weight(rank: int, world_size: int, way: str) -> None:
-    """The view's memory was freed after forward, and whoever read it got a crash."""
+    """A view that a unit returns keeps its values after the unit is resharded."""
     sharded, plain = pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
     for run in (sharded, plain):
         run.train(0, 3)
@@ -77,7 +77,7 @@ class _Keeper(nn.Sequential):
 def test_a_weight_kept_from_forward(
     rank: int, world_size: int, collectives: str, numel: int
 ) -> None:
-    """Its memory was freed with its unit: whoever read it got a crash, or others' next step."""
+    """Uses of a weight that a module keeps from forward are right, or raise if it was freed."""
     plain, x = _Keeper(numel), torch.ones(3, 7)
 
     (plain(x).pow(2).mean() + plain.kept[0].pow(2).sum()).backward()
@@ -138,7 +138,7 @@ _CLEARS = "_clear_storage_data_ptr_access_error_msg"
 
 @pytest.mark.skipif(not hasattr(torch._C, _CLEARS), reason="torch cannot let reads raise")
 def test_a_view_kept_from_forward(tmp_path: Path) -> None:
-    """The process ended without a word."""
+    """Reading a view after its unit was resharded ends the program with the line that read it."""
     script = tmp_path / "reads_a_view.py"
     script.write_text(READS_A_VIEW)
     done = torchrun(2, script, environment=dict(os.environ), cwd=tmp_path)
@@ -150,7 +150,7 @@ def test_a_view_kept_from_forward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
 def test_view_of_a_weight_in_an_object_is_refused(rank: int, world_size: int, grad: bool) -> None:
-    """An object can't be copied in its owner's place, so its view was of freed memory."""
+    """Inside an object, the view that a unit returns cannot be copied."""
     model = ShardedWrapper(nn.Sequential(_Giver(_Box)), auto_wrap_policy=ModuleWrapPolicy({_Giver}))
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"clone\(\)"):
         model[0]()

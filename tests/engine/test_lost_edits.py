@@ -121,7 +121,7 @@ def test_named_on_all_ranks(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
-    """Once, forwards 3 to 9 and 11 to 99 were not looked at: an encoder that starts late was."""
+    """Each forward is checked for edits, also of a module that runs late or seldom."""
     for frozen, was_written, first in (
         (True, True, 3),
         (True, False, 4),
@@ -150,7 +150,7 @@ def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
 
 @on_ranks(2, group_timeout=5)
 def test_a_copy_on_one_rank_alone(rank: int, world_size: int) -> None:
-    """Its number was taken for that of another model."""
+    """A copy that only one rank makes does not change how later models are told apart."""
     case = CASES["mlp"]
     for _ in range(2):
         model = case.wrap(case.model(), sharding_strategy="NO_SHARD")

@@ -1,12 +1,16 @@
-"""Reads of gradients that are accumulated under `no_sync` and not reduced."""
+"""Reads of gradients that are not reduced, watchers, and buffers of other lengths on each rank."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, MixedPrecision
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
+from flatshard.engine.events import StepExtension
+from flatshard.options.extras import EXTRAS, default_extra
+from flatshard.wrap import always_wrap_policy
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
@@ -78,3 +82,91 @@ def _grad(param: nn.Parameter) -> FlatShardTensor:
     grad = param.grad
     assert isinstance(grad, FlatShardTensor)
     return grad
+
+
+# ---------------------------------------------------------------- watchers
+
+
+def test_watchers_come_last() -> None:
+    """A watcher may raise its warning as an error: no rank may wait for this rank then."""
+    found: list[type[StepExtension]] = []
+    for name in EXTRAS:
+        module = default_extra(name)
+        kinds = [one for one in vars(module).values() if isinstance(one, type)]
+        found += [
+            one
+            for one in kinds
+            if issubclass(one, StepExtension) and one.__module__ == module.__name__
+        ]
+    acting = [one for one in found if not one.watches and "end_backward" in vars(one)]
+    watching = [one for one in found if one.watches]
+    assert acting
+    assert watching
+    assert max(map(found.index, acting)) < min(map(found.index, watching))
+
+
+# ---------------------------------------------------------------- buffers of other lengths
+
+
+MLP = CASES["mlp"]
+
+
+class _Growing(nn.Module):
+    """Has a table that it makes longer when a batch needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+        self.register_buffer("offset", torch.full((4,), 7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.numel() < len(x):
+            self.table = torch.arange(float(len(x)))
+        return self.linear(x) + self.table[: len(x), None]
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@on_ranks(2)
+def test_buffer_of_another_length_on_each_rank(rank: int, world_size: int, longer: int) -> None:
+    """A buffer of another length stays each rank's own; the other buffers are rank 0's."""
+    torch.manual_seed(0)
+    plain = _Growing()
+    model = ShardedWrapper(_Growing())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(8 if rank == longer else 3, 7)
+    for step in range(4):
+        model.offset.fill_(rank + step)
+        output = model(x)
+        torch.testing.assert_close(output, plain(x))
+        output.sum().backward()
+        assert torch.equal(model.offset, torch.full((4,), float(step)))
+    assert torch.equal(model.table, torch.arange(float(len(x))))
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@on_ranks(2)
+def test_several_forwards_between_exchanges(rank: int, world_size: int, longer: int) -> None:
+    """Where one rank's buffers changed, no other rank can know it yet."""
+    model = ShardedWrapper(_Growing())
+    for step in range(3):
+        for number in range(1, 4):
+            model.offset.fill_(rank + number + step)
+            output = model(torch.randn(3 * number * (step + 1) if rank == longer else 1, 7))
+            assert torch.equal(model.offset, torch.full((4,), float(number + step)))
+        output.sum().backward()
+
+
+@on_ranks(2)
+def test_two_forwards_through_batch_norm(rank: int, world_size: int) -> None:
+    """Backward works after two forwards, each of which takes rank 0's statistics."""
+    layers = [nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
+    model = ShardedWrapper(nn.Sequential(*layers).double(), auto_wrap_policy=always_wrap_policy)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    plain.load_state_dict(model.state_dict())
+    x = MLP.batch(0, 8)[0].chunk(world_size)[rank]
+    for each in (model, plain):
+        (each(x).pow(2).sum() + each(2 * x).sum()).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world_size)

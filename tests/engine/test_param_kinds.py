@@ -262,7 +262,7 @@ def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
 @on_ranks(2)
 def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
-    """Views that autograd saved lost their conjugation, gradients sent or read in place, too."""
+    """Views that are conjugated lazily keep their values where they are saved, sent and read."""
     for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
         plain, wrapped = _Complex(numel), _Complex(numel)
         sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)

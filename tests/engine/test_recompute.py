@@ -283,6 +283,3 @@ def _check_wrappers(
     assert_same_state(state, expected.state, 0.0, 1e-12)
     model.load_state_dict(case.model().state_dict())
     assert_same_state(model.state_dict(), case.model().state_dict(), 0.0, 0.0)
-
-
-# ---------------------------------------------------------------- with other idioms

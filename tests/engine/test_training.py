@@ -1,18 +1,27 @@
-"""Buffers, groups of ranks, and gradients that the program keeps, beside the unwrapped model."""
+"""Loops that train, and ranks that do not do the same: right, or an error that all ranks raise."""
 
+import contextlib
+import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
-from tests.harness import on_ranks
-from tests.models import CASES
-from tests.oracle import ROWS
-from tests.side import Run, assert_same_model
+from flatshard.engine import reduce_queue
+from tests.comm_hooks import Averaging
+from tests.harness import allow_warnings, naming, on_ranks
+from tests.idioms.side import Side
+from tests.idioms.together import Headed, Net
+from tests.mapping import mapping
+from tests.models import CASES, Case, vectors
+from tests.oracle import ROWS, local_loss
+from tests.side import Run, assert_same_model, pair
+from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
@@ -33,21 +42,6 @@ def test_buffers_without_broadcast(rank: int, world_size: int, sync: bool | None
     model.eval()  # so that the forward itself leaves them alone
     model(case.batch(0, ROWS)[0])
     assert torch.equal(model.norm.running_mean, expected)
-
-
-@on_ranks(3)
-def test_subgroup(rank: int, world_size: int) -> None:
-    """A model trained by some of the ranks, while the others do nothing."""
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    case = CASES["mlp"]
-    place = dist.get_group_rank(group, rank)
-    plain = Run(case.model(), case, place, 2)
-    sharded = Run(case.wrap(case.model(), process_group=group), case, place, 2)
-    plain.train(0, 3)
-    sharded.train(0, 3)
-    assert_same_model(sharded, plain)
 
 
 @on_ranks(2)
@@ -84,3 +78,279 @@ def test_gradients_that_the_program_keeps(rank: int, world_size: int) -> None:
     step()
     assert id(params[0].grad) in before, "used again"
     assert not hasattr(params[0].grad, "tag")
+
+
+# ---------------------------------------------------------------- a module in two wrappers
+
+
+@on_ranks_each_way(2)
+def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, way: str) -> None:
+    side = Side(f"flatshard {way}")
+    two = "is trained, and is also in another .* .around a Headed."
+    remedy = "models = ShardedWrapper.nn.ModuleList"
+    encoder = side.wrap(Net())
+    encoder(side.draw(0, ROWS, 7)).sum().backward()  # has been trained as a model of its own
+    actor = side.wrap_whole(Headed(encoder))
+    with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
+        side.wrap_whole(Headed(encoder))
+    # The error about a policy must not recommend two wrappers.
+    with pytest.raises(ValueError, match=f"{two}.*{remedy}"):
+        ShardedWrapper(Headed(encoder), auto_wrap_policy="auto")
+    side.loss(actor, 0).backward()
+    encoder.requires_grad_(False)
+    critic, third = side.wrap_whole(Headed(encoder)), side.wrap_whole(Headed(encoder))
+    for model in (actor, critic, third):
+        side.loss(model, 0).backward()
+    encoder.requires_grad_(True)
+    for model in (actor, critic, encoder):
+        with pytest.raises(ValueError, match=f"Headed.*{remedy}"):
+            model(side.draw(0, ROWS, 7))
+    # Without the other wrappers, the encoder belongs to the last one, whichever that is.
+    freed = [weakref.ref(actor), weakref.ref(critic)]
+    del actor, critic, model
+    side.loss(third, 0).backward()
+    assert [one() for one in freed] == [None, None]
+    assert all(param.grad is not None for param in third.parameters())
+    freed = [weakref.ref(third)]
+    del third
+    gc.collect()
+    assert freed[0]() is None, "the encoder must not keep a model that was dropped"
+    side.loss(side.wrap_whole(Headed(encoder)), 0).backward()
+
+
+@on_ranks_each_way(2)
+def test_an_unwrapped_module_in_two_wrappers(rank: int, world_size: int, way: str) -> None:
+    side, encoder = Side(f"flatshard {way}"), Net()
+    first = side.wrap(Headed(encoder), Net)
+    expected = "parameter 'encoder.*' is already in another ShardedWrapper.*ModuleList"
+    with pytest.raises(ValueError, match=expected):
+        side.wrap(Headed(encoder))
+    for again in (first, first.module):
+        with pytest.raises(ValueError, match=r"ModuleList|already a ShardedWrapper"):
+            side.wrap(again)
+    side.loss(first, 0).backward()
+
+
+# ---------------------------------------------------------------- ranks that differ
+
+
+@on_ranks(2, group_timeout=5)
+def test_a_backward_under_no_sync_on_one_rank_alone(rank: int, world_size: int) -> None:
+    """Where units stay gathered between forward and backward, nothing is needed from others."""
+    for collectives in ("sockets", "auto"):
+        for name, strategy in (("mlp", "SHARD_GRAD_OP"), ("mlp-one-unit", "FULL_SHARD")):
+            with naming(f"{collectives}, {strategy}"):
+                case = CASES[name]
+                plain = Run(case.model(), case, rank, world_size)
+                with mapping() if collectives == "auto" else contextlib.nullcontext():
+                    model = case.wrap(
+                        case.model(), sharding_strategy=strategy, collectives=collectives
+                    )
+                    sharded = Run(model, case, rank, world_size)
+                    sharded.train(0, 2)
+                    with sharded.no_sync():
+                        loss = sharded.loss(2)
+                        if rank == 0:
+                            loss.backward()
+                        # What rank 0 freed, the others hold still: all must gather again.
+                        sharded.loss(3).backward()
+                    sharded.train(4, 6)
+                plain.train(0, 2)
+                (local_loss(plain.model, case, 2, 0, world_size) / world_size).backward()
+                plain.loss(3).backward()
+                plain.train(4, 6)
+                assert_same_model(sharded, plain)
+
+
+@pytest.mark.uncoalesced  # the message names one layer
+@on_ranks(2, group_timeout=5)
+def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_size: int) -> None:
+    """An edit of accumulated gradients raises on all ranks, also where a rank has no part."""
+    case = CASES["mlp"]
+    plain = Run(case.model(), case, rank, world_size)
+    sharded = Run(case.wrap(case.model()), case, rank, world_size)
+    bias = sharded.parameter("fc3.bias")
+    with sharded.no_sync():
+        sharded.loss(0).backward()
+        assert bias.grad is not None
+        bias.grad.mul_(0.5)
+        sharded.loss(1).backward()
+    with pytest.raises(RuntimeError, match=r"unit 'fc3': .* were edited"):
+        sharded.loss(2).backward()
+    sharded.optimizer.zero_grad()
+    with allow_warnings(UserWarning, "a backward failed"):
+        sharded.train(2, 3)
+    with sharded.no_sync():
+        sharded.loss(0).backward()
+        bias.grad.mul_(0.5)
+        sharded.loss(1).backward()
+    sharded.optimizer.zero_grad()  # takes the edit along
+    for run in (sharded, plain):
+        run.train(3 if run is sharded else 2, 5)
+    assert_same_model(sharded, plain)
+
+
+class _Pair(nn.Module):
+    """One unit, of which a rank may leave out the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(x) if is_whole else x
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([_Pair() for _ in range(4)])
+
+    def forward(self, x: Tensor, halved: int | None) -> Tensor:
+        """Leaves out the second half of pair ``halved``."""
+        for index, one in enumerate(self.pairs):
+            x = one(x, index != halved)
+        return x
+
+
+_PAIRS = Case("pairs", _Pairs, vectors, (_Pair,))
+
+
+def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
+    """Rank 1 leaves something out."""
+    for rank in [run.rank] if run.is_sharded else range(run.world_size):
+        inputs = _PAIRS.batch(step, run.world_size * ROWS)[0].chunk(run.world_size)[rank]
+        loss = run.model(inputs, halved if rank == 1 else None).pow(2).mean()
+        (loss if run.is_sharded else loss / run.world_size).backward()
+    run.step()
+
+
+@pytest.mark.uncoalesced  # one unit would be used by all
+@on_ranks(2, group_timeout=5)
+def test_units_that_ranks_use_in_part(rank: int, world_size: int) -> None:
+    """Ranks learn which parts are used, so that later steps wait for no reduction."""
+    for keywords, has_hook in (
+        ({"collectives": "sockets"}, False),
+        ({}, True),
+        ({"collectives": "native"}, True),
+        ({"sharding_strategy": "NO_SHARD"}, True),
+    ):
+        with naming(f"{keywords}, hook={has_hook}"):
+            plain = Run(_PAIRS.model(), _PAIRS, rank, world_size)
+            sharded = Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size)
+            hook = Averaging()
+            if has_hook:
+                sharded.model.register_comm_hook("state", hook)
+            stalls = []
+            for run in (plain, sharded):
+                for step, halved in enumerate((None, 2, 2, 0, None)):
+                    with _counting_stalls() as counted:
+                        _unlike_step(run, step, halved)
+                    stalls.append(len(counted))
+            assert_same_model(sharded, plain)
+            assert len(hook.calls) == (20 if has_hook else 0)
+            if not has_hook and rank == 0:
+                assert stalls[6] > 0, "the case is no case"
+                assert stalls[7] == 0
+
+
+@on_ranks(2, group_timeout=5)
+def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
+    """Reductions of two models in one backward are kept apart."""
+    every: list[dict[str, Any]] = [{"collectives": "sockets"}, {"collectives": "native"}]
+    for keywords in ({}, *every, {"sharding_strategy": "NO_SHARD"}):
+        plain = [Run(_PAIRS.model(), _PAIRS, rank, world_size) for _ in range(2)]
+        sharded = [
+            Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
+        ]
+        with naming(keywords), mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1):
+            for step in range(3):
+                for runs in (plain, sharded):
+                    _step_of_two(runs, step)
+            for one, other in zip(sharded, plain, strict=True):
+                assert_same_model(one, other)
+
+
+def _step_of_two(runs: list[Run], step: int) -> None:
+    """Each rank leaves out something else, in a model that the other uses whole."""
+    first, second = runs
+    for rank in [first.rank] if first.is_sharded else range(first.world_size):
+        inputs = _PAIRS.batch(step, first.world_size * ROWS)[0].chunk(first.world_size)[rank]
+        middle = first.model(inputs, 2 if rank == 1 else None)
+        end = second.model(middle.detach() if step % 2 else middle, 1 if rank == 0 else None)
+        loss = middle.pow(2).mean() + end.pow(2).mean()
+        (loss if first.is_sharded else loss / first.world_size).backward()
+    for run in runs:
+        run.step()
+
+
+@contextlib.contextmanager
+def _counting_stalls() -> Iterator[list[Any]]:
+    stalls: list[Any] = []
+    wait = reduce_queue.wait_until_reduced
+
+    def counted(reduction: Any) -> bool:
+        is_reduced = wait(reduction)
+        if not is_reduced:
+            stalls.append(reduction)
+        return is_reduced
+
+    with (
+        mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1),
+        mock.patch.object(reduce_queue, "wait_until_reduced", counted),
+    ):
+        yield stalls
+
+
+class _Scaled(nn.Module):
+    """Two units, and a parameter of the root's own that some ranks use, after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return x * self.scale.prod() if is_scaled else x
+
+
+_SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
+
+
+@on_ranks(2, group_timeout=5)
+def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> None:
+    """A root that some ranks have already resharded is not gathered again."""
+    plain = Run(_SCALED.model(), _SCALED, rank, world_size)
+    sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
+    for run in (plain, sharded):
+        for step in range(3):
+            for number in [rank] if run.is_sharded else range(world_size):
+                inputs = _SCALED.batch(step, world_size * ROWS)[0].chunk(world_size)[number]
+                loss = run.model(inputs, number != 1).pow(2).mean()
+                (loss if run.is_sharded else loss / world_size).backward()
+            run.step()
+    assert_same_model(sharded, plain)
+
+
+@on_ranks_each_way(2)
+def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
+    """Ranks must freeze the same parameters; otherwise all raise, and name one."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):  # where all ranks do alike, at any time
+        with run.no_sync():
+            run.loss(0).backward()
+        for frozen in ("fc2.bias", "fc1.weight"):
+            run.parameter("fc2.bias").requires_grad_(frozen != "fc2.bias")
+            run.parameter("fc1.weight").requires_grad_(frozen != "fc1.weight")
+            run.train(1, 2)
+    assert_same_model(sharded, plain)
+    sharded.parameter("fc3.bias").requires_grad_(rank == 0)
+    bias = r"requires_grad of parameter 'fc3.bias' .* is True on rank 0, False on rank 1"
+    with pytest.raises(RuntimeError, match=bias):
+        sharded.loss(2).backward()
+    # As many parameters on each rank.
+    sharded.parameter("fc3.weight").requires_grad_(rank == 1)
+    with pytest.raises(RuntimeError, match=r"requires_grad of parameter 'fc3\.\w*' .* on rank 1"):
+        sharded.loss(2).backward()

@@ -27,8 +27,7 @@ class _Failing(torch.autograd.Function):
 
 @idiom("the backward of an earlier forward, after another one that failed", by_hand=True)
 def backward_after_failure(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     if side.implementation == "by hand":  # gradients of a part of the failed backward
         return side.fit(model, optimizer, steps=1)[1:]
     good = side.loss(model, 0)
@@ -44,8 +43,7 @@ def backward_after_failure(side: Side) -> Any:
 
 @idiom("an exception in the first forward and backward, then an evaluation", by_hand=True)
 def exceptions_at_first(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for in_backward in (False, True):
         with failing(side.inner(model).fc2, in_backward):
             side.loss(model, 30).backward()
@@ -57,8 +55,7 @@ def exceptions_at_first(side: Side) -> Any:
 
 @idiom("exceptions before, within and after the step, by hooks and a closure")
 def exception_in_step(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
 
     def closure() -> Tensor:
         side.loss(model, 40).backward()
@@ -102,8 +99,7 @@ def exception_between_models(side: Side) -> Any:
 
 @idiom("an exception in a post-accumulate hook of a parameter", by_hand=True)
 def exception_in_post_accumulate_hook(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     handle = side.inner(model).fc2.weight.register_post_accumulate_grad_hook(fail)
     with planned():
         side.loss(model, 30).backward()
@@ -114,8 +110,7 @@ def exception_in_post_accumulate_hook(side: Side) -> Any:
 
 @idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
 def lost_gradients(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     with side.no_sync(model):
         side.loss(model, 0).backward()
     with failing(side.inner(model).fc2, in_backward=True):
@@ -302,8 +297,7 @@ def dropped_where_unused(side: Side) -> Any:
     ways=("full", "no_shard", "hybrid", "hybrid-op"),
 )
 def frozen_while_accumulating(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(3):
         with side.no_sync(model, replicas_only=step == 2):
             side.loss(model, 3 * step).backward()
@@ -318,8 +312,7 @@ def frozen_while_accumulating(side: Side) -> Any:
 
 @idiom("penalties while gradients accumulate", ways=("full", "no_shard", "hybrid"))
 def penalty_while_accumulating(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for first in (0, 10):
         with side.no_sync(model, replicas_only=first == 10):
             (side.loss(model, first) + _penalty(model)).backward()
@@ -335,8 +328,7 @@ def penalty_while_accumulating(side: Side) -> Any:
     ways=("full", "grad_op", "no_shard", "hybrid-op"),
 )
 def step_on_half_of_it(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
 
     def step_is_refused() -> None:
         with side.no_sync(model):
@@ -363,8 +355,7 @@ def step_on_half_of_it(side: Side) -> Any:
 
 @idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
 def zeroed_while_accumulating(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for first, set_to_none in ((0, True), (10, False)):
         with side.no_sync(model):
             side.loss(model, first).backward()
@@ -386,8 +377,7 @@ def zeroed_while_accumulating(side: Side) -> Any:
 
 @idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
 def replaced_while_accumulating(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     with side.no_sync(model):
         side.loss(model, 0).backward()
     if side.is_flatshard:
@@ -422,8 +412,7 @@ def two_strategies(side: Side) -> Any:
     ways=("full", "no_shard", "hybrid"),
 )
 def converted_while_accumulating(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     side.loss(model, 0).backward()
     with side.no_sync(model, replicas_only=side.implementation.endswith("hybrid")):
         side.loss(model, 1).backward()

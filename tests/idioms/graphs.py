@@ -195,8 +195,7 @@ def checkpointed_embedding(side: Side) -> Any:
 
 @idiom("`autograd.grad` for inputs")
 def grad_of_inputs(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     results = []
     for step in range(3):
         x = side.draw(step, ROWS, 7).requires_grad_()

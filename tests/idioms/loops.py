@@ -1,6 +1,7 @@
 """Training loops: accumulation, several passes, evaluation between, uneven and failing steps."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from tests.models import Mlp
 
 @idiom("accumulation under `no_sync`")
 def accumulation(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(0, 6, 3):
         for part in range(2):
             with side.no_sync(model):
@@ -26,8 +26,7 @@ def accumulation(side: Side) -> Any:
 
 @idiom("accumulation without `no_sync`")
 def accumulation_with_sync(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(6):
         side.loss(model, step).backward()
         if step % 2:
@@ -43,8 +42,7 @@ def two_forwards(side: Side) -> Any:
 
 @idiom("`retain_graph=True`, two backwards of one graph", by_hand=True)
 def retain_graph(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(3):
         optimizer.zero_grad()
         loss = side.loss(model, step)
@@ -56,8 +54,7 @@ def retain_graph(side: Side) -> Any:
 
 @idiom("evaluation under `inference_mode`, then training")
 def inference_mode(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     results = []
     for step in range(3):
         model.eval()
@@ -70,8 +67,7 @@ def inference_mode(side: Side) -> Any:
 
 @idiom("evaluation between forward and backward, and before the step")
 def evaluation_between(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     results = []
     for step in range(3):
         loss = side.loss(model, step)
@@ -139,8 +135,7 @@ def empty_batch(side: Side) -> Any:
 
 @idiom("`join` for uneven inputs")
 def join(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = []
     with model.join():
         for step in range(3 + side.rank):
@@ -163,8 +158,7 @@ def evaluation(side: Side) -> Any:
 
 @idiom("evaluation on rank 0 alone")
 def evaluation_on_one_rank(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = side.fit(model, optimizer, steps=2)[:-1]
     if side.rank == 0:
         with torch.no_grad():
@@ -186,29 +180,29 @@ class TwoHeads(nn.Module):
         return self.first(x) if which == 0 else self.second(x)
 
 
-def _heads(side: Side, by_rank: bool, divergent: bool = False) -> Any:
-    model = side.wrap(TwoHeads(), divergent=divergent)
+def _choosing(side: Side, net: nn.Module, choice: Callable[[int], int], **settings: Any) -> Any:
+    """Train a model whose forward takes what this rank chooses in a step."""
+    model = side.wrap(net, **settings)
 
     def loss_of(m: nn.Module, step: int) -> Tensor:
-        which = (step + by_rank * side.rank) % 2
-        return F.mse_loss(m(side.draw(step, ROWS, 7), which), side.draw(50 + step, ROWS, 3))
+        return F.mse_loss(m(side.draw(step, ROWS, 7), choice(step)), side.draw(50 + step, ROWS, 3))
 
     return side.fit(model, loss_of=loss_of)
 
 
 @idiom("unused parameters, the same on all ranks", unused=True)
 def unused_alike(side: Side) -> Any:
-    return _heads(side, by_rank=False)
+    return _choosing(side, TwoHeads(), lambda step: step % 2)
 
 
 @idiom("unused parameters, others on each rank", unused=True)
 def unused_by_rank(side: Side) -> Any:
-    return _heads(side, by_rank=True)
+    return _choosing(side, TwoHeads(), lambda step: (step + side.rank) % 2)
 
 
 @idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
 def unused_by_rank_declared(side: Side) -> Any:
-    return _heads(side, by_rank=True, divergent=True)
+    return _choosing(side, TwoHeads(), lambda step: (step + side.rank) % 2, divergent=True)
 
 
 @idiom("a parameter that is never used", unused=True)
@@ -234,37 +228,26 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def _skipping(side: Side, by_rank: bool, divergent: bool = False) -> Any:
-    model = side.wrap(Stack(), divergent=divergent)
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        seed = 10 * step + by_rank * side.rank
-        return F.mse_loss(m(side.draw(step, ROWS, 7), seed), side.draw(50 + step, ROWS, 3))
-
-    return side.fit(model, loss_of=loss_of)
-
-
 @idiom("layers dropped at random, alike on all ranks", unused=True)
 def layer_drop(side: Side) -> Any:
-    return _skipping(side, by_rank=False)
+    return _choosing(side, Stack(), lambda step: 10 * step)
 
 
 @idiom("layers dropped at random by each rank", unused=True)
 def layer_drop_by_rank(side: Side) -> Any:
-    return _skipping(side, by_rank=True)
+    return _choosing(side, Stack(), lambda step: 10 * step + side.rank)
 
 
 @idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
 def layer_drop_by_rank_declared(side: Side) -> Any:
-    return _skipping(side, by_rank=True, divergent=True)
+    return _choosing(side, Stack(), lambda step: 10 * step + side.rank, divergent=True)
 
 
 # ---------------------------------------------------------------- errors, and going on
 
 
 def _going_on(side: Side, in_backward: bool) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = side.fit(model, optimizer, steps=2)[:-1]
     with failing(side.inner(model).fc2, in_backward):
         side.loss(model, 7).backward()
@@ -284,8 +267,7 @@ def exception_in_backward(side: Side) -> Any:
 
 @idiom("an exception in a parameter's hook, caught", by_hand=True)
 def exception_in_hook(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     hook = side.inner(model).fc2.weight.register_hook(fail)
     with planned():
         side.loss(model, 7).backward()
@@ -296,8 +278,7 @@ def exception_in_hook(side: Side) -> Any:
 
 @idiom("an exception in evaluation, caught, between forward and backward")
 def exception_in_evaluation(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     loss = side.loss(model, 0)
     with failing(side.inner(model).fc2), torch.no_grad():
         model(side.draw(30, 2, 7))
@@ -308,8 +289,7 @@ def exception_in_evaluation(side: Side) -> Any:
 
 @idiom("a batch skipped after forward: the loss is dropped")
 def dropped_loss(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = []
     for step in range(4):
         loss = side.loss(model, step)

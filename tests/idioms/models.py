@@ -160,8 +160,7 @@ def signature(side: Side) -> Any:
 
 @idiom("an input that requires grad, and its gradient")
 def input_gradient(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     grads = []
     for step in range(3):
         x = side.draw(step, ROWS, 7).requires_grad_()
@@ -386,8 +385,7 @@ def buffer_replaced(side: Side) -> Any:
 
 @idiom("buffers in place and `no_sync`")
 def buffer_no_sync(side: Side) -> Any:
-    model = side.wrap(WithBuffer(False))
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(WithBuffer(False))
     losses = []
     for step in range(4):
         with side.no_sync(model):

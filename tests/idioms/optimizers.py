@@ -74,8 +74,7 @@ def optimizer_lbfgs(side: Side) -> Any:
 
 @idiom("`SGD`, `optimizer.step(closure)`")
 def closure_of_sgd(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = []
     for step in range(4):
 
@@ -91,8 +90,7 @@ def closure_of_sgd(side: Side) -> Any:
 
 @idiom("`step(closure)` after `no_sync`, as Lightning does")
 def closure_after_no_sync(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = []
     for step in range(0, 6, 2):
         with side.no_sync(model):
@@ -259,8 +257,7 @@ def ema_of_state_dict(side: Side) -> Any:
 
 @idiom("`torch.nn.utils.clip_grad_norm_`")
 def clip_grad_norm(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     results = []
     for step in range(4):
         optimizer.zero_grad()
@@ -273,8 +270,7 @@ def clip_grad_norm(side: Side) -> Any:
 
 @idiom("`torch.nn.utils.clip_grad_value_`")
 def clip_grad_value(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(4):
         optimizer.zero_grad()
         side.loss(model, step).backward()
@@ -285,8 +281,7 @@ def clip_grad_value(side: Side) -> Any:
 
 @idiom("`torch.amp.GradScaler`, with an overflow on one rank")
 def grad_scaler(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     results = []
     for step in range(6):
@@ -336,8 +331,7 @@ def optimizer_before_wrapping(side: Side) -> Any:
 def unfreezing(side: Side) -> Any:
     net = Mlp()
     net.fc1.requires_grad_(False)
-    model = side.wrap(net)
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(net)
     losses = side.fit(model, optimizer, steps=2)[:-1]
     side.inner(model).fc1.requires_grad_(True)
     optimizer.add_param_group({"params": list(side.inner(model).fc1.parameters())})
@@ -349,8 +343,7 @@ def unfreezing(side: Side) -> Any:
 
 @idiom("`zero_grad(set_to_none=False)`, `model.zero_grad()`")
 def zero_grad(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(4):
         side.loss(model, step).backward()
         optimizer.step()
@@ -375,8 +368,7 @@ def step_by_hand(side: Side) -> Any:
 
 @idiom("gradients read, scaled, replaced: `p.grad.norm()`, `.mul_`, `p.grad = ...`")
 def edited_gradients(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     norms = []
     for step in range(3):
         side.loss(model, step).backward()

@@ -1,5 +1,6 @@
 """Parameters: their kinds, ties and edits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from tests.idioms.side import ROWS, Side, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
 from tests.models import Mlp
 
 # ---------------------------------------------------------------- kinds
@@ -34,32 +35,32 @@ def zero_dim(side: Side) -> Any:
     return side.fit(side.wrap(Kind(nn.Parameter(torch.tensor(2.0))), Kind, nn.Linear))
 
 
-@idiom("an empty parameter")
-def empty(side: Side) -> Any:
-    return side.fit(side.wrap(Kind(nn.Parameter(torch.zeros(0, 1))), nn.Linear))
+ODD: dict[str, tuple[str, Callable[[], Tensor]]] = {
+    "empty": ("an empty parameter", lambda: torch.zeros(0, 1)),
+    "complex_parameter": (
+        "a complex parameter",
+        lambda: torch.ones(5, dtype=torch.complex128) * (1 + 2j),
+    ),
+    "mixed_dtypes": (
+        "parameters of two dtypes in a module",
+        lambda: torch.ones(5, dtype=torch.float32),
+    ),
+    "integer_parameter": ("a frozen integer parameter", lambda: torch.arange(5, dtype=torch.int8)),
+    "tiny": ("fewer elements than ranks, odd sizes", lambda: torch.ones(1)),
+}
 
 
-@idiom("a complex parameter")
-def complex_parameter(side: Side) -> Any:
-    odd = nn.Parameter(torch.ones(5, dtype=torch.complex128) * (1 + 2j))
-    return side.fit(side.wrap(Kind(odd), nn.Linear))
+def _odd(make: Callable[[], Tensor]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        value = make()
+        odd = nn.Parameter(value, value.is_floating_point() or value.is_complex())
+        return side.fit(side.wrap(Kind(odd), nn.Linear))
+
+    return script
 
 
-@idiom("parameters of two dtypes in a module")
-def mixed_dtypes(side: Side) -> Any:
-    odd = nn.Parameter(torch.ones(5, dtype=torch.float32))
-    return side.fit(side.wrap(Kind(odd), nn.Linear))
-
-
-@idiom("a frozen integer parameter")
-def integer_parameter(side: Side) -> Any:
-    odd = nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
-    return side.fit(side.wrap(Kind(odd), nn.Linear))
-
-
-@idiom("fewer elements than ranks, odd sizes")
-def tiny(side: Side) -> Any:
-    return side.fit(side.wrap(Kind(nn.Parameter(torch.ones(1))), nn.Linear))
+for _name, (_title, _make) in ODD.items():
+    add(_name, "parameters", _title, _odd(_make))
 
 
 @idiom("parameters that are not contiguous (`channels_last`)")
@@ -105,8 +106,7 @@ class Tied(nn.Module):
 
 @idiom("weights tied across units")
 def tied(side: Side) -> Any:
-    model = side.wrap(Tied(), nn.Embedding, nn.Linear)
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Tied(), nn.Embedding, nn.Linear)
     tokens = [side.tokens(step, ROWS, 3) for step in range(4)]
     return side.fit(
         model,
@@ -149,8 +149,7 @@ def shared_module(side: Side) -> Any:
 
 @idiom("parameters edited between steps, under `no_grad`")
 def edited(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = []
     for step in range(4):
         losses += side.fit(model, optimizer, steps=1, first=step)[:1]
@@ -314,46 +313,30 @@ def frozen_layers(side: Side) -> Any:
 # ---------------------------------------------------------------- parametrisations
 
 
-@idiom("`parametrizations.weight_norm`")
-def weight_norm(side: Side) -> Any:
-    net = Mlp()
-    parametrizations.weight_norm(net.fc2)
-    return side.fit(side.wrap(net))
+PARAMETRISED: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
+    "weight_norm": ("`parametrizations.weight_norm`", parametrizations.weight_norm),
+    "orthogonal": ("`parametrizations.orthogonal`", parametrizations.orthogonal),
+    "spectral_norm": ("`parametrizations.spectral_norm`", parametrizations.spectral_norm),
+    "weight_norm_by_hooks": ("`torch.nn.utils.weight_norm`, by hooks", nn.utils.weight_norm),
+    "spectral_norm_by_hooks": ("`torch.nn.utils.spectral_norm`, by hooks", nn.utils.spectral_norm),
+    "pruned": (
+        "`torch.nn.utils.prune`",
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    ),
+}
 
 
-@idiom("`parametrizations.orthogonal`")
-def orthogonal(side: Side) -> Any:
-    net = Mlp()
-    parametrizations.orthogonal(net.fc2)
-    return side.fit(side.wrap(net))
+def _parametrised(change: Callable[[nn.Linear], nn.Module]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        net = Mlp()
+        net.fc2 = change(net.fc2)
+        return side.fit(side.wrap(net))
+
+    return script
 
 
-@idiom("`parametrizations.spectral_norm`")
-def spectral_norm(side: Side) -> Any:
-    net = Mlp()
-    parametrizations.spectral_norm(net.fc2)
-    return side.fit(side.wrap(net))
-
-
-@idiom("`torch.nn.utils.weight_norm`, by hooks")
-def weight_norm_by_hooks(side: Side) -> Any:
-    net = Mlp()
-    net.fc2 = nn.utils.weight_norm(net.fc2)
-    return side.fit(side.wrap(net))
-
-
-@idiom("`torch.nn.utils.spectral_norm`, by hooks")
-def spectral_norm_by_hooks(side: Side) -> Any:
-    net = Mlp()
-    net.fc2 = nn.utils.spectral_norm(net.fc2)
-    return side.fit(side.wrap(net))
-
-
-@idiom("`torch.nn.utils.prune`")
-def pruned(side: Side) -> Any:
-    net = Mlp()
-    prune.l1_unstructured(net.fc2, "weight", amount=0.5)
-    return side.fit(side.wrap(net))
+for _name, (_title, _change) in PARAMETRISED.items():
+    add(_name, "parameters", _title, _parametrised(_change))
 
 
 @idiom("an own parametrisation")

@@ -16,8 +16,7 @@ from tests.models import Mlp
 
 def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3) -> Any:
     """Train a small model by a function that runs the backwards of a step."""
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     results = []
     for step in range(steps):
         results.append(backward(model, step))
@@ -58,8 +57,7 @@ class TwoHeads(nn.Module):
 
 @idiom("one forward, a backward for each output", by_hand=True)
 def backward_per_head(side: Side) -> Any:
-    model = side.wrap(TwoHeads())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(TwoHeads())
     for step in range(3):
         first, second = model(side.draw(step, ROWS, 7))
         first.pow(2).mean().backward(retain_graph=True)
@@ -70,8 +68,7 @@ def backward_per_head(side: Side) -> Any:
 
 @idiom("a backward from one output: the other head's gradient stays None", by_hand=True)
 def one_head_at_a_time(side: Side) -> Any:
-    model = side.wrap(TwoHeads())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(TwoHeads())
     for step in range(4):
         model(side.draw(step, ROWS, 7))[step % 2].pow(2).mean().backward()
         assert all(p.grad is None for p in side.inner(model).heads[1 - step % 2].parameters())
@@ -135,8 +132,7 @@ class Energy(nn.Module):
 
 @idiom("a force field learns from energies and forces, and is evaluated")
 def forces(side: Side) -> Any:
-    model = side.wrap(Energy(), Net, nn.Linear)
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Energy(), Net, nn.Linear)
     outputs: list[Tensor] = []
     for step in range(3):
         model.train()
@@ -207,8 +203,7 @@ def penalty_by_itself(side: Side) -> Any:
 
 @idiom("gradients detached in place and zeroed, as in fairseq", ways=("full", "no_shard"))
 def gradients_detached(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(3):
         side.loss(model, step).backward()
         optimizer.step()
@@ -248,8 +243,7 @@ def frozen_and_thawed(side: Side) -> Any:
         lambda net: [net.requires_grad_(False), net.fc1.bias.requires_grad_(True)],
         lambda net: None,
     ]
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     with_gradient: list[Any] = []
     for step, change in enumerate(changes):
         change(side.inner(model))
@@ -275,8 +269,7 @@ class Reordered(Mlp):
 
 @idiom("layers in an order that changes with each step", unused=True, ways=("full",))
 def changing_order(side: Side) -> Any:
-    model = side.wrap(Reordered())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Reordered())
     losses = []
     for step in range(6):
         side.inner(model).order = [(step + i) % 3 for i in range(3)][: 2 + step % 2]
@@ -364,8 +357,7 @@ def hooks_removed(side: Side) -> Any:
 
 @idiom("a hook removed after a backward that failed", by_hand=True)
 def hook_removed_after_failure(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     calls: list[int] = []
     inner = side.inner(model)
     handle = inner.fc1.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
@@ -392,8 +384,7 @@ def hooks_and_conversion(side: Side) -> Any:
 
 
 def _converted(side: Side, convert: Callable[[nn.Module], nn.Module], keeps: bool) -> Any:
-    model = side.wrap(Mlp().float())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp().float())
     assert convert(model) is model
     return side.fit(model, optimizer if keeps else None)
 

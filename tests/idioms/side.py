@@ -228,6 +228,11 @@ class Side:
         params = [p for model in models for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
+    def begin(self, module: nn.Module, *units: type[nn.Module]) -> tuple[Any, Any]:
+        """The module, wrapped, and an SGD optimizer of its parameters."""
+        model = self.wrap(module, *units)
+        return model, self.sgd(model)
+
     def fit(
         self,
         model: nn.Module,

@@ -32,8 +32,7 @@ def full_state(side: Side) -> Any:
 
 @idiom("`torch.save(model.state_dict())` on all ranks, loaded and trained on")
 def saved_and_loaded(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     side.fit(model, optimizer)
     file = io.BytesIO()
     torch.save(side.state(model), file)
@@ -45,8 +44,7 @@ def saved_and_loaded(side: Side) -> Any:
 
 @idiom("the weights of the best step kept by `deepcopy(state_dict())`, and loaded again")
 def best_weights(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     losses = side.fit(model, optimizer, steps=2)[:-1]
     best = copy.deepcopy(model.state_dict())
     losses += side.fit(model, optimizer, steps=2, first=2)[:-1]

@@ -22,6 +22,7 @@ from tests.combinations import THOROUGH
 from tests.harness import RankError, allow_warnings, naming, run_ranks
 from tests.idioms import IDIOMS
 from tests.idioms.side import difference, run
+from tests.outcomes import QUICK
 from tests.ways import WAYS
 
 TURNS = [
@@ -29,8 +30,6 @@ TURNS = [
     *("full", "no_shard", "grad_op", "hybrid-op", "op", "regather"),
 ]
 
-QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
-"""Ranks that wait for one another are found sooner than by default."""
 
 _DEADLOCK = r"\[FS-DEADLOCK\]"
 _EDIT = "its forward edited parameters in place"

@@ -171,8 +171,7 @@ def following_model(side: Side) -> Any:
 
 @idiom("a frozen copy from the middle of training, in the loss of the original", by_hand=True)
 def copies_as_targets(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    optimizer = side.sgd(model)
+    model, optimizer = side.begin(Mlp())
     for step in range(4):
         if step % 2 == 0:
             old = copy.deepcopy(model).requires_grad_(False)

@@ -55,7 +55,7 @@ if default_extra("shared_memory"):
 
 
 def test_import_and_step_where_there_is_no_linux() -> None:
-    """`import flatshard` raised on Windows, where `mmap` has no `PROT_READ`."""
+    """`import flatshard` and a step work where `mmap` has no `PROT_READ`, as on Windows."""
     done = run(WITHOUT_LINUX)
     assert done.returncode == 0, done.stderr
 
@@ -73,7 +73,7 @@ print(layout.shard_numel * 4 % mmap.PAGESIZE, fills_pages(layout.shard_numel * 4
 
 
 def test_large_pages() -> None:
-    """Shards were rounded to 4 KiB, and with pages of 64 KiB (some ARM systems) never mapped."""
+    """Shards are rounded to pages of the system, which may have 64 KiB (some ARM systems)."""
     done = run(LARGE_PAGES)
     assert done.stdout == "0 True\n", done.stderr
 

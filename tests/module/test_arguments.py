@@ -1,18 +1,29 @@
-"""Arguments that have a meaning for Python or for torch, and none here: refused or warned of."""
+"""What frameworks and programs pass, read and assign: used, refused or warned of."""
 
+import copy
 import enum
+import functools
+import inspect
+import types
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flatshard import BackwardPrefetch, ShardedWrapper, ShardingStrategy
+from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
+from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
-from tests.models import Mlp
+from tests.models import CASES, Mlp
+from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 
 @on_ranks(2)
@@ -25,7 +36,7 @@ def test_arguments(rank: int, world_size: int) -> None:
 
 
 def _flags() -> None:
-    """`"no"` is true for Python, and 0 was not False."""
+    """Flags take 0 and 1, but no text: `"no"` is true for Python."""
     for keyword in (
         *("sync_module_states", "forward_prefetch", "limit_all_gathers"),
         *("broadcast_buffers", "forward_sync_buffers"),
@@ -58,7 +69,7 @@ def _use_orig_params(rank: int) -> None:
 
 
 def _meshes() -> None:
-    """Of a mesh for data and tensor parallelism, one dimension was taken for replicas."""
+    """A mesh with a dimension that is not for data parallelism raises."""
     for names in (("dp", "tp"), ("dp_shard", "tp"), ("pp", "dp_replicate"), ("shard", "dp_shard")):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
         with naming(names), pytest.raises(ValueError, match=rf"device_mesh: .*'{names[0]}', "):
@@ -105,7 +116,7 @@ def _state(rank: int) -> None:
 
 
 def test_torchs_enums_are_equal() -> None:
-    """`wrapper.sharding_strategy == ShardingStrategy.FULL_SHARD` was False with torch's enum."""
+    """Members of torch's enums equal flatshard's."""
     for theirs in fsdp.ShardingStrategy:
         for ours in ShardingStrategy:
             same = theirs.name.removeprefix("_") == ours.name
@@ -118,3 +129,151 @@ def test_torchs_enums_are_equal() -> None:
     assert strategy != "FULL_SHARD"
     assert strategy != enum.Enum("Other", "FULL_SHARD").FULL_SHARD
     assert nn.Linear not in (strategy,)
+
+
+# ---------------------------------------------------------------- torch's wrappers around it
+
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+def _fsdp(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def _data_parallel(module: nn.Module) -> Any:
+    return DataParallel(module)(torch.ones(2, 7))  # it looks at parameters only here
+
+
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "FullyShardedDataParallel": _fsdp,
+    "fully_shard": fully_shard,
+    "replicate": replicate,
+    "DataParallel": _data_parallel,
+}
+
+
+@pytest.mark.by_turns
+@on_ranks(2)
+def test_around_a_sharded_model(rank: int, world_size: int) -> None:
+    """DistributedDataParallel gave the parameters of all ranks the values of rank 0's."""
+    case = CASES["mlp"]
+    model = case.wrap(case.model())
+    for name, make in MAKERS.items():
+        for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
+            with (
+                naming(name),
+                pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper: .* leave"),
+            ):
+                make(module)
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
+
+
+@on_ranks(2)
+def test_around_a_part_of_a_sharded_model(rank: int, world_size: int) -> None:
+    """As a loop over the blocks of a model does, which meets no wrapper."""
+    model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
+    for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
+        with naming(name), pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper"):
+            MAKERS[name](next(model.module.children()))
+
+
+@on_ranks(1)
+def test_with_policy_around_a_sharded_model(rank: int, world_size: int) -> None:
+    inner = ShardedWrapper(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"module is already a ShardedWrapper .*a Sequential; 1"):
+        ShardedWrapper(inner, auto_wrap_policy=LINEARS)
+    outer = nn.Sequential(nn.Tanh(), inner)
+    with pytest.raises(ValueError, match=r"contains, at '1', .* wrap the model once"):
+        ShardedWrapper(outer, auto_wrap_policy=LINEARS)
+    with pytest.warns(UserWarning, match=r"the module, a Sequential, .*Wrap the module once"):
+        ShardedWrapper(inner)
+
+
+# ---------------------------------------------------------------- what frameworks do
+
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        self.seen = self.fc1(ids).dtype
+        return self.norm(self.fc2(self.fc1(ids))) * scale
+
+
+@on_ranks(2)
+def test_frameworks(rank: int, world_size: int) -> None:
+    _signature()
+    _parts_are_moved_where_they_are()
+    _attributes_of_fsdp(rank, world_size)
+
+
+def _signature() -> None:
+    """A trainer drops the columns of a batch that the signature of forward does not name."""
+    model = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS)
+    expected = inspect.signature(_Net().forward)
+    for one in (model, copy.deepcopy(model)):
+        assert inspect.signature(one.forward) == expected
+        assert inspect.signature(one.fc1.forward) == inspect.signature(nn.Linear(1, 1).forward)
+        assert one.forward.__name__ == "forward"
+        assert one.forward.__self__ is one
+    # Accelerate wraps the function, and puts the method in the place of the old one.
+    function = model.forward.__func__
+
+    @functools.wraps(function)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*args, **kwargs)
+
+    model.forward = types.MethodType(under_autocast, model)
+    assert inspect.signature(model.forward) == expected
+    model(torch.ones(2, 4), scale=2.0)
+    assert model.seen is torch.bfloat16
+
+
+def _parts_are_moved_where_they_are() -> None:
+    """As teardowns do, also for units that are coalesced."""
+    model = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module.cpu()
+    model.module.to(torch.float32)
+    model.fc1.float()
+    for child in model.children():
+        child.to("cpu")
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for change in (nn.Module.double, nn.Module.share_memory):
+        with naming(change), pytest.raises(RuntimeError, match="cannot be converted separately"):
+            change(model.fc1)
+
+
+def _attributes_of_fsdp(rank: int, world_size: int) -> None:
+    theirs = FullyShardedDataParallel(_Net(), device_id=torch.device("cpu"))
+    public = {name for name in vars(theirs) if not name.startswith("_")} - set(vars(nn.Module()))
+    missing = {"params", "training_state"}
+    ours = ShardedWrapper(
+        _Net(), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(torch.bfloat16)
+    )
+    assert {name for name in public if not hasattr(ours, name)} == missing
+    assert (ours.rank, ours.world_size) == (rank, world_size)
+    assert ours.process_group is dist.group.WORLD
+    assert ours.compute_device == theirs.compute_device
+    assert ours.mixed_precision == MixedPrecision(torch.bfloat16)
+    assert ours.cpu_offload == CPUOffload()
+    assert ours.backward_prefetch is BackwardPrefetch.AUTO
+    assert ours.forward_prefetch is True
+    for name in (*missing, "_fsdp_wrapped_module"):
+        with pytest.raises(AttributeError, match=f"{name} is not available .*: use"):
+            getattr(ours, name)

@@ -63,7 +63,7 @@ def _freed() -> torch.Tensor:
     "ignore:.*no process group",
 )
 def test_tensors_without_plain_memory() -> None:
-    """The checksum of the constructor ended the process, or raised an error of torch's."""
+    """The error names the tensor and its kind."""
     kinds = {
         "quantized": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
         "of layout torch.sparse_coo": torch.eye(4).to_sparse(),
@@ -143,7 +143,7 @@ def test_ranks_with_different_settings(rank: int, world_size: int, keyword: str)
 def test_ranks_that_move_tensors_differently_and_transposed_groups(
     rank: int, world_size: int
 ) -> None:
-    """They made different numbers of process groups before they compared, and waited."""
+    """Settings are compared before any process group is made."""
     pairs = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]]
     pairs.append(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
     for keywords in ({"collectives": "native"}, {"wire_dtype": torch.bfloat16}):
@@ -270,7 +270,7 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
 
 @on_ranks(2, group_timeout=5.0)
 def test_a_warning_that_is_an_error_leaves_no_rank_waiting(rank: int, world_size: int) -> None:
-    """Rank 0 alone warns: it raised before the other ranks' last collective, and they waited."""
+    """Only rank 0 warns, after its last collective."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keywords = {"bucket_cap_mb": 1, "sync_module_states": True}

@@ -1,4 +1,4 @@
-"""What optimizers get: neighbours as one parameter; and by which kernel."""
+"""What optimizers get: neighbours as one parameter; by which kernel; what closures do."""
 
 import copy
 import io
@@ -15,6 +15,7 @@ from flatshard import FlatShardTensor, ShardedWrapper
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
+from tests.side import Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
 
@@ -73,13 +74,9 @@ def test_fused_where_it_is_left_open(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ends["open"], ends[name], rtol=1e-6, atol=1e-8)
 
 
-def _num_params(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
 @on_ranks(3)
 def test_norms_and_means_of_state(rank: int, world_size: int) -> None:
-    """State was 1-D and had only this rank's elements: a norm was wrong without an error."""
+    """Norms, sums and means of optimizer state are those of whole state."""
     case = CASES["mlp"]
     for kind, make in KINDS.items():
         with naming(kind):
@@ -178,3 +175,53 @@ def test_groups_that_take_turns(rank: int, world_size: int) -> None:
             step_and_zero(optimizer)
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor().detach(), expected.detach())
+
+
+# ---------------------------------------------------------------- closures
+
+
+class _Outside(torch.optim.SGD):
+    """An optimizer that is not known to be element-wise: it sees true-shape parameters."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_closure_reduces_what_was_accumulated(rank: int, world_size: int) -> None:
+    """The gradients that the step uses are those after the closure, not those before it."""
+    for kind in (torch.optim.SGD, _Outside):
+        losses = []
+        runs = pair(rank, world_size, "full")
+        for run in runs:
+            run.optimizer = kind(run.model.parameters(), lr=0.1, momentum=0.9)
+            losses.append([_step(run, number) for number in range(0, 6, 2)])
+        assert_same_model(*runs)
+        totals = torch.tensor(losses[0])
+        torch.distributed.all_reduce(totals)
+        torch.testing.assert_close(totals / world_size, torch.tensor(losses[1]))
+        _refused(runs[0])
+
+
+def _step(run: Run, number: int) -> float:
+    def closure() -> Tensor:
+        loss = run.loss(number)
+        loss.backward()
+        return loss
+
+    with run.no_sync():
+        run.loss(number + 1).backward()
+    loss = run.optimizer.step(closure).item()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def _refused(run: Run) -> None:
+    """The closure's own backward only accumulates."""
+
+    def closure() -> None:
+        with run.no_sync():
+            run.loss(0).backward()
+
+    with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
+        run.optimizer.step(closure)

@@ -166,26 +166,7 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
     cuda = torch.device("cuda", 0)
     assert not comm.transport_for(cuda).stream_waits(cuda)
     _reductions_are_connected_at_construction()
-    _stale_buffers_are_used_again()
     _memory_that_lacks_leaves_no_stale_buffer()
-    _a_gather_on_one_rank_alone_is_found(rank)
-
-
-def _a_gather_on_one_rank_alone_is_found(rank: int) -> None:
-    """Where gathers meet by their order, and the host waits for none, all later ones are mixed."""
-    case = CASES["transformer"]
-    model = case.wrap(case.model(), collectives="native")
-    comm = model._sharded_unit.settings.ranks.world
-    local_loss(model, case, 0, rank, 2).backward()
-    before = comm.history.digest
-    assert communicator(dist.group.WORLD).history.digest == 0, "those have tags"
-    local_loss(model, case, 1, rank, 2).backward()
-    assert comm.history.digest != before
-    comm.history.digest ^= rank  # as if rank 1 had asked for something alone
-    with pytest.raises(RuntimeError, match="all-gathered different units"):
-        local_loss(model, case, 2, rank, 2).backward()
-    comm.history.digest = 0  # on both again
-    local_loss(model, case, 3, rank, 2).backward()
 
 
 def _reductions_are_connected_at_construction() -> None:
@@ -237,19 +218,6 @@ def _reductions_are_connected_at_construction() -> None:
             large = [(name, numel) for name, numel in connected if numel > 2]
             assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
             connected.clear()
-
-
-def _stale_buffers_are_used_again() -> None:
-    """To resize a storage to the size that it has makes another one and copies."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    places = []
-    for step in range(2):
-        model(case.batch(step, 2)[0]).sum().backward()
-        places.append([handle.buffer.data_ptr() for handle in _handles(model)])
-        step_and_zero(optimizer)
-    assert places[0] == places[1]
 
 
 def _memory_that_lacks_leaves_no_stale_buffer() -> None:

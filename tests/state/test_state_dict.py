@@ -5,11 +5,6 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -226,23 +221,6 @@ def _other_weights(name: str) -> dict[str, Tensor]:
     return snapshot(model)
 
 
-@on_ranks(2)
-def test_torchs_functions(rank: int, world_size: int) -> None:
-    """What DistributedDataParallel's and FSDP2's users save and load models with."""
-    for name in ("tied-across-units", "nested", "batch-norm"):
-        case = CASES[name]
-        model = case.wrap(case.model())
-        whole = StateDictOptions(full_state_dict=True)
-        _assert_identical(get_model_state_dict(model, options=whole), snapshot(case.model()))
-        state = _other_weights(name)
-        set_model_state_dict(model, {**state}, options=whole)
-        _assert_identical(model.state_dict(), state)
-        from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state = snapshot(case.model())
-        set_model_state_dict(model, {**state} if rank == 0 else {}, options=from_rank_0)
-        _assert_identical(model.state_dict(), state)
-
-
 PLAIN = ("mlp", "tied-across-units", "nested", "odd-shapes", "mixed-types", "batch-norm")
 
 
@@ -272,24 +250,6 @@ def _load(rank: int, world_size: int, name: str, way: str, prefix: str) -> None:
     model.eval()
     plain.eval()
     torch.testing.assert_close(model(inputs), plain(inputs), rtol=0.0, atol=1e-14)
-
-
-@on_ranks_each_way(2)
-def test_load_into_a_part(rank: int, world_size: int, way: str) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    plain = case.model()
-    other = case.model()
-    other.load_state_dict(_other_weights("nested"))
-    chosen = ("outer", "outer.first", "outer.second.linear", "head")
-    for name in chosen:
-        with naming(name):
-            part = other.get_submodule(name).state_dict()
-            plain.get_submodule(name).load_state_dict(part)
-            model.get_submodule(name).load_state_dict(part)
-            _assert_identical(model.state_dict(), plain.state_dict())
-    model.module.load_state_dict(other.state_dict())
-    _assert_identical(model.state_dict(), other.state_dict())
 
 
 @on_ranks_each_way(2)
@@ -325,17 +285,6 @@ def test_wrong_shape_names_the_parameter(rank: int, world_size: int, way: str) -
         with pytest.raises((RuntimeError, ValueError), match=r"\bhead\.weight\b"):
             model.load_state_dict({"head.weight": wrong}, strict=False)
     _assert_identical(model.state_dict(), before)
-
-
-@on_ranks_each_way(2)
-def test_dtype_is_cast(rank: int, world_size: int, way: str) -> None:
-    case = CASES["mlp"]
-    plain = case.model()
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    state = {key: value.float() for key, value in _other_weights("mlp").items()}
-    plain.load_state_dict(state)
-    model.load_state_dict(state)
-    _assert_identical(model.state_dict(), plain.state_dict())
 
 
 @on_ranks_each_way(2)

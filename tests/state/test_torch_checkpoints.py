@@ -31,9 +31,6 @@ from tests.oracle import OPTIMIZERS, snapshot, trainable
 from tests.state.everything import CASE, loss_of_rows, train
 from tests.ways import Keywords
 
-# ---------------------------------------------------------------- resharding
-
-
 # ---------------------------------------------------------------- loading in place
 
 
@@ -49,7 +46,7 @@ def _net(seed: int) -> nn.Sequential:
     ids=["op", "keep"],
 )
 def test_loads_into_unsharded_units(keywords: Keywords, collectives: str, tmp_path: Path) -> None:
-    """A rank that holds nothing of a unit took its stale buffer, and did not unshard again."""
+    """After a load, each rank gathers again, also one that holds nothing of a unit."""
     settings = {**keywords, "collectives": collectives, "coalesce_bytes": 0}
     run_ranks(_loads_into_unsharded, 4, settings, tmp_path)
 
@@ -91,7 +88,7 @@ def test_offloaded(rank: int, world_size: int, is_on_disk: bool, tmp_path: Path)
 
 @on_ranks(2)
 def test_units_of_some_ranks(rank: int, world_size: int) -> None:
-    """Experts of other ranks have the same names: one rank's values were saved for all."""
+    """Experts of different ranks have the same names: refused, since one rank's would be saved."""
     groups = [dist.new_group([number]) for number in range(2)]
     model = _net(0)
     model[1] = ShardedWrapper(model[1], process_group=groups[rank])

@@ -77,7 +77,7 @@ def test_moving_averages(rank: int, world_size: int) -> None:
 
 @on_ranks(3)
 def test_collectives_of_the_program(rank: int, world_size: int) -> None:
-    """They write without a change of the version counter, and their result was lost."""
+    """Collectives write without a change of the version counter; their results reach the model."""
     for way in BASIC:
         with naming(way):
             sharded, plain = pair(rank, world_size, way)

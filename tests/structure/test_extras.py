@@ -73,7 +73,7 @@ for folder, extras in zip(sys.argv[1::2], sys.argv[2::2]):
     os._exit(0)  # the end of the interpreter would take as long as all the rest
 """
 
-SOME = every(6, EXTRAS)
+SOME = every(12, EXTRAS)
 """The core without any extra is tested always (`test_core_without_any`)."""
 ALL = ",".join(EXTRAS)
 

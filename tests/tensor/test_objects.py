@@ -216,7 +216,7 @@ def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
 
 @on_ranks_each_way(2)
 def test_tags_of_parameters(rank: int, world_size: int, way: str) -> None:
-    """A tag such as ``p.role = "bias"`` overwrote an attribute of flatshard, without an error."""
+    """Tags such as ``p.role = "bias"`` stay, and change nothing of flatshard."""
     tags = {"role": "bias", "origin": "scratch", "flat": False, "is_parameter": False}
     tags |= {"tensor_parallel": True, "index": 3, "owner": None}
     case = CASES["mlp"]

@@ -1,10 +1,7 @@
 """The benchmark, scripts/benchmark.py, started as its reader would start it."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,14 +12,6 @@ SCRIPT = ROOT / "scripts" / "benchmark.py"
 TINY = ["--preset", "tiny", "--world-size", "2", "--rounds", "1", "--steps", "1"]
 
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
@@ -51,18 +40,3 @@ def test_measures_implementations_beside_one_another(tmp_path: Path) -> None:
             assert alone != pytest.approx(figures["plain_loss"], rel=1e-3)
         else:
             assert row["loss"] == pytest.approx(figures["plain_loss"], rel=1e-4)
-
-
-def test_another_loss_is_an_error(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = {"seconds": 1.0, "forward": 0.3, "backward": 0.5, "optimizer": 0.2, "loss": 4.0}
-    ranks = [{**figures, "peak_bytes": 2**20}, {**figures, "peak_bytes": None}]
-    monkeypatch.setattr(script, "run", lambda args: {name: [ranks] for name in args.impl})
-    monkeypatch.setattr(script, "plain_loss", lambda args: 4.01)
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--preset", "tiny", "--impl", "compute,ddp"])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as stopped:
-        script.main()
-    assert stopped.value.code == "error: ddp's loss is 4.000000, the unwrapped model's 4.010000"
-    assert "30/50/20" in capsys.readouterr().out

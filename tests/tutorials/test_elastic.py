@@ -1,7 +1,6 @@
 """Jobs that are killed resume from their last checkpoint, with the losses of a whole run."""
 
 import contextlib
-import importlib
 import json
 import os
 import random
@@ -9,12 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from flatshard import checkpoint
 from tests.forked_python import PYTHON
@@ -99,24 +95,3 @@ def test_killed_and_preempted(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-4)
     left = sorted(path.name for path in killed.iterdir() if path.is_dir())  # no incomplete one
     assert left == [f"step-{number:08d}" for number in range(step, step + 3)]
-
-
-def test_a_restart_finds_no_addresses_of_ranks_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torchrun's store still has them."""
-    training_job = importlib.import_module("lib.training_job")
-    limit = timedelta(seconds=30)
-    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    ones = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1")
-    zeros = dict.fromkeys(["RANK", "LOCAL_RANK"], "0")
-    served = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
-    for name, value in {**ones, **zeros, **served, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
-    num_keys = []
-    for restarts in "01":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        training_job.connect()
-        dist.destroy_process_group()
-        num_keys.append(kept.num_keys())
-    assert num_keys[1] > num_keys[0]  # the second start has keys of its own

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import checkpoints
@@ -46,24 +45,6 @@ def _world(rank: int, _: int, way: str, args: argparse.Namespace) -> dict[str, A
         found = world_size.measure_rank(way, 8, args)
     dist.destroy_process_group()
     return found
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        (checkpoints, ["--world-size", "0"]),
-        (checkpoints, ["--folder", "/no"]),
-        (world_size, ["--impl", "x"]),
-        (world_size, ["--x"]),
-    ],
-)
-def test_options(
-    module: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        measure.parse_args(module, arguments)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", measure.NAMES)

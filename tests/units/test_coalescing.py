@@ -128,25 +128,6 @@ def _train(
 
 
 @on_ranks(2)
-def test_every_tiny_model(rank: int, world_size: int) -> None:
-    """Coalesced, and with every parameter of the root reduced by itself."""
-    for name, case in CASES.items():
-        with naming(name):
-            apart, together = case.wrap(case.model()), case.wrap(case.model(), coalesce_bytes=4096)
-            with mock.patch.object(model_plan, "LARGE_BYTES", 1):
-                parted = case.wrap(case.model(), sharding_strategy="SHARD_GRAD_OP")
-            for model in (apart, together, parted):
-                optimizer = optimizer_of(model)
-                torch.manual_seed(0)
-                for step in range(2):
-                    inputs, target = case.batch(step, ROWS, torch.float64)
-                    loss_of(model(inputs), target).backward()
-                    step_and_zero(optimizer)
-            assert_same(together, apart)
-            assert_same(parted, apart)
-
-
-@on_ranks(2)
 def test_collectives_and_report(rank: int, world_size: int) -> None:
     model = wrapped()
     units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]

@@ -203,25 +203,6 @@ def test_they_stay_plain(rank: int, world_size: int) -> None:
     assert_same_state(wrapped.state_dict(), start, 0.0, 0.0)
 
 
-@each_way
-@pytest.mark.uncoalesced  # a coalesced unit cannot be copied alone
-@on_ranks(ranks_of)
-def test_copies(rank: int, world_size: int, way: str) -> None:
-    """A deep copy trains alike and apart, inner units can be copied, buffers stay each rank's."""
-    model, keywords, ignored = _build(rank, "states")
-    wrapped = _wrap(model, way, **keywords)
-    before = snapshot(wrapped)
-    twin = copy.deepcopy(wrapped)
-    alone = copy.deepcopy(wrapped.fc2)
-    assert type(alone.module.bias) is nn.Parameter
-    copies = Copies((_build(r, "states")[0] for r in range(world_size)), ignored)
-    twin = twin.float().double()  # other buffers
-    for plain in copies.models:
-        plain.float().double()
-    _check_trains_like(copies, twin, rank, 2)
-    assert_same_state(wrapped.state_dict(), before, 0.0, 0.0)
-
-
 @on_ranks(3)
 def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
     """Only its name must agree; what a rank holds there is its own affair."""
@@ -292,34 +273,6 @@ def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolic
             copies = Copies([copy.deepcopy(plain) for _ in range(world_size)], ignored)
             _check_trains_like(copies, wrapped, rank, 3)
             assert wrapped.local.weight is wrapped.inner.weight
-
-
-@on_ranks(2)
-def test_units_inside_units(rank: int, world_size: int) -> None:
-    """What a hand-wrapped unit ignores, the wrapper around it ignores too."""
-    model = _build(rank, "modules")[0]
-    plain = [_build(r, "modules")[0] for r in range(world_size)]
-    inner = nn.Sequential(model.local, model.fc2)
-    for one in plain:
-        one.local = nn.Sequential(one.local, nn.Identity())
-    ignored = model.local
-    model.local = nn.Sequential(
-        ShardedWrapper(inner[:1], ignored_modules=[inner[0][1]], sync_module_states=True),
-        nn.Identity(),
-    )
-    with torch.no_grad():
-        for one in plain[1:]:  # synchronised but for the batch norm
-            one.local[0][0].load_state_dict(plain[0].local[0][0].state_dict())
-    wrapped = ShardedWrapper(model)
-    assert type(ignored[1].weight) is nn.Parameter
-    names = {name for name in wrapped.state_dict() if name.startswith("local.0.0.1.")}
-    copies = Copies((_nested_names(one) for one in plain), names)
-    _check_trains_like(copies, wrapped, rank, 3)
-
-
-def _nested_names(plain: nn.Module) -> nn.Module:
-    plain.local = nn.Sequential(nn.Sequential(plain.local[0]), nn.Identity())
-    return plain
 
 
 @on_ranks(2)

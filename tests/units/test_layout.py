@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, FlatLayout, memory_order, strides_of
+from flatshard.units.layout import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    FlatLayout,
+    boxes_of,
+    memory_order,
+    strides_of,
+)
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -111,3 +118,23 @@ def test_large_shards_fill_pages() -> None:
         assert (layout.shard_numel * 4 % PAGE_BYTES == 0) is whole_pages
         assert layout.padded_numel - numel < world_size * PAGE_BYTES // 4
     assert _layout([(numel,)], 2, 4).shard_numel * 4 > 1 << 20
+
+
+@given(ORDERED, st.integers(0, 700), st.integers(0, 700))
+def test_boxes_have_each_element_once(
+    shape_and_order: tuple[tuple[int, ...], list[int]], start: int, length: int
+) -> None:
+    shape, order = shape_and_order
+    start = min(start, math.prod(shape))
+    stop = min(start + length, math.prod(shape))
+    boxes = list(boxes_of(shape, start, stop, order))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    strides = strides_of(shape, order)
+    found = []
+    for box in boxes:
+        assert all(box.sizes)
+        assert box.position == len(found)
+        axes = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        places = itertools.product(*axes)
+        found += sorted(sum(i * s for i, s in zip(p, strides, strict=True)) for p in places)
+    assert found == list(range(start, stop))

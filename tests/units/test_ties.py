@@ -219,7 +219,7 @@ class _Views(nn.Module):
 
 
 def test_views_of_one_tensor() -> None:
-    """Each became a tensor of its own: what one of them learnt no longer reached the other."""
+    """Trained parameters that overlap in one tensor raise: they would be trained apart."""
     for kind in ("one in the other", "the same", "overlapping", "crossing", "bytes"):
         with (
             allow_warnings(),

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from flatshard.units import policies
@@ -171,67 +169,6 @@ def test_ignores_what_torch_ignores(make: Callable[[Any], Any]) -> None:
     below = frozenset(module for top in ignored for module in top.modules())
     found = find_units(root, make(policies), Ignored(below))
     assert [plan.module for plan in found] == expected
-
-
-def test_the_cases_above_are_not_empty() -> None:
-    assert names(find_units(encoder(), always_wrap_policy)) == [
-        f"layers.{i}{part}"
-        for i in range(2)
-        for part in (".self_attn", ".linear1", ".linear2", ".norm1", ".norm2", "")
-    ] + ["norm"]
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=76)
-    assert names(find_units(mlp(), policy)) == ["0", "2", "4.up", "4.down"]
-    assert names(find_units(Shared(), ModuleWrapPolicy({Block, nn.Sequential}))) == [
-        "left.1",
-        "left",
-        "right",
-    ]
-
-
-@st.composite
-def trees(draw: st.DrawFn, depth: int = 4) -> nn.Module:
-    kinds = ["linear", "norm", "relu"] + ["sequential", "list", "block"] * (depth > 0)
-    kind = draw(st.sampled_from(kinds))
-    if kind == "linear":
-        return nn.Linear(draw(st.integers(1, 8)), draw(st.integers(1, 8)))
-    if kind == "norm":
-        return nn.LayerNorm(draw(st.integers(1, 8)))
-    if kind == "relu":
-        return nn.ReLU()
-    if kind == "block":
-        return Block(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    children = draw(st.lists(trees(depth - 1), min_size=1, max_size=3))
-    return nn.Sequential(*children) if kind == "sequential" else nn.ModuleList(children)
-
-
-roots = st.lists(trees(), min_size=1, max_size=4).map(lambda children: nn.Sequential(*children))
-
-
-@settings(max_examples=100, deadline=None)
-@given(root=roots, data=st.data())
-def test_plans_are_named_once_and_in_post_order(root: nn.Module, data: st.DataObject) -> None:
-    parents = [m for m in root.modules() if isinstance(m, nn.ModuleList)]
-    shared = data.draw(st.sampled_from(list(root.modules())))
-    for index, parent in enumerate(parents):
-        if parent not in set(shared.modules()):  # no cycles
-            parent.add_module(f"shared{index}", shared)
-    policy = data.draw(
-        st.sampled_from(
-            [
-                always_wrap_policy,
-                ModuleWrapPolicy({nn.Linear, nn.Sequential}),
-                functools.partial(size_based_auto_wrap_policy, min_num_params=20),
-            ]
-        )
-    )
-    plans = find_units(root, policy)
-    modules = [plan.module for plan in plans]
-    assert len(set(modules)) == len(modules)
-    assert root not in modules
-    for index, plan in enumerate(plans):
-        assert root.get_submodule(plan.name) is plan.module
-        assert plan.name == next(n for n, m in root.named_modules() if m is plan.module)
-        assert not set(modules[index + 1 :]) & set(plan.module.modules())
 
 
 # --- sizes ---

@@ -195,34 +195,23 @@ SPEECH = {
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, **HEADS}
 
+WITH_HEADS = "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Phi Phi3 StableLm Olmo2 Cohere Granite"
+DECODERS_AS_USUAL = "GPTNeoX Bloom Falcon"
+WITH_EXPERTS = "Mixtral Qwen3Moe Olmoe GptOss"
+ENCODERS_AS_USUAL = "Bert Electra Albert DistilBert MPNet ModernBert FNet SqueezeBert"
+
 # By model class: what else its configuration says. The class of the configuration has its name.
 DECODERS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": HEADS,
-    "MistralForCausalLM": HEADS,
-    "Qwen2ForCausalLM": HEADS,
-    "Qwen3ForCausalLM": HEADS,
-    "GemmaForCausalLM": HEADS,
-    "Gemma2ForCausalLM": HEADS,
-    "PhiForCausalLM": HEADS,
-    "Phi3ForCausalLM": HEADS,
+    **{f"{name}ForCausalLM": HEADS for name in WITH_HEADS.split()},
+    **{f"{name}ForCausalLM": {} for name in DECODERS_AS_USUAL.split()},
+    **{f"{name}ForCausalLM": EXPERTS for name in WITH_EXPERTS.split()},
     "GPT2LMHeadModel": {},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
-    "GPTNeoXForCausalLM": {},
     "GPTJForCausalLM": {"rotary_dim": 4},
     "OPTForCausalLM": {"word_embed_proj_dim": 32},
-    "BloomForCausalLM": {},
-    "FalconForCausalLM": {},
-    "StableLmForCausalLM": HEADS,
-    "Olmo2ForCausalLM": HEADS,
-    "CohereForCausalLM": HEADS,
-    "GraniteForCausalLM": HEADS,
     "BertLMHeadModel": {"is_decoder": True},
     # Mixture of experts.
-    "MixtralForCausalLM": EXPERTS,
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 32},
-    "Qwen3MoeForCausalLM": EXPERTS,
-    "OlmoeForCausalLM": EXPERTS,
-    "GptOssForCausalLM": EXPERTS,
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_top_k": 2},
@@ -241,17 +230,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     "RwkvForCausalLM": {"attention_hidden_size": 32, "context_length": 16},
 }
 ENCODERS: dict[str, dict[str, Any]] = {
-    "BertForMaskedLM": {},
+    **{f"{name}ForMaskedLM": {} for name in ENCODERS_AS_USUAL.split()},
     "RobertaForMaskedLM": {"max_position_embeddings": 80},
-    "ElectraForMaskedLM": {},
-    "AlbertForMaskedLM": {},
-    "DistilBertForMaskedLM": {},
     "DebertaV2ForMaskedLM": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "MobileBertForMaskedLM": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
-    "MPNetForMaskedLM": {},
-    "ModernBertForMaskedLM": {},
-    "FNetForMaskedLM": {},
-    "SqueezeBertForMaskedLM": {},
     "NystromformerForMaskedLM": {"num_landmarks": 4, "segment_means_seq_len": 12},
     "BigBirdForMaskedLM": {"attention_type": "original_full"},
     "IBertForMaskedLM": {"max_position_embeddings": 80},
@@ -269,10 +251,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     },
 }
 VISION: dict[str, dict[str, Any]] = {
-    "ViTForImageClassification": {},
-    "DeiTForImageClassification": {},
-    "BeitForImageClassification": {},
-    "Dinov2ForImageClassification": {},
+    **{f"{name}ForImageClassification": {} for name in ("ViT", "DeiT", "Beit", "Dinov2")},
     "ViTMAEForPreTraining": {
         "decoder_hidden_size": 32,
         "decoder_num_hidden_layers": 1,
@@ -308,9 +287,7 @@ VISION: dict[str, dict[str, Any]] = {
     },
 }
 AUDIO: dict[str, dict[str, Any]] = {
-    "Wav2Vec2Model": SPEECH,
-    "HubertModel": SPEECH,
-    "WavLMModel": SPEECH,
+    **dict.fromkeys(("Wav2Vec2Model", "HubertModel", "WavLMModel"), SPEECH),
     "ASTForAudioClassification": {"max_length": 24, "num_mel_bins": 16, "patch_size": 8},
     "WhisperForConditionalGeneration": {"num_mel_bins": 16},
 }

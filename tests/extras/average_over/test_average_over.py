@@ -54,7 +54,6 @@ def _train(
     how: str = "no_sync",
     clip: float = 0.5,
     scales: bool = False,
-    between: Callable[[], object] = lambda: None,
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
@@ -69,11 +68,7 @@ def _train(
                 accumulating = model.no_sync(replicas_only=how == "replicas_only")
                 inner = accumulating if number < last else contextlib.nullcontext()
                 with inner:
-                    if number < last:
-                        between()
                     model.average_over(torch.tensor(rows) if number else rows)
-                    if number < last:
-                        between()
                     scaler.scale(_loss(model, case, rank, step, number)).backward()
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(clip)
@@ -164,23 +159,6 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
         model.zero_grad()
     _as_before_any_count(model, case, rank)
-
-
-@on_ranks(2)
-def test_gradients_of_inputs_between_micro_batches(rank: int, world_size: int) -> None:
-    """`torch.autograd.grad` of inputs takes no count, also after a backward that took one."""
-    case = CASES["mlp"]
-    expected = _train_plain(case, world_size, 0.5)
-
-    def differentiate() -> None:
-        inputs = case.batch(1, 4)[0].requires_grad_()
-        torch.autograd.grad(model(inputs).sum(), inputs)
-
-    for how in ("no_sync", "uneven"):
-        with naming(how):
-            model: Any = case.wrap(case.model())
-            _train(model, case, rank, how, between=differentiate)
-            assert_same(model, expected)
 
 
 def _as_before_any_count(model: Any, case: Case, rank: int) -> None:

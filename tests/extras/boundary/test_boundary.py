@@ -16,7 +16,7 @@ from flatshard.extras.boundary import (
     check_padding,
     move,
 )
-from flatshard.units.layout import ALIGNMENT_BYTES, PAGE_BYTES, PAGED_BYTES, FlatLayout, strides_of
+from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, strides_of
 
 PARAMS = st.lists(
     st.lists(st.integers(0, 9), max_size=4).flatmap(
@@ -93,43 +93,6 @@ def test_whole_parameters_are_balanced(params: list[Param], world_size: int, ite
     best = max(sum(sizes) / world_size, max(sizes, default=0))
     second = sorted(sizes)[-world_size - 1] if len(sizes) > world_size else 0
     assert layout.shard_numel <= max(best, second * 2) * 4 / 3 + align
-
-
-@given(PARAMS, ITEMSIZES, BOUNDARIES)
-def test_one_rank_is_left_alone(params: list[Param], itemsize: int, boundary: Boundary) -> None:
-    plain = _plain(params, 1, itemsize)
-    assert move(plain, boundary, itemsize) is plain
-
-
-def _shapes_of_blocks(blocks: int, dim: int, world_size: int) -> FlatLayout:
-    """The parameters of some blocks of GPT-2."""
-    shapes = [
-        *((dim,), (dim,), (3 * dim, dim), (3 * dim,), (dim, dim), (dim,)),
-        *((dim,), (dim,), (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,)),
-    ]
-    params = {
-        f"{block}.{n}": torch.empty(shape, device="meta")
-        for block in range(blocks)
-        for n, shape in enumerate(shapes)
-    }
-    return FlatLayout.build(params, world_size=world_size, itemsize=4)
-
-
-@pytest.mark.parametrize(
-    ("boundary", "blocks", "world_size", "percent"),
-    [
-        *[("row", 1, world, 2) for world in (2, 4, 8)],
-        *[(256, 1, world, 2) for world in (2, 4, 8)],
-        *[("tensor", 1, 2, 17), ("tensor", 12, 2, 1), ("tensor", 12, 4, 1), ("tensor", 12, 8, 12)],
-    ],
-)
-def test_padding_of_transformers(
-    boundary: Boundary, blocks: int, world_size: int, percent: float
-) -> None:
-    layout = move(_shapes_of_blocks(blocks, 384, world_size), boundary, 4)
-    assert 100 * layout.padding_numel / layout.numel < percent
-    assert layout.shard_numel * 4 < PAGED_BYTES or layout.shard_numel * 4 % PAGE_BYTES == 0
-    check_padding("blocks.0", [layout], boundary)
 
 
 def test_rows_are_those_in_memory() -> None:

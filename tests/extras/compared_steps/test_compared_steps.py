@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard import ShardedWrapper
 from tests.harness import allow_warnings, naming, on_ranks
@@ -119,27 +119,6 @@ def _rounded(params: Params, rank: int) -> Iterator[None]:
         yield
 
 
-class _Statistics(torch.optim.Optimizer):
-    """Keeps a number that it computes from this rank's elements in its group."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "seen": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["seen"] = group["seen"] + dist.get_rank() + 1
-            for param in group["params"]:
-                param.sub_(param.grad, alpha=group["lr"])
-
-
-def _own_numbers(params: Params, rank: int) -> Iterator[None]:
-    optimizer = _Statistics(params)
-    while True:
-        optimizer.step()
-        yield
-
-
 def _alternating(params: Params, rank: int) -> Iterator[None]:
     """Two optimizers, stepped in another order on each rank; one steps every other time."""
     both = [torch.optim.SGD(params[:2], lr=0.1), torch.optim.Adam(params[2:], lr=0.2)]
@@ -163,40 +142,7 @@ def _unrelated(params: Params, rank: int) -> Iterator[None]:
         yield
 
 
-def _with_closure(params: Params, rank: int) -> Iterator[None]:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-
-    def closure() -> Tensor:
-        return torch.zeros(())
-
-    while True:
-        optimizer.step(closure)
-        yield
-
-
-def _super_step(params: Params, rank: int) -> Iterator[None]:
-    """Torch hooks the step of a class at its first object, here only on rank 0."""
-
-    class Base(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step(closure)
-
-    class Inherited(Base):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step(closure)
-
-    if rank == 0:
-        Base([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer = Inherited(params, lr=0.1)
-    while True:
-        optimizer.step()
-        yield
-
-
-ALIKE = (
-    *(_scheduled, _in_a_set, _rounded, _own_numbers, _alternating, _unrelated),
-    *(_with_closure, _super_step),
-)
+ALIKE = (_scheduled, _in_a_set, _rounded, _alternating, _unrelated)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

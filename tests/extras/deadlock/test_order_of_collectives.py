@@ -18,11 +18,10 @@ from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
 from tests.by_order import DIFFERENT, EQUAL, Net, step, wrapped
 from tests.harness import on_ranks
+from tests.outcomes import QUICK
 
 SECONDS = 20
 """Far less than the groups' timeout, and more than a loaded machine needs."""
-
-QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
 
 
 @contextlib.contextmanager
@@ -35,7 +34,7 @@ def _raises(expected: str, kind: type[RuntimeError] = CollectiveError) -> Iterat
 
 @on_ranks(2, fresh=True, group_timeout=120)
 def test_before_anything_is_mixed_up(rank: int, world_size: int) -> None:
-    """gloo ended the process by SIGABRT, or the ranks waited until the group's timeout."""
+    """Ranks that begin different collectives all raise at once, and say what each began."""
     for widths, order in ((DIFFERENT, [0, 2, 1]), (DIFFERENT, [0, 2]), (EQUAL, [rank])):
         model = wrapped(*widths)
         if rank == 1 or order == [rank]:
@@ -83,7 +82,7 @@ def _accumulate(model: Net) -> None:
 def test_an_exception_that_ends_a_rank_is_told_at_once(
     rank: int, world_size: int, collectives: str
 ) -> None:
-    """The others heard of it when its process had ended, and of no rank."""
+    """The other ranks raise at once, with the rank and its exception."""
     model = wrapped(*EQUAL, collectives=collectives)
     if rank == 1:
         error = ValueError("a bad batch")
@@ -99,7 +98,7 @@ def test_an_exception_that_ends_a_rank_is_told_at_once(
 def test_a_program_that_is_over_is_told_at_once(
     rank: int, world_size: int, collectives: str
 ) -> None:
-    """The others heard of it from their backend, without a reason, once its process had ended."""
+    """The other ranks raise at once, and say that the program of this rank is over."""
     if rank == 1:
         atexit.register(time.sleep, 60)  # by another library
     model = wrapped(*EQUAL, collectives=collectives)

@@ -2,7 +2,6 @@
 
 import _thread
 import functools
-import logging
 import multiprocessing
 import os
 import pickle
@@ -29,35 +28,29 @@ from flatshard.extras.deadlock import detector
 from tests.forked_python import PYTHON
 from tests.harness import ROOT, on_ranks, run_ranks
 from tests.models import CASES
+from tests.outcomes import QUICK, logged
 
 pytestmark = pytest.mark.by_turns
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+def _begin(rank: int) -> tuple[ShardedWrapper, torch.Tensor, list[str]]:
+    """A model, this rank's inputs, and the lines that flatshard logs."""
+    lines, case = logged(), CASES["mlp"]
+    return case.wrap(case.model()), case.batch(rank, 2)[0], lines
 
 
 @pytest.mark.uncoalesced  # the message names one layer
 @on_ranks(3, fresh=True)
 def test_long_waits_are_logged(rank: int, world_size: int) -> None:
     deadlock.PATIENCE_SECONDS = 1.0
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    inputs, _ = case.batch(0, 2)
+    model, inputs, lines = _begin(0)
     model(inputs)
-    lines.lines.clear()
+    lines.clear()
     if rank == 1:
         time.sleep(2.5)
     model(inputs)
     if rank != 1:
-        (line,) = lines.lines
+        (line,) = lines
         assert line.startswith("waiting for "), line
         assert "unit 'fc1', rank" in line, line
         expected = (
@@ -73,12 +66,11 @@ def test_long_waits_are_logged(rank: int, world_size: int) -> None:
 def test_a_rank_with_another_wrapper(rank: int, world_size: int) -> None:
     """After some seconds, the log says so, with this rank's line. Both ranks fail in the end."""
     deadlock.MEETING_SECONDS = 1.0
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
+    lines = logged()
     with pytest.raises(RuntimeError):
         (ShardedWrapper, nn.parallel.DistributedDataParallel)[rank](nn.Linear(3, 3))
     if rank == 0:
-        (line,) = lines.lines
+        (line,) = lines
         assert "ShardedWrapper: comparing process groups, rank 0" in line, line
         assert "test_watchdog.py:" in line, line
         assert "uses DistributedDataParallel" in line, line
@@ -89,9 +81,7 @@ def test_a_rank_with_another_wrapper(rank: int, world_size: int) -> None:
 @on_ranks(2, group_timeout=4)
 def test_one_rank_runs_more(rank: int, world_size: int, phases: int) -> None:
     """Rank 1 begins another forward, or step, before the last backward, and the ranks part."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    inputs, _ = case.batch(0, 2)
+    model, inputs, _ = _begin(0)
 
     def go_on() -> None:
         for _ in range(rank):
@@ -108,7 +98,6 @@ def test_one_rank_runs_more(rank: int, world_size: int, phases: int) -> None:
         go_on()
 
 
-QUICK = {"FIRST_LOOK_SECONDS": 0.3, "LOOK_SECONDS": 0.1, "LONGEST_LOOK_SECONDS": 0.4}
 ENDLESS = "for one another in different"
 
 
@@ -127,7 +116,7 @@ def free_port() -> int:
 
 
 def test_a_new_group_with_the_same_store_reads_no_old_finding() -> None:
-    """A program that caught the error and began again: its first slow rank was a deadlock."""
+    """After a caught deadlock, a slow rank in a new group is no deadlock."""
     run_ranks(_begins_again, 2, free_port(), init_group=False, fresh=True)
 
 
@@ -198,14 +187,13 @@ def _different_collectives(rank: int, world_size: int, port: int) -> None:
 
 
 def test_the_programs_own_collectives_that_cannot_end() -> None:
-    """`if rank == 0: torch.save(model.state_dict(), ...)` and a barrier waited for the timeout."""
+    """`if rank == 0: torch.save(model.state_dict(), ...)` and a barrier are named soon."""
     run_ranks(_own_collectives, 3, free_port(), init_group=False, fresh=True, timeout=100)
 
 
 def _own_collectives(rank: int, world_size: int, port: int) -> None:
     init_by_tcp(rank, world_size, port, 90)
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
+    lines = logged()
     case = CASES["mlp"]
     inputs, _ = case.batch(rank, 2)
     idle = ThreadPoolExecutor()
@@ -226,8 +214,8 @@ def _own_collectives(rank: int, world_size: int, port: int) -> None:
         with mock.patch.multiple(detector, **QUICK), pytest.raises(RuntimeError) as error:
             exec(compile(program, f"train{rank}.py", "exec"), globals() | locals())
         assert time.monotonic() - start < 20
-        found = str(error.value) if rank == 0 else "\n".join(lines.lines)
-        lines.lines.clear()
+        found = str(error.value) if rank == 0 else "\n".join(lines)
+        lines.clear()
         assert ENDLESS in found, found
         what = re.escape(f"torch.distributed.{own.partition('(')[0]}()")
         # One of the ranks in it is enough.
@@ -240,11 +228,7 @@ def _own_collectives(rank: int, world_size: int, port: int) -> None:
 @on_ranks(3, fresh=True)
 def test_no_alarm_where_the_programs_own_collectives_end(rank: int, world_size: int) -> None:
     """Each begins with waits of ours and of the program's, and ends when a slow rank comes."""
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    inputs, _ = case.batch(rank, 2)
+    model, inputs, lines = _begin(rank)
     pair, other = dist.new_group([0, 1]), dist.new_group()
     numbers = torch.ones(1)
     for _ in range(3):  # gloo's public numbers now differ between the ranks
@@ -311,28 +295,25 @@ def test_no_alarm_where_the_programs_own_collectives_end(rank: int, world_size: 
         model(inputs)
         if rank == 0:
             thread.join()
-    assert not lines.lines
+    assert not lines
 
 
 @on_ranks(3, fresh=True, group_timeout=4)
 def test_a_rank_that_waits_for_an_asynchronous_work_is_named(rank: int, world_size: int) -> None:
     """Nothing raises before the group's timeout, but the log says which rank is not coming."""
     deadlock.PATIENCE_SECONDS = 1.5
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    model(case.batch(rank, 2)[0])
+    model, inputs, lines = _begin(rank)
+    model(inputs)
     with mock.patch.multiple(detector, **QUICK):
         if rank != 0:
             work = dist.barrier(async_op=True)
             with pytest.raises(RuntimeError):
                 work.wait()
-            assert not lines.lines
+            assert not lines
             return
         with pytest.raises(CollectiveError):
             model.state_dict()
-    (line,) = lines.lines
+    (line,) = lines
     assert "tests/extras/deadlock/test_watchdog.py:" in line, line
     assert "model.state_dict(). No wait is reported by rank 1, 2, which computes" in line, line
 
@@ -360,11 +341,7 @@ def test_detection_survives_other_threads_and_failures_of_the_store() -> None:
 
 def _survives(rank: int, world_size: int, port: int) -> None:
     init_by_tcp(rank, world_size, port, 30)
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    inputs, _ = case.batch(rank, 2)
+    model, inputs, lines = _begin(rank)
     other = threading.Thread(target=lambda: model(inputs))  # evaluates, and ends
     other.start()
     other.join()
@@ -380,7 +357,7 @@ def _survives(rank: int, world_size: int, port: int) -> None:
         pytest.raises(CollectiveError, match=ENDLESS),
     ):
         model.state_dict() if rank == 0 else model(inputs)
-    (line,) = lines.lines
+    (line,) = lines
     assert line == "a check for deadlocks failed, and is tried again: Connection reset by peer"
 
 
@@ -388,11 +365,7 @@ def _survives(rank: int, world_size: int, port: int) -> None:
 def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     """It may begin what others wait for, so nothing is certain; who waits long says that."""
     deadlock.PATIENCE_SECONDS = 1.5
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    inputs, _ = case.batch(rank, 2)
+    model, inputs, lines = _begin(rank)
     is_over = threading.Event()
     other = threading.Thread(target=lambda: (model(inputs), is_over.wait()))
     other.start()
@@ -402,40 +375,11 @@ def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     is_over.set()
     other.join()
     assert ENDLESS not in str(error.value)
-    assert any("2 threads of this process communicate" in line for line in lines.lines), lines.lines
-
-
-def test_overlapping_waits_of_two_threads() -> None:
-    """A wait that was over was logged, since the other thread's had begun before its end."""
-    lines = _Lines()
-    logging.getLogger("flatshard").addHandler(lines)
-    dog = deadlock.Watchdog()
-    begun, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        with watched("one"):
-            begun.set()
-            over.wait()
-
-    with mock.patch.object(deadlock, "PATIENCE_SECONDS", 0.0):
-        first = threading.Thread(target=wait)
-        first.start()
-        begun.wait()
-        with watched("two"):
-            over.set()
-            first.join()
-        dog.look()
-        assert not lines.lines
-        with watched("two"):
-            dog.look()
-            dog.look()
-    logging.getLogger("flatshard").removeHandler(lines)
-    (line,) = lines.lines
-    assert line.startswith("waiting for 0 seconds: two, at tests/extras/deadlock/test_watchdog.py:")
+    assert any("2 threads of this process communicate" in line for line in lines), lines
 
 
 def test_a_thread_of_autograd_is_no_second_thread_that_waits() -> None:
-    """An accelerator's backward has a thread of its own: nobody looked for deadlocks there."""
+    """Waits in an accelerator's own thread for backward are watched as those of its program."""
     begun, over, dog = threading.Event(), threading.Event(), deadlock.Watchdog()
 
     def backward() -> None:
@@ -520,7 +464,7 @@ def _looks(num_ranks: int, odd: int) -> int:
 
 
 def test_one_of_many_ranks_is_found_with_traffic_that_does_not_grow() -> None:
-    """Reports named all ranks, and only the first ones were asked."""
+    """One of 120 ranks is found, with as many bytes as one of 80."""
     _looks(30, odd=0)
     few, many = _looks(80, odd=40), _looks(120, odd=40)
     assert many == pytest.approx(few, rel=0.1)
@@ -546,7 +490,7 @@ with watched("something"):
 
 
 def test_the_end_of_the_program_waits_for_a_look() -> None:
-    """One in the middle of gloo's code ended the process with SIGABRT."""
+    """Exit handlers wait until the thread that looks for deadlocks has left gloo."""
     command = [PYTHON, "-c", LOOKS_AT_THE_END]
     environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
     done = subprocess.run(

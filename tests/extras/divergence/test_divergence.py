@@ -140,24 +140,6 @@ def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
             assert_same_model(sharded, plain)
 
 
-@on_ranks(2, group_timeout=10)
-def test_wrapped_by_hand(rank: int, world_size: int) -> None:
-    for inner, outer in ((True, False), (False, [_Expert])):
-        runs = plain, sharded = _pair(rank, world_size, {"auto_wrap_policy": None})
-        model = _MIXTURE.model()
-        for index, expert in enumerate(model.experts):
-            model.experts[index] = ShardedWrapper(expert, allow_divergence=inner)
-        sharded.__init__(  # type: ignore[misc]
-            ShardedWrapper(model, allow_divergence=outer), _MIXTURE, rank, world_size
-        )
-        for run in runs:
-            for step in range(3):
-                for loss in _losses(run, step):
-                    loss.backward()
-                run.step()
-        assert_same_model(sharded, plain)
-
-
 @on_ranks(2, group_timeout=30)
 def test_refused(rank: int, world_size: int) -> None:
     for value, error, message in (
@@ -176,6 +158,6 @@ def test_refused(rank: int, world_size: int) -> None:
 
 @on_ranks(4, group_timeout=10)
 def test_groups_of_units_that_may_all_diverge(rank: int, world_size: int) -> None:
-    """Rank 0 alone asked for the groups of the settings, which no unit had."""
+    """Groups that only some settings need are made on all ranks."""
     model = _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=True, reshard_after_forward=2)
     model(_MIXTURE.batch(0, ROWS)[0], [rank]).sum().backward()

@@ -146,7 +146,7 @@ def test_param_init_fn_that_recurses(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
-    """The function was called with them: real weights were lost, meta modules got memory."""
+    """`param_init_fn` is not called with ignored modules, whose tensors stay as they are."""
     seen = []
 
     def init(module: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """What a plan of memory predicts is what ranks hold."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper, sharded_modules
-from flatshard.memory_plan import predict
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard.memory_plan import checkpoint_blocks, predict
+from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.harness import naming, on_ranks
 
 WIDTH = 96
@@ -91,3 +92,118 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
             ratio = report.peak_gradient_bytes / plan.peak_gradient_bytes
             assert 0.5 <= ratio <= (1.2 if two_stages else 1), ratio
     mp.undo()
+
+
+# ---------------------------------------------------------------- ``model.plan``
+
+
+def step(model: nn.Module) -> Tensor:
+    return model(torch.ones(32, WIDTH)).sum()
+
+
+@pytest.mark.uncoalesced  # units as small as a block
+@pytest.mark.parametrize("collectives", ["native", "sockets"])
+@on_ranks(2)
+def test_predicted_beside_measured(rank: int, world_size: int, collectives: str) -> None:
+    plain = nn.Sequential(*(Block() for _ in range(4)))
+    policy = ModuleWrapPolicy({Block})
+    model = ShardedWrapper(plain, auto_wrap_policy=policy, collectives=collectives)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = model.plan(step, optimizer)
+    assert found.measured.keys() == {"parameters"}
+    with model.record_steps():
+        for _ in range(2):
+            step(model).backward()
+            optimizer.step()
+    found = model.plan(step, optimizer)
+    assert {"parameters", "gradients", "optimizer", "unsharded"} <= found.measured.keys()
+    assert found.differing == [], found
+    assert "measured" in str(found)
+
+
+@pytest.mark.uncoalesced  # units as small as a block
+@on_ranks(2)
+def test_checkpointed_model_is_planned_and_stays_the_same(rank: int, world_size: int) -> None:
+    activations = {}
+    for kind in ("none", "block"):
+        plain = nn.Sequential(*(Block() for _ in range(4)))
+        checkpoint_blocks(list(plain), kind)
+        model = ShardedWrapper(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        before = [{**module.__dict__} for module in model.modules()]
+        found = model.plan(step)
+        activations[kind] = found.outcome.highest["activations"]
+        after = [{**module.__dict__} for module in model.modules()]
+        assert after == before  # the same hooks, wrappers and tensors
+        step(model).backward()
+        assert all(param.grad is not None for param in model.parameters())
+    assert activations["block"] < activations["none"]
+
+
+# ---------------------------------------------------------------- unusual units
+
+
+SIDE = 256
+SQUARE = SIDE * SIDE
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE, SIDE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def model() -> nn.Sequential:
+    with torch.device("meta"):
+        blocks = [Square() for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Linear(SIDE, SIDE, bias=False))
+
+
+SQUARES = ModuleWrapPolicy({Square})
+
+
+def test_frozen_tied_and_overridden_units() -> None:
+    plain = model()
+    plain[0].requires_grad_(False)
+    plain[1].linear.weight = plain[2].linear.weight  # the root has it then, once
+    policy = CustomPolicy(
+        lambda module: isinstance(module, Square) and {"sharding_strategy": "NO_SHARD"}
+    )
+    plan = predict(plain, world_size=2, auto_wrap_policy=policy)
+    by_name = {unit.name: unit for unit in plan.units}
+    assert list(by_name) == ["0", "3", ""]
+    assert plan.numel == 4 * SQUARE
+    assert by_name[""].numel == 2 * SQUARE
+    assert by_name["0"].gradient_bytes == by_name["0"].optimizer_bytes == 0
+    assert by_name["3"].parameter_bytes == 4 * SQUARE
+    assert by_name["3"].gathered_bytes == 0
+    assert by_name[""].parameter_bytes == 4 * SQUARE
+
+
+@pytest.mark.uncoalesced  # the plan has an entry for each layer
+def test_units_around_units_stay_gathered() -> None:
+    with torch.device("meta"):
+        outer = nn.Sequential(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))))
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=64 * 64)
+    nested = CustomPolicy(lambda module: isinstance(module, nn.Linear) or module is outer[0])
+    outer[0].register_parameter("scale", nn.Parameter(torch.empty(1024, device="meta")))
+    plan = predict(outer, world_size=2, auto_wrap_policy=nested)
+    assert plan.peak_gathered_bytes == 4 * (2 * 64 * 64 + 1024)
+    assert predict(outer, world_size=2, auto_wrap_policy=policy).numel == plan.numel
+
+
+def test_table_and_refusals() -> None:
+    text = str(predict(model(), world_size=2, auto_wrap_policy=SQUARES))
+    assert text.splitlines()[0].split() == [
+        *("unit", "elements", "parameters", "gradients", "optimizer", "unsharded")
+    ]
+    assert "each rank: persistent memory 2.6 MB" in text
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        predict(model(), world_size=0)
+    for size in (None, 3):
+        with pytest.raises(ValueError, match=f"HYBRID_SHARD needs ranks_per_node.* got {size}"):
+            predict(model(), world_size=4, sharding_strategy="HYBRID_SHARD", ranks_per_node=size)
+    with pytest.raises(TypeError, match="auto_wrap_policy"):
+        predict(model(), world_size=4, auto_wrap_policy=3)

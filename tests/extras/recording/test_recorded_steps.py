@@ -1,18 +1,26 @@
 """Recorded steps: figures that agree with what really happens, and errors on all ranks."""
 
+import contextlib
 import gc
+import re
+import sys
 import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
-from flatshard.engine.events import Kind
+from flatshard.engine.events import Kind, StepExtension
 from flatshard.extras.recording.step_report import Range, StepReport
-from tests.harness import on_ranks
+from flatshard.options.extras import EXTRAS
+from tests.harness import allow_warnings, on_ranks
 from tests.models import CASES, loss_of
+from tests.oracle import snapshot
 
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
@@ -154,3 +162,87 @@ def test_times(rank: int, world_size: int) -> None:
     starting = sum(unit.starting_seconds for unit in units.values())
     blocked = reports[-1].blocked_seconds + starting
     assert blocked > SLEEP / 2 or rank == 1
+    share = 100 * reports[-1].blocked_seconds / reports[-1].seconds
+    assert f" ms ({share:.1f} %), " in str(reports[-1])
+
+
+def test_the_table_and_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    with allow_warnings():
+        model = ShardedWrapper(CASES["mlp"].model())
+    with model.record_steps():
+        _step("mlp", model)
+    report = model.step_report()
+    rows = [line.split()[0] for line in str(report).splitlines()]
+    times = r"rank 0, step 0: [\d.]+ ms \(forward [\d.]+, backward [\d.]+, other [\d.]+\)"
+    assert re.search(times, str(report))
+    assert rows == ["unit", "(root)", "total", "rank", "blocked:", "communication", "peak", "peak"]
+    report.plot_memory(str(tmp_path / "memory.svg"))
+    assert (tmp_path / "memory.svg").stat().st_size > 1000
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        report.plot_memory("memory.png")
+
+
+# ---------------------------------------------------------------- watchers change nothing
+
+
+EVENTS = {"begin_forward", "end_forward", "after_forward", "begin_backward", "end_backward"}
+EVENTS |= {"enter_forward", "leave_forward", "enter_backward", "leave_backward", "on_grad", "span"}
+
+
+class _Everything(StepExtension):
+    """Counts each event."""
+
+    name = list(EXTRAS)[-1]
+    watches = True
+
+    def __init__(self) -> None:
+        self.heard: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in EVENTS:
+            self.heard[name] += 1
+        return super().__getattribute__(name)
+
+
+def _train(
+    case: str, rank: int, strategy: str, watchers: list[StepExtension]
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = CASES[case].wrap(CASES[case].model(), sharding_strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        if watchers:
+            stack.enter_context(model.record_steps())
+            stack.enter_context(collectives.record())
+            stack.enter_context(torch.profiler.profile(acc_events=True))
+            model.warn_non_finite()
+            for one in watchers:
+                model._sharded_unit.context.extend(one)
+        for step in range(4):
+            with model.no_sync() if step == 1 else contextlib.nullcontext():
+                inputs, target = CASES[case].batch(2 * step + rank, 4)
+                loss = loss_of(model(inputs), target)
+                loss.backward()
+            losses.append(loss.item())
+            if step != 1:
+                model.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_of(model(inputs), target).item())
+    return losses, snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("case", ["nested", "checkpointed"])
+@on_ranks(2)
+def test_nothing_changes(rank: int, world_size: int, case: str, strategy: str) -> None:
+    everything = _Everything()
+    losses, weights = _train(case, rank, strategy, [])
+    watched_losses, watched_weights = _train(case, rank, strategy, [everything])
+    assert set(everything.heard) == EVENTS
+    assert watched_losses == losses
+    assert watched_weights.keys() == weights.keys()
+    assert all(torch.equal(watched_weights[name], value) for name, value in weights.items())

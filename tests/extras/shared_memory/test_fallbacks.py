@@ -53,7 +53,7 @@ READ = peer_memory._read
 def test_permission_is_given_before_anybody_reads(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    """A rank that was late made all of them fall back to sockets, at random."""
+    """Late ranks do not make the others fall back to sockets."""
     yama = Yama(tmp_path)
 
     def late(reader: int) -> None:
@@ -147,7 +147,7 @@ def _lacks(rank: int, world_size: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", LACKS)
 def test_what_one_rank_lacks(what: str) -> None:
-    """One rank raised ``OSError`` in the middle of a construction, and the others waited."""
+    """What one rank lacks makes all ranks use sockets."""
     lines = run_ranks(_lacks, 2, what, fresh=True, group_timeout=10)
     assert lines[0] == lines[1], lines
     assert re.match(rf"sockets: .*{LACKS[what][3]}", lines[0]), lines

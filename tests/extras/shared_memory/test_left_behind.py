@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from flatshard import ShardedWrapper
 from flatshard.extras.shared_memory import peer_memory
 from tests.harness import ROOT, run_ranks
-from tests.scripts import fork_script
 
 MIB = 1 << 20
 
@@ -65,52 +63,41 @@ def _wait_for_a_step(out: Path, err: Path) -> None:
 
 @pytest.mark.parametrize("killed", [[0, 1], [1]], ids=["all", "one"])
 def test_nothing_is_left_after_sigkill(killed: list[int], tmp_path: Path) -> None:
-    """What is killed is forked, which takes no time; what ends by itself is a program."""
     before = shared_files()
     temporary, logs = tmp_path / "temporary", tmp_path / "logs"
     temporary.mkdir()
     logs.mkdir()
-    script = logs / "script.py"
-    script.write_text(TRAINS_FOR_EVER)
     files = [(logs / f"out-{rank}", logs / f"err-{rank}") for rank in range(2)]
-    for path in (*files[0], *files[1]):
-        path.touch()
-    store = str(temporary / "store")
-    forked: dict[int, Any] = {}
-    programs: dict[int, subprocess.Popen[str]] = {}
+    ranks: list[subprocess.Popen[str]] = []
     for rank, (out, err) in enumerate(files):
         ours = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-        environment = {**os.environ, **ours, "PYTHONPATH": str(ROOT)}
-        if rank in killed:
-            forked[rank] = fork_script(environment, script, [store], temporary, (out, err))
-        else:
-            with out.open("w") as to_out, err.open("w") as to_err:
-                programs[rank] = subprocess.Popen(
-                    [sys.executable, str(script), store],
+        with out.open("w") as to_out, err.open("w") as to_err:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", TRAINS_FOR_EVER, str(temporary / "store")],
                     cwd=temporary,
-                    env=environment,
+                    env={**os.environ, **ours, "PYTHONPATH": str(ROOT)},
                     stdout=to_out,
                     stderr=to_err,
                     start_new_session=True,
                 )
-    ranks = [process.pid for _, process in sorted({**forked, **programs}.items())]
+            )
     try:
         for out, err in files:
             _wait_for_a_step(out, err)
-        for process in forked.values():
-            process.kill()
-        for process in forked.values():
-            process.join(60)
-        for process in programs.values():
-            process.wait(60)
+        for rank in killed:
+            ranks[rank].kill()
+        codes = [process.wait(60) for process in ranks]
     finally:
-        for process in (*forked.values(), *programs.values()):
+        for process in ranks:
             process.kill()
-    assert all(process.exitcode == -signal.SIGKILL for process in forked.values())
-    for rank, process in programs.items():
-        assert process.returncode == 1, "ended in Python, not by a signal"
-        assert "CollectiveError" in files[rank][1].read_text()
-    assert not [left for session in ranks for left in in_session(session)]
+    for rank, code in enumerate(codes):
+        if rank in killed:
+            assert code == -signal.SIGKILL
+        else:
+            assert code == 1, "ended in Python, not by a signal"
+            assert "CollectiveError" in files[rank][1].read_text()
+    assert not [left for process in ranks for left in in_session(process.pid)]
     left = {path.name for path in temporary.iterdir()}
     assert not {name for name in left if name != "store" and "torchinductor" not in name}
     # Other tests' workers may have theirs.
@@ -158,6 +145,3 @@ def test_resident_memory_of_mapped_shards() -> None:
     grown = run_ranks(_memory_of_mapped_shards, 2, fresh=True)
     # `before` has the plain model of 64 MiB on each rank, which is freed: 128 less, and 64 more.
     assert -2 * 64 * MIB <= sum(grown) <= (24 - 64) * MIB, [one / MIB for one in grown]
-
-
-# ---------------------------------------------------------------- a rank that leaves

@@ -201,25 +201,6 @@ def test_exception_in_the_body(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
-@on_ranks_each_way(2)
-def test_nested(rank: int, world_size: int, way: str) -> None:
-    """The inner one raises before it changes anything; what was written in the outer one stays."""
-    sharded, plain = pair(rank, world_size, way)
-    with summon(sharded.model), torch.no_grad():
-        sharded.submodule("fc1").weight.fill_(2)
-        for options in ({}, {"writeback": False}, {"with_grads": True}):
-            with (
-                pytest.raises(RuntimeError, match="asked for summon_full"),
-                summon(sharded.model, **options),
-            ):
-                pass
-        sharded.submodule("fc2").weight.fill_(3)
-    with torch.no_grad():
-        for value, name in enumerate(("fc1", "fc2"), start=2):
-            plain.submodule(name).weight.fill_(value)
-    assert_trains_alike(sharded, plain)
-
-
 # ---------------------------------------------------------------- rank 0 only
 
 

@@ -1,4 +1,4 @@
-"""What `summon_full_params` refuses, and what is refused inside of it."""
+"""`summon_full_params`: what it refuses, and forwards inside of it."""
 
 import contextlib
 import copy
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flatshard import collectives
 from tests.extras.summon.summoning import assert_trains_alike, summon
-from tests.harness import on_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import pair
 from tests.ways import on_ranks_each_way
@@ -87,7 +88,7 @@ def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
 
 @on_ranks_each_way(2)
 def test_step_inside(rank: int, world_size: int, way: str) -> None:
-    """A step under writeback was lost at the end; without writeback it stays."""
+    """A step under writeback raises; without writeback it stays."""
     sharded, plain = pair(rank, world_size, way)
     for run in (sharded, plain):
         run.loss(0).backward()
@@ -106,7 +107,7 @@ def test_step_inside(rank: int, world_size: int, way: str) -> None:
 
 @on_ranks(2)
 def test_part_of_a_unit(rank: int, world_size: int) -> None:
-    """It did nothing, and left the parameters sharded."""
+    """Part of a unit raises, and names the unit."""
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
@@ -114,7 +115,7 @@ def test_part_of_a_unit(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_replaced_before(rank: int, world_size: int) -> None:
-    """The new parameter was overwritten without a word."""
+    """A parameter that was replaced after wrapping raises."""
     sharded, _ = pair(rank, world_size, "full")
     sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
@@ -132,4 +133,110 @@ def test_in_inference_mode(rank: int, world_size: int, way: str) -> None:
     with torch.inference_mode():
         state = sharded.model.state_dict()
     assert not any(value.is_inference() for value in state.values())
+    assert_trains_alike(sharded, plain)
+
+
+# ---------------------------------------------------------------- forwards inside
+
+
+@on_ranks_each_way(2)
+def test_forward(rank: int, world_size: int, way: str) -> None:
+    """It communicates nothing, and computes with what was written inside."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.model.eval()
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with summon(sharded.model), mode(), collectives.record() as events:
+            for _ in range(2):
+                torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
+                with torch.no_grad():
+                    for run in (sharded, plain):
+                        next(run.model.parameters()).mul_(1.5)
+        assert not events
+    for run in (sharded, plain):
+        run.model.train()
+    assert_trains_alike(sharded, plain)
+
+
+@on_ranks_each_way(2)
+def test_forward_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    with summon(sharded.model, rank0_only=True, writeback=False), collectives.record() as events:
+        if rank == 0 or way == "no_shard":
+            torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
+        else:
+            with pytest.raises(RuntimeError, match=r"unit .*, rank 1: .*summon_full_params"):
+                sharded.evaluate()
+    assert not events
+    # Nor need ranks evaluate equally often, as their shares of the data differ.
+    with summon(sharded.model, writeback=False), collectives.record() as events:
+        for _ in range(1 + 3 * rank):
+            torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
+    assert not events
+    assert_trains_alike(sharded, plain)
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,))[1],
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
+}
+
+
+@on_ranks_each_way(2)
+def test_transforms_of_torch_func(rank: int, world_size: int, way: str) -> None:
+    """They work inside of the context; outside they raise an error that names it."""
+    sharded, plain = pair(rank, world_size, way)
+    x = sharded.inputs(0)
+    for name, transform in TRANSFORMS.items():
+        with naming(name), allow_warnings(message=".torch.jit.script. is deprecated"):
+            with pytest.raises(RuntimeError, match=r"torch\.func.*summon_full_params"):
+                transform(sharded.model, x)
+            with summon(sharded.model, writeback=False):
+                found = transform(sharded.model.module, x)
+            torch.testing.assert_close(found, transform(plain.model, x))
+    assert_trains_alike(sharded, plain)
+
+
+@on_ranks_each_way(2)
+def test_backward_inside_is_refused(rank: int, world_size: int, way: str) -> None:
+    """Nothing would average the gradients, also when it runs after the context."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.train(0, 1)
+    with summon(sharded.model, writeback=False, with_grads=True):
+        loss, kept = sharded.loss(0), sharded.loss(1)
+        (slope, *_) = torch.autograd.grad(loss, list(sharded.model.parameters()), retain_graph=True)
+        assert slope.any()
+        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
+            loss.backward()
+    if way != "no_shard":  # where they are the parameters themselves
+        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
+            kept.backward()
+    sharded.optimizer.zero_grad()
+    assert_trains_alike(sharded, plain)
+
+
+@on_ranks_each_way(2)
+def test_between_forward_and_backward(rank: int, world_size: int, way: str) -> None:
+    """A summon that only reads wrote back all the same, and backward found other parameters."""
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        with run.no_sync():
+            run.loss(0).backward()
+        loss = run.loss(1)
+        if run is sharded:
+            with summon(run.model):
+                assert [p.isfinite().all() for p in run.model.parameters()]
+        loss.backward()
+        run.step()
+    # What is written counts, also in one rank's part alone and by ways that autograd does not see.
+    loss = sharded.loss(2)
+    with summon(sharded.model):
+        for run in (sharded, plain):
+            run.submodule("fc2").weight.data[0, 0] = 3.0
+    if way != "no_shard":
+        with pytest.raises(RuntimeError, match="modified between forward and backward"):
+            loss.backward()
     assert_trains_alike(sharded, plain)

@@ -6,9 +6,7 @@ import itertools
 import os
 import pickle
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,9 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import flatshard
 from flatshard import (
-    CollectiveError,
-    CPUOffload,
-    MixedPrecision,
     ShardedWrapper,
     checkpoint,
     collectives,
@@ -30,7 +25,7 @@ from flatshard import (
 from flatshard.extras import weights as weights_extra
 from tests.combinations import every
 from tests.forked_python import PYTHON
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import train_steps
 from tests.ways import WAYS, ranks_of
@@ -73,11 +68,6 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @on_ranks(ranks_of)
 def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way: str) -> None:
     _same_as_the_state_dict(rank, world_size, name, way)
-
-
-@on_ranks(1)
-def test_one_rank_alone(rank: int, world_size: int) -> None:
-    _same_as_the_state_dict(rank, world_size, "tied-blocks", "full")
 
 
 def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> None:
@@ -273,34 +263,6 @@ def test_tensor_parallel(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model, ranks="local"), expected)
 
 
-@on_ranks(2)
-def test_settings(rank: int, world_size: int, tmp_path: Path) -> None:
-    for settings in (
-        {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
-        {"collectives": "native"},
-        {"collectives": "sockets"},
-        {"cpu_offload": CPUOffload(path=tmp_path)},
-    ):
-        with naming(settings):
-            torch.manual_seed(0)
-            plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-            model = ShardedWrapper(plain, **settings)
-            model(torch.ones(2, 5)).sum().backward()
-            _assert_same(_tensors(model), _expected(model))
-
-
-@on_ranks(2)
-def test_in_a_second_thread(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model())
-    expected = _expected(model)
-    found: list[dict[str, Tensor]] = []
-    thread = threading.Thread(target=lambda: found.append(_tensors(model)))
-    thread.start()
-    thread.join()
-    _assert_same(found[0], expected)
-
-
 # ---------------------------------------------------------------- a consumer that does not read on
 
 
@@ -358,23 +320,6 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
     environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
     done = subprocess.run([PYTHON, "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
-
-
-@on_ranks(2)
-def test_all_ranks_stop_at_the_same_item(rank: int, world_size: int) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model())
-    _breaks(flatshard.full_tensors(model))
-    _assert_same(_tensors(model), _expected(model))
-
-
-@on_ranks(2)
-def test_one_rank_asks_alone(rank: int, world_size: int) -> None:
-    case = CASES["batch-norm"]
-    model = case.wrap(case.model())
-    ask = (lambda: _tensors(model)) if rank == 0 else (lambda: model.norms("param"))
-    with pytest.raises(CollectiveError, match="full_tensors"):
-        ask()
 
 
 # ---------------------------------------------------------------- refusals

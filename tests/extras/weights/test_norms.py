@@ -94,42 +94,6 @@ def _assert_close(found: dict[str, float], tensors: dict[str, Any], order: float
         assert found[name] == pytest.approx(_norm(tensor, order), rel=1e-5), (name, order)
 
 
-class _SkipsOne(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=dtype) for _ in range(4))
-        self.layers[1].requires_grad_(False)
-        self.layers[2].weight = self.layers[0].weight
-        self.scalar = nn.Parameter(torch.tensor(3.0, dtype=dtype))
-        self.empty = nn.Parameter(torch.zeros(0, 2, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = x if number == skipped else layer(x)
-        return x * self.scalar + self.empty.sum()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@on_ranks(3)
-def test_narrow_gradients_in_changing_sets(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """In each step, other parameters have gradients; some are frozen, scalar or empty."""
-    torch.manual_seed(0)
-    model = ShardedWrapper(_SkipsOne(dtype))
-    for skipped in (0, 3, 0, 3, 3):
-        for param in model.parameters():
-            param.grad = None
-        model(torch.ones(2, 5, dtype=dtype) + rank, skipped).sum().backward()
-        with ShardedWrapper.summon_full_params(model, with_grads=True, writeback=False):
-            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert ("layers.3.bias" in grads) is (skipped != 3)
-        for order in ORDERS:
-            _assert_close(model.norms(norm_type=order), grads, order)
-    with torch.no_grad():
-        model.get_parameter("scalar").grad.fill_(math.inf)  # type: ignore[union-attr]
-    assert model.norms()["scalar"] == math.inf
-    assert len(model.norms().non_finite["scalar"]) == 1  # only the rank that has the element
-
-
 @on_ranks(2)
 def test_one_collective_and_no_rounding_to_bfloat16(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
@@ -182,11 +146,3 @@ def test_refusals(rank: int, world_size: int) -> None:
         model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="no_sync"):
         model.norms()
-
-
-@on_ranks(2)
-def test_one_rank_asks_alone(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    ask = (lambda: model.norms("param")) if rank == 0 else next(model.parameters()).sum
-    with pytest.raises(CollectiveError, match="norms of order 2"):
-        ask()

@@ -1,6 +1,7 @@
 """Optimizers that need full tensors step a sharded model as they step an unwrapped one."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain, product
@@ -17,11 +18,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from flatshard import CPUOffload, ShardedWrapper, checkpoint
 from flatshard.collectives import record
 from flatshard.extras import whole_tensors
+from flatshard.extras.whole_tensors import choose_owners, step_cost
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
+from flatshard.units.layout import FlatLayout
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.side import TOLERANCE, Run, assert_same_model, pair
-from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
@@ -84,26 +86,6 @@ class Together(torch.optim.Optimizer):
         flat = torch.cat([param.grad.reshape(-1) for param in params])
         for param in params:
             param.sub_(param.grad / (1 + flat.norm()), alpha=0.5)
-
-
-class Dividing(torch.optim.Optimizer):
-    """Computes each update on one rank, and sends all updates, as modded-nanogpt's Muon does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = self.param_groups[0]["params"]
-        updates = [torch.zeros(param.numel(), dtype=param.dtype) for param in params]
-        for number, param in enumerate(params):
-            if number % dist.get_world_size() == dist.get_rank():
-                rows = param.grad.reshape(len(param), -1)
-                updates[number] += (rows / (1 + rows.norm(dim=1, keepdim=True))).flatten()
-        flat = torch.cat(updates)
-        dist.all_reduce(flat)
-        for param, update in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            param.data.add_(update.view_as(param), alpha=-0.05)
 
 
 def _muon(params: Sequence[nn.Parameter]) -> Optimizers:
@@ -180,17 +162,6 @@ def _assert_close(runs: tuple[Run, Run], kind: str) -> None:
         torch.testing.assert_close(sharded[name], expected, rtol=0, atol=_tolerance(kind))
 
 
-@pytest.mark.parametrize("way", ["no_shard", "native-hybrid"])
-@on_ranks(ranks_of)
-def test_every_strategy_and_transport(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
-    for kind in ("adafactor", "together"):
-        runs = pair(rank, world_size, way, "cnn")
-        for run in runs:
-            _train(run, _optimizers(run, kind), range(3))
-        _assert_close(runs, kind)
-
-
 @on_ranks(2)
 def test_muon_on_gradients_of_equal_bits(rank: int, world_size: int) -> None:
     """Where the gradients are the same, the values are, bit for bit."""
@@ -239,24 +210,7 @@ def test_parts_are_bounded(rank: int, world_size: int) -> None:
     _assert_close(runs, "adafactor")
 
 
-# ------------------------------------------------------------ state
-
-
 # ------------------------------------------------------------ what fails
-
-
-@pytest.mark.parametrize("way", ["full", "grad_op"])
-@on_ranks(2)
-def test_an_optimizer_that_divides_the_work_by_itself(rank: int, world_size: int, way: str) -> None:
-    """On owners, its all-reduce would add updates of different parameters."""
-    runs = pair(rank, world_size, way)
-    for run in runs:
-        matrices = [param for param in run.model.parameters() if param.dim() == 2]
-        optimizer = Dividing(matrices)
-        _train(run, [optimizer], range(3))
-        if run.is_sharded:
-            assert adapter_of(optimizer).mode is StepMode.ON_EVERY_RANK
-    assert_same_model(*runs)
 
 
 class Failing(RowNorms):
@@ -329,60 +283,12 @@ def test_groups_that_change_later_raise(rank: int, world_size: int) -> None:
         assert torch.equal(value, before[name]), name
 
 
-class Keeping(RowNorms):
-    """Keeps its parameters in a list of its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.kept = {"all": list(self.param_groups[0]["params"])}
-
-
-@on_ranks(2)
-def test_what_cannot_be_shown_full_parameters_raises(rank: int, world_size: int) -> None:
-    run, _ = pair(rank, world_size, "full", "mlp")
-    run.loss(0).backward()
-    with pytest.raises(NotImplementedError, match=r"Keeping keeps parameter .fc1.weight. in attr"):
-        Keeping(run.model.parameters()).step()
-
-
 # ------------------------------------------------------------ everything around it
-
-
-@on_ranks(2)
-def test_schedulers_clipping_and_accumulation(rank: int, world_size: int) -> None:
-    runs = pair(rank, world_size, "full", "mlp")
-    for run in runs:
-        lr = torch.tensor(0.05)
-        optimizer = torch.optim.Adafactor(run.model.parameters(), lr=lr)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        seen = []
-        optimizer.register_step_pre_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
-        optimizer.register_step_post_hook(lambda one, *_, seen=seen: seen.append(_shapes(one)))
-        for number in range(0, 6, 2):
-            with run.no_sync():
-                run.loss(number).backward()
-            run.loss(number + 1).backward()
-            clip = getattr(run.model, "clip_grad_norm_", None)
-            if clip is None:
-                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-            else:
-                clip(0.1)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        # The user's hooks have seen sharded parameters, before and after.
-        expected = _shapes(optimizer)
-        assert seen == [expected] * 6
-    assert_same_model(*runs)
-
-
-def _shapes(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [(type(p), p.shape) for group in optimizer.param_groups for p in group["params"]]
 
 
 @on_ranks(3)
 def test_owners_stay_while_groups_change(rank: int, world_size: int) -> None:
-    """State stayed with the owners of before, and those chosen anew began without."""
+    """Parameters keep their owners, and so their state, while the groups change."""
     run, plain = pair(rank, world_size, "full", "mlp")
     for one in (run, plain):
         params = list(one.model.parameters())
@@ -422,41 +328,6 @@ def test_parameters_in_files(rank: int, world_size: int, tmp_path: Path) -> None
     runs = pair(rank, world_size, "full", "mlp", cpu_offload=offload)
     for run in runs:
         _train(run, _optimizers(run, "adafactor"), range(3))
-    assert_same_model(*runs)
-
-
-class Averaging(RowNorms):
-    """Shows averaged weights between ``eval()`` and ``train()``; counts steps in a list."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.numbers = [0]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.numbers[0] += 1
-        super().step.__wrapped__(self)
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if param.grad is not None:
-                state = self.state[param]
-                state.setdefault("mean", torch.zeros_like(param)).lerp_(param, 1 / self.numbers[0])
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if "mean" in self.state[param]:
-                param.lerp_(self.state[param]["mean"], 0.5)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_averaged_weights_are_shown_on_all_ranks(rank: int, world_size: int) -> None:
-    runs = pair(rank, world_size, "full", "mlp")
-    for run in runs:
-        optimizer = Averaging(run.model.parameters())
-        _train(run, [optimizer], range(3))
-        optimizer.eval()
-        assert optimizer.numbers == [3]
     assert_same_model(*runs)
 
 
@@ -586,3 +457,32 @@ def test_random_draws_for_large_parameters_only_are_told(rank: int, world_size: 
     numbers: list[Any] = [None] * world_size
     dist.all_gather_object(numbers, len(owners))
     assert sorted(numbers) == [0, 1]  # only the owner has drawn
+
+
+# ---------------------------------------------------------------- owners
+
+
+def _held(shapes: list[tuple[int, ...]], world_size: int) -> list[dict[int, int]]:
+    params = {str(number): torch.empty(shape) for number, shape in enumerate(shapes)}
+    layout = FlatLayout.build(params, world_size=world_size, itemsize=4)
+    numels = [
+        {rank: layout.local_span(index, rank).numel for rank in range(world_size)}
+        for index in range(len(shapes))
+    ]
+    return [{rank: numel for rank, numel in one.items() if numel} for one in numels]
+
+
+def test_work_and_elements_are_shared_out() -> None:
+    """The blocks of a transformer: no rank has more than 15 % above its part."""
+    block = [(1152, 384), (384, 384), (1536, 384), (384, 1536)]
+    for world_size in (2, 3, 4, 8):
+        shapes, held = block * 12, _held(block, world_size) * 12
+        owners = choose_owners(shapes, held, world_size)
+        for measure in (math.prod, step_cost):
+            total = sum(map(measure, shapes))
+            for rank in range(world_size):
+                own = sum(measure(s) for s, o in zip(shapes, owners, strict=True) if o == rank)
+                assert own <= 1.15 * total / world_size, (world_size, measure, rank)
+        # At most the parts that are not there already, twice to the owner and once back.
+        moved = sum(sum(h.values()) - h.get(o, 0) for h, o in zip(held, owners, strict=True))
+        assert 3 * moved <= 2 * sum(map(math.prod, shapes)), (world_size, moved)
