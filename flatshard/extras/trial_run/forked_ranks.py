@@ -85,18 +85,17 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
             while not context.join(grace_period=5.0):
                 pass
     finally:
-        for one in context.processes:
+        for rank, one in enumerate(context.processes, first):
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
             one.kill()  # if it has no group of processes yet
             one.join()
-    for rank, one in enumerate(context.processes, first):
-        if not store.check([f"{rank}"]):
-            log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")[-4000:]
-            text = f"rank {rank}: the process ended with status {one.exitcode}. Last output:\n{log}"
-            # A rank that this process has ended is the cause only if no other rank has failed.
-            when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
-            store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
+            if not store.check([f"{rank}"]):
+                log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
+                text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
+                # A rank that this process has ended is the cause only if no other rank has failed.
+                when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
+                store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
     records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
     return records, min(one.failure for one in records)[1]
 
@@ -133,8 +132,8 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
         failure = f"exit status {error.code}" if error.code else ""
     except BaseException as error:
         traceback.print_exc()
-        line = program_line(inspect.trace(0)[-1].frame)
-        failure = f"{type(error).__name__}: {error}\n  at {line}"
+        innermost = inspect.trace(0)[-1].frame
+        failure = f"{type(error).__name__}: {error}\n  at {program_line(innermost)}"
     recorder.end(failure)
 
 
@@ -240,8 +239,7 @@ class Recorder:
         memory = torch.cuda.max_memory_allocated() or resident
         counts = Path("/proc/self/io")
         written = int(counts.read_text().split()[3]) if counts.exists() else 0
-        seconds = time.perf_counter() - self._aside
-        self.record.costs.append((memory / 2**20, 1e3 * seconds, written / 2**10))
+        self.record.costs.append((memory, time.perf_counter() - self._aside, written))
 
 
 def _install(recorder: Recorder) -> None:

@@ -45,16 +45,15 @@ class Record:
     # Numbers of calls to report. Keys: the program's line, then what to write there. The reference
     # run notes calls that need every rank; the sharded run notes other lines that need a change.
     notes: Counter[str] = field(default_factory=Counter)
-    # Before the first step, and after each step: peak memory in MiB, time in ms, and KiB written.
-    costs: list[tuple[float, float, float]] = field(default_factory=list)
+    # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
+    costs: list[tuple[int, float, int]] = field(default_factory=list)
 
 
 @torch.no_grad()
 def sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
     """Return the sketch of a tensor. ``owner``: the parameter if it is a gradient, or itself."""
     if isinstance(owner, FlatShardTensor):
-        numel, index = owner.numel(), owner.spec.offset
-        flat = local_grad(tensor, owner.spec)
+        numel, index, flat = owner.numel(), owner.spec.offset, local_grad(tensor, owner.spec)
     else:
         if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
             owner = tensor = owner.coalesce().values()

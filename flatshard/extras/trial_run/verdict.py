@@ -30,7 +30,9 @@ _LIMIT = 100.0  # a difference counts if it is more than this many units
 _CHAOS = 0.05  # steps are compared until noise changes half of the gradients by more than this
 _COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
 _WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
-_TITLE = "{}, {} ranks, {} steps each: DistributedDataParallel, then ShardedWrapper in its place"
+_TITLE = "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps each: DDP, then flatshard in its place"
+    "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps each: DDP, then flatshard in its place"
+)
 _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs
 between two runs with DDP, whose weights differ in the last digit, at {0.line}.
 Seed random numbers (torch, random, numpy, generator=... of a DataLoader). Let data not depend on
@@ -49,8 +51,7 @@ class Difference(NamedTuple):
     name: str
     rank: int
     line: str  # the program's line
-    norm: float  # norm of the tensor in the reference
-    size: float  # norm of the difference, relative to ``norm``
+    size: float  # norm of the difference, relative to the norm of the tensor in the reference
     eps: float  # precision of the dtype
     units: float = 0.0  # the size, in units of noise
 
@@ -139,8 +140,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
         report["verdict"] = RAISES
         text += " But as it is, the script raises where not all ranks call the model (see below)."
     text += _NOISY.format(last + 1) * (last < options.steps)
-    title = _TITLE.format(options.script, options.nproc_per_node, options.steps)
-    parts = [title, _table(reference[0], sharded[0], found, last), text]
+    parts = [_TITLE.format(options), _table(reference[0], sharded[0], found, last), text]
     if options.steps >= _WARM_UP + _TIMED:
         report["costs"] = _costs(reference, sharded)
         rows = [["largest of all ranks", "DDP", "flatshard", ""]]
@@ -172,7 +172,7 @@ def differences(reference: list[Record], other: list[Record], lone: Any) -> list
                 gap = float(np.linalg.norm(one.sums - two.sums)) if one and two else 1e300
                 size = gap / (norm or 1.0)
                 size *= size > 1e-6 * eps  # adding up other ranges in float64 rounds, too
-                found.append(Difference(*key, rank, any_one.line, norm, size, eps))
+                found.append(Difference(*key, rank, any_one.line, size, eps))
     return found
 
 
@@ -198,7 +198,7 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
             if one.kind in ("input", "initial value") and one.size > limit * (one.eps > 0):
                 return units, one
         for kind in {one.kind for one in here}:
-            sizes = [one.size for one in here if one.kind == kind and one.norm]
+            sizes = [one.size for one in here if one.kind == kind and one.size]
             largest[kind] = max(largest[kind], median(sizes or [0.0]))
         if largest["gradient"] > _CHAOS:
             break
@@ -209,7 +209,8 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 
 def _costs(*runs: list[Record]) -> dict[str, list[float]]:
     """Return the figures that _COSTS names, for each run, of the rank where they are largest."""
-    costs = np.array([[one.costs for one in run] for run in runs])  # run, rank, step, figure
+    # dimensions: run, rank, step, figure
+    costs = np.array([[one.costs for one in run] for run in runs]) * (2**-20, 1e3, 2**-10)
     figures = np.median(np.diff(costs, axis=2)[:, :, _WARM_UP:], axis=2)
     figures[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # the peak of all steps
     return dict(zip(_COSTS, figures.max(axis=1).T.tolist(), strict=True))

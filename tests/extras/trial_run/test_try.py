@@ -135,7 +135,7 @@ for _ in range(4):
     "a_rank_dies": (
         [],
         NOT_COMPARED,
-        ["rank 1: the process ended with status 9"],
+        ["rank 1 ended with status 9"],
         "if os.environ['RANK'] == '1': os._exit(9)\nstart()",
     ),
     "hangs": (
