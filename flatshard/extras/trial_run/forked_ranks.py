@@ -314,8 +314,7 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
     make(optimizer, *args, **kwargs)
     held = {param for group in optimizer.param_groups for param in group["params"]}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    modules = [one for one in modules if not isinstance(one, nn.DataParallel)]
-    users = [one for one in modules if held <= {*one.parameters()}]
+    users = [m for m in modules if held <= {*m.parameters()} and not isinstance(m, nn.DataParallel)]
     if users and held.isdisjoint(recorder.names):
         if not dist.is_initialized():
             dist.init_process_group()
@@ -325,7 +324,6 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
 def _watch(recorder: Recorder, method: str) -> None:
     """Count or replace calls of a method of ``nn.Module``, see [Note: lone calls]."""
     real: Any = getattr(nn.Module, method)
-    options = recorder.options
 
     @functools.wraps(real)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -337,9 +335,9 @@ def _watch(recorder: Recorder, method: str) -> None:
         # Count only calls of the program: wrappers call their modules, and `full_state_dict` calls
         # `state_dict` only on rank 0.
         by_program = not caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard."))
-        if by_program and options.run == "ddp":
+        if by_program and recorder.options.run == "ddp":
             recorder.record.notes[note] += 1
-        if note not in options.lone_calls:
+        if note not in recorder.options.lone_calls:
             return real(module, *args, **kwargs)
         plain = vars(module)["_plain"].train(module.training)
         before = {**vars(plain)}

@@ -4,8 +4,8 @@
 The unit of a tensor at a step is the largest of three numbers, all relative to the tensor's norm.
 First: the largest difference of this tensor, up to this step, between the reference and the third
 run, whose weights were changed by one unit in the last place. Second: the largest median, up to
-this step, of these differences over all tensors of the same kind. Third: twice the precision of the
-dtype.
+this step, of these differences over all tensors of the same kind that changed. Third: twice the
+precision of the dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
 """
 
 import argparse
@@ -49,7 +49,8 @@ class Difference(NamedTuple):
     name: str
     rank: int
     line: str  # the program's line
-    size: float  # norm of the difference, relative to the norm of the tensor in the reference
+    norm: float  # norm of the tensor in the reference
+    size: float  # norm of the difference, relative to ``norm`` if that is not 0
     eps: float  # precision of the dtype
     units: float = 0.0  # the size, in units of noise
 
@@ -122,7 +123,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     if any(one.size for one in found):
         noise, failure = forked_ranks.run(options, "noise")
         if failure:
-            return f"The second run with DDP failed: {failure}"
+            return f"Cannot be compared: the second run with DDP failed: {failure}"
         units, other = units_of(differences(reference, noise, lone))
         last = max((step for step, *_ in units), default=0)
         if not last:
@@ -168,9 +169,8 @@ def differences(reference: list[Record], other: list[Record], lone: Any) -> list
                 norm, eps = float(np.linalg.norm(any_one.sums)), any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
                 gap = float(np.linalg.norm(one.sums - two.sums)) if one and two else 1e300
-                size = gap / (norm or 1.0)
-                size *= size > 1e-6 * eps  # adding up other ranges in float64 rounds, too
-                found.append(Difference(*key, rank, any_one.line, size, eps))
+                gap *= gap > 1e-6 * eps * norm  # adding up other ranges in float64 rounds, too
+                found.append(Difference(*key, rank, any_one.line, norm, gap / (norm or 1.0), eps))
     return found
 
 
@@ -184,24 +184,28 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
     """
     # Without noise, or if the noise run lacks a tensor, the unit is the smallest number.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # The largest size so far of each tensor, and the largest median so far of each kind of tensor.
-    largest: dict[Any, float] = defaultdict(float)
+    # The largest so far: size of each tensor, median size and norm of each kind of tensor.
+    sizes: dict[Any, float] = defaultdict(float)
+    medians: dict[str, float] = defaultdict(float)
+    norms: dict[str, float] = defaultdict(float)
     for step, group in groupby(noise, key=lambda one: one.step):
         here = [*group]
         # In step 1, no weight affects the inputs, or only slightly (inputs from a generator model).
         # So a larger difference of inputs has a cause other than rounding.
         limit = _CHAOS if step > 1 else 1e-3
         for one in here:
-            largest[one[1:4]] = max(largest[one[1:4]], one.size)
+            sizes[one[1:4]] = max(sizes[one[1:4]], one.size)
+            norms[one.kind] = max(norms[one.kind], one.norm)
             if one.kind in ("input", "initial value") and one.size > limit * (one.eps > 0):
                 return units, one
-        for kind in {one.kind for one in here}:
-            sizes = [one.size for one in here if one.kind == kind and one.size]
-            largest[kind] = max(largest[kind], median(sizes or [0.0]))
-        if largest["gradient"] > _CHAOS:
+        for kind in norms:
+            changed = [one.size for one in here if one.kind == kind and one.size]
+            medians[kind] = max(medians[kind], median(changed or [0.0]))
+        if medians["gradient"] > _CHAOS:
             break
         for one in here:
-            units[one[:4]] = max(largest[one[1:4]], largest[one.kind], 2 * one.eps, 1e-300)
+            floor = one.eps * max(2, 1e-3 * norms[one.kind] / (one.norm or 1.0))
+            units[one[:4]] = max(sizes[one[1:4]], medians[one.kind], floor, 1e-300)
     return units, None
 
 
