@@ -12,14 +12,15 @@ the rank does not wait for the others.
 
 import functools
 import json
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatshard.checkpoint.saving import generators
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
 
@@ -78,10 +79,11 @@ def as_double(tensor: Tensor) -> Tensor:
 
 def generator_states() -> dict[Tensor, str]:
     """Return the states of all random number generators, as bytes."""
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    texts = {
-        name: json.dumps(one, default=Tensor.tolist) for name, one in generators(device).items()
-    }
+    states: Any = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    states["numpy"] = np.random.get_state()
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state()
+    texts = {n: json.dumps(one, default=lambda data: data.tolist()) for n, one in states.items()}
     return {torch.tensor([*text.encode()]): name for name, text in texts.items()}
 
 

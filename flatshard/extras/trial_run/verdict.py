@@ -30,7 +30,7 @@ _LIMIT = 100.0  # a difference counts if it is more than this many units
 _CHAOS = 0.05  # steps are compared until noise changes half of the gradients by more than this
 _COSTS = "peak memory without imports, MiB", "time per step, ms", "bytes sent and written, KiB"
 _WARM_UP, _TIMED = 2, 5  # number of steps not measured, and minimum number of steps measured
-_TITLE = "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps each: DDP, then flatshard instead"
+_TITLE = "{0.script}, {0.nproc_per_node} ranks, {0.steps} steps: under DDP, then under flatshard"
 _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.step} differs
 between two runs with DDP, whose weights differ in the last digit, at {0.line}.
 Seed random numbers (torch, random, numpy, generator=... of a DataLoader). Let data not depend on
