@@ -31,7 +31,6 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch._dynamo  # optimizers import it: load it once, before ranks are forked
 from torch import Tensor, nn
@@ -117,7 +116,7 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     # Scripts that set no seed can be compared, too.
-    for module in (torch, random, np.random):
+    for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
     torch.set_default_dtype(torch.float64 if options.exact else torch.float32)
     torch.use_deterministic_algorithms(options.exact, warn_only=True)

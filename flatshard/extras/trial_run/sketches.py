@@ -13,11 +13,11 @@ the rank does not wait for the others.
 import functools
 import json
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -80,7 +80,7 @@ def as_double(tensor: Tensor) -> Tensor:
 def generator_states() -> dict[Tensor, str]:
     """Return the states of all random number generators, as bytes."""
     states: Any = {"torch": torch.get_rng_state(), "random": random.getstate()}
-    states["numpy"] = np.random.get_state()
+    states["numpy"] = sys.modules["numpy"].random.get_state()  # `sketch` has loaded numpy
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state()
     texts = {n: json.dumps(one, default=lambda data: data.tolist()) for n, one in states.items()}

@@ -10,6 +10,7 @@ precision of the dtype, and more for a tensor with less than 1/2000 of the large
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections import defaultdict
@@ -18,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 
 from flatshard.extras import tabulate
 from flatshard.extras.trial_run.sketches import Record
@@ -166,9 +167,9 @@ def differences(reference: list[Record], other: list[Record], lone: Any) -> list
             theirs = [parts[0]._replace(sums=sums)] * len(theirs)
         for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if any_one := one or two:
-                norm, eps = float(np.linalg.norm(any_one.sums)), any_one.eps
+                norm, eps = math.hypot(*any_one.sums), any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
-                gap = float(np.linalg.norm(one.sums - two.sums)) if one and two else 1e300
+                gap = math.dist(one.sums, two.sums) if one and two else 1e200
                 gap *= gap > 1e-6 * eps * norm  # adding up other ranges in float64 rounds, too
                 found.append(Difference(*key, rank, any_one.line, norm, gap / (norm or 1.0), eps))
     return found
@@ -212,10 +213,11 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 def _costs(*runs: list[Record]) -> dict[str, list[float]]:
     """Return the figures that _COSTS names, for each run, of the rank where they are largest."""
     # dimensions: run, rank, step, figure
-    costs = np.array([[one.costs for one in run] for run in runs]) * (2**-20, 1e3, 2**-10)
-    figures = np.median(np.diff(costs, axis=2)[:, :, _WARM_UP:], axis=2)
+    costs = torch.tensor([[one.costs for one in run] for run in runs], dtype=torch.float64)
+    figures = costs.diff(dim=2)[:, :, _WARM_UP:].median(dim=2).values
     figures[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # the peak of all steps
-    return dict(zip(_COSTS, figures.max(axis=1).T.tolist(), strict=True))
+    in_units = figures.amax(dim=1) * torch.tensor((2**-20, 1e3, 2**-10))
+    return dict(zip(_COSTS, in_units.T.tolist(), strict=True))
 
 
 def _table(one: Record, other: Record, found: list[Difference], last: int) -> str:
