@@ -147,6 +147,9 @@ class Recorder:
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # number of the step under way, which ends with the next step of any optimizer
         self._step = 1
+        # Number of nested optimizer steps: an optimizer may step another, and flatshard may step a
+        # copy of an optimizer.
+        self._depth = 0
         self._aside = 0.0  # seconds of recording
         self._add_costs()
 
@@ -200,10 +203,15 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the gradients that an optimizer reads."""
-        self._add("gradient at the step", self._params(optimizer))
+        self._depth += 1
+        if self._depth == 1:
+            self._add("gradient at the step", self._params(optimizer))
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the values that an optimizer has written, and the rest of the step."""
+        self._depth -= 1
+        if self._depth:
+            return
         self._add("value", self._params(optimizer))
         for model, prefix in self._models.items():
             self._add("buffer", {one: prefix + name for name, one in model.module.named_buffers()})

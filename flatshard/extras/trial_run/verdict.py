@@ -39,6 +39,7 @@ time, earlier runs or threads, and step sizes (of an adaptive solver) not on the
 _NOISY = " From step {} on, rounding alone changes too much to compare (--exact compares more)."
 _DIFFERS = """Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm,
 {0.units:.3g} times the rounding noise (limit: {1:.0f}), at {0.line}."""
+_MISSING = "Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: in one run only ({0.line})."
 _CHANGES = "\n\nTo keep it, change (lines that run after the last step are not listed):\n  "
 
 
@@ -135,7 +136,8 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     report["first"] = worst and worst._asdict()
     report["verdict"], text = SAME, "The same numbers, within rounding."
     if worst:
-        report["verdict"], text = DIFFERS, _DIFFERS.format(worst, _LIMIT)
+        message = _DIFFERS if worst.size < 1e100 else _MISSING
+        report["verdict"], text = DIFFERS, message.format(worst, _LIMIT)
     elif lone:
         report["verdict"] = RAISES
         text += " But as it is, the script raises where not all ranks call the model (see below)."

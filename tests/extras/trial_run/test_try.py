@@ -194,6 +194,32 @@ for _ in range(2):
     optimizer.zero_grad()
 """,
     ),
+    "input_of_one_run": (
+        [],
+        DIFFERS,
+        ["Differs: step 1, input 'input 0, input_of_one_run.py", "rank 0: in one run only"],
+        """
+model, optimizer = start()
+with torch.no_grad():
+    if not hasattr(model, "unit_report"): model(torch.ones(1, 16))
+train(model, optimizer)
+""",
+    ),
+    "nested_optimizers": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+class Outer(torch.optim.Optimizer):
+    def __init__(self, params, inner):
+        super().__init__(params, {})
+        self.inner = inner
+    def step(self, closure=None):
+        self.inner.step()
+model, inner = start()
+train(model, Outer(model.parameters(), inner))
+""",
+    ),
     "two_optimizers": (  # in processes that the script starts, one with a closure
         ["--steps", "14"],
         SAME,
