@@ -4,7 +4,8 @@
 ``ShardedWrapper`` in its place. If their numbers differ, a third run repeats the first one with
 weights changed by one unit in the last place, and ``verdict`` measures the differences in units of
 the rounding noise that the third run shows. ``forked_ranks`` starts a process for each rank of a
-run. There it replaces the wrappers, and runs the script; ``recorder`` records tensors at each step.
+run. There it replaces the wrappers, runs the script, and records tensors at each step, in the form
+that ``sketches`` explains.
 
 Without this folder the command line has no ``try``.
 """

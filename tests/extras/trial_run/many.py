@@ -27,7 +27,7 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    given.folder = folder
+    given.folder = given.records = folder
     return given
 
 

@@ -109,7 +109,7 @@ for _ in range(4):
         NOT_COMPARED,
         [
             "input 'input 0 (2)' of rank 0 at step 1 differs",
-            "step sizes (of an adaptive solver) not on the last digit of weights",
+            "step sizes (of an adaptive solver) not on the last digit",
         ],
         """
 model, optimizer = start()
@@ -135,7 +135,7 @@ for _ in range(4):
     "a_rank_dies": (
         [],
         NOT_COMPARED,
-        ["ddp-1: the process ended with status 9"],
+        ["rank 1 ended with status 9"],
         "if os.environ['RANK'] == '1': os._exit(9)\nstart()",
     ),
     "hangs": (
@@ -192,6 +192,32 @@ for _ in range(2):
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
     optimizer.zero_grad()
+""",
+    ),
+    "input_of_one_run": (
+        [],
+        DIFFERS,
+        ["Differs: step 1, input 'input 0, input_of_one_run.py", "rank 0: in one run only"],
+        """
+model, optimizer = start()
+with torch.no_grad():
+    if not hasattr(model, "unit_report"): model(torch.ones(1, 16))
+train(model, optimizer)
+""",
+    ),
+    "nested_optimizers": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+class Outer(torch.optim.Optimizer):
+    def __init__(self, params, inner):
+        super().__init__(params, {})
+        self.inner = inner
+    def step(self, closure=None):
+        self.inner.step()
+model, inner = start()
+train(model, Outer(model.parameters(), inner))
 """,
     ),
     "two_optimizers": (  # in processes that the script starts, one with a closure
