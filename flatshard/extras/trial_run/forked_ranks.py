@@ -96,7 +96,10 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
                 # A rank that this process has ended is the cause only if no other rank has failed.
                 when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
                 store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
-    records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
+    try:
+        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
+    except RuntimeError:
+        return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
     return records, min(one.failure for one in records)[1]
 
 
@@ -379,7 +382,10 @@ class _Reference(DDP):  # type: ignore[misc]
 
     summon_full_params = staticmethod(lambda *_, **__: contextlib.nullcontext())
     __getitem__ = ModuleProxy.__getitem__
-    named_modules = ModuleProxy.named_modules
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_modules(*args, **kwargs)
+
     optim_state_dict = ShardedWrapper.optim_state_dict
     optim_state_dict_to_load = ShardedWrapper.optim_state_dict_to_load
     set_state_dict_type = ShardedWrapper.set_state_dict_type
