@@ -97,7 +97,8 @@ class Communicator(Members):
         # Reductions (`GradReduce`) that have started, and whose second stage will use this group.
         # They are in the same order on all ranks.
         self.second_stages: deque[Any] = deque()
-        # Tags for models (even), and for copies of models (odd, see `is_copying`).
+        # The next tags of flat parameters (`new_tag`): even tags in models, odd tags in deep copies
+        # of models (`is_copying`).
         self._tags = count(2, 2), count(3, 2)
         # Returns the number of a new model. Ranks compare it in each backward, to check that all
         # run the same model. So all ranks must make models in the same order.

@@ -341,7 +341,7 @@ class AsyncWork(named):
     This object keeps the collective's tensors alive until no rank needs them any more.
     """
 
-    # Objects with the interface of ``dist.Work``. The result is complete after waits for all.
+    # Objects with the interface of ``dist.Work``. The result is complete after a wait for each.
     works: Sequence[Any]
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything

@@ -149,7 +149,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
 
-        Parameters have their positions as keys. With ``state_dict_type="sharded"``, the dict is
+        The keys are the positions of the parameters, as in a plain torch optimizer. With ``state_dict_type="sharded"``, the dict is
         empty on all ranks.
         """
         if self._state_dict_type == "sharded":
@@ -165,7 +165,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero and folder.exists():  # Lightning overwrites "last", for example
+        # The folder may exist: Lightning overwrites the checkpoint "last", for example.
+        if self.is_global_zero and folder.exists():
             shutil.rmtree(folder)
         self.barrier()
         for number, optimizer in enumerate(self.optimizers or [None]):

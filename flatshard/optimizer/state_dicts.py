@@ -205,7 +205,7 @@ def python_number(value: Any) -> Any:
 
 
 def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Raise ValueError if ``state_dict`` lacks state of an optimizer that ``optimizer`` steps."""
+    """Raise ValueError if ``state_dict`` lacks state of an optimizer that ``optimizer`` wraps."""
     keys = {id(param): key for key, param in params_by_key(optimizer, state_dict).items()}
     for inner in with_inner(optimizer)[1:]:
         for param, state in inner.state.items():

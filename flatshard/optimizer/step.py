@@ -205,7 +205,7 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
                 f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model: "
                 f"this unit trains only on ranks {handle.topology.world.ranks_text}, so the total "
                 "norm would differ between ranks. Call clip_grad_norm_() on each inner "
-                "ShardedWrapper instead, or scale the gradients by a norm of your own."
+                "ShardedWrapper instead, or compute a norm yourself, and scale the gradients."
             )
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from flatshard.options.extras import extra
 from flatshard.units.module_tree import ModuleTree, ParamInfo, has_forward, numel
 
-# The names in `flatshard.wrap`.
+# `flatshard.wrap` exports these names.
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "wrap"]
 __all__ += ["lambda_auto_wrap_policy", "size_based_auto_wrap_policy"]
 __all__ += ["transformer_auto_wrap_policy"]

@@ -246,7 +246,7 @@ class _GpuWait(BlockedWait):
 
 
 def tell_of_end() -> None:
-    """When the user's program ends, let this process tell all ranks at once how it ended."""
+    """Install exit hooks that tell the other ranks immediately how the user's program ended."""
     # Other ranks notice the end of a process only after its exit handlers, which may take long. For
     # an uncaught exception, Python calls `sys.excepthook` before the exit handlers.
     if getattr(sys.excepthook, "func", None) is not _tell_error:
