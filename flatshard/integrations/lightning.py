@@ -149,8 +149,8 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
 
-        The keys are the positions of the parameters, as in a plain torch optimizer. With ``state_dict_type="sharded"``, the dict is
-        empty on all ranks.
+        The keys are the positions of the parameters, as in a plain torch optimizer. With
+        ``state_dict_type="sharded"``, the dict is empty on all ranks.
         """
         if self._state_dict_type == "sharded":
             return {}
