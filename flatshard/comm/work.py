@@ -261,7 +261,7 @@ def waits_by_thread() -> list[ThreadWaits]:
 class watched:
     """Context manager around code in which this thread waits for other ranks.
 
-    Deadlock detection reads in which of these blocks each thread is.
+    Deadlock detection reads which ``watched`` blocks each thread is in.
     """
 
     condition: WaitCondition | None  # the condition under which the wait ends; None: unknown

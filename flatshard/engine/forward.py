@@ -148,9 +148,9 @@ class Forward:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # Another unit may have made the tensor, with a hook on it that unshards that unit
-                # in backward (`Backward.enter`). Call this hook first, so that this unit is
-                # resharded before the other unit is unsharded: less memory is in use.
+                # The tensor may be the output of another unit, whose hook on the tensor unshards
+                # the other unit in backward (`Backward.enter`). Call `receive` before that hook, so
+                # that this unit is resharded first: less memory is in use.
                 call_first(hook, tensor)
                 # A leaf tensor outlives the graph, and may be an input in every step. Then the
                 # hooks would pile up. So remove the hook when the call is freed.
@@ -258,8 +258,8 @@ class Forward:
             return
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
-            # Also check units that were unsharded for operations in this module's forward. The ends
-            # of other forwards (at another depth) check the other units.
+            # Also check the units that this module's forward used outside of their own forward. A
+            # unit that was used at another depth is checked at the end of the forward there.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:

@@ -240,10 +240,10 @@ def leave_empty(module: nn.Module) -> None:
 
 
 class InitialValues:
-    """The ranks' decision about the initial values of parameters and buffers.
+    """Decides which initial values of parameters and buffers the ranks use.
 
-    All ranks decide the same. They take rank 0's values if ``sync_module_states`` is True, or if
-    the keyword is None and the checksums of the values differ between ranks. With
+    The decision is the same on all ranks. All ranks take rank 0's values if ``sync_module_states``
+    is True, or if the keyword is None and the checksums of the values differ between ranks. With
     ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
     in DistributedDataParallel.
     """

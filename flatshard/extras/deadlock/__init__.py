@@ -79,7 +79,8 @@ class Watchdog(CollectiveWatch):
             self._start()
         detector.histories[history.name] = history
         detector.begin_run()
-        # From now on, other ranks may wait for this rank. So they must be told if its program ends.
+        # From now on, other ranks may wait for this rank. So tell the other ranks when the program
+        # on this rank ends.
         tell_of_end()
 
     def explain(self, wait: watched) -> str | None:

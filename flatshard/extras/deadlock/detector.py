@@ -50,8 +50,8 @@ _ENDED = -1  # value of ``_Report.wait`` after the program has ended
 FIRST_LOOK_SECONDS = 3.0
 
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 3.0
-# Of the ranks for which a rank waits, it reads the reports of at most this number. For the proof of
-# a deadlock, the report of one such rank is enough.
+# A rank may wait for many ranks, but reads the reports of at most this number of them. One report
+# of an awaited rank is enough to prove a deadlock.
 _ASKED = 16
 # Maximum number of reports read by a rank in a check (`Deadlock.look`).
 _READ = 4 * _ASKED
@@ -525,8 +525,8 @@ def begin_run() -> None:
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        # Publish a report at once: other ranks check for several reports by one call, which is True
-        # only if all exist.
+        # Publish a first report immediately. Other ranks ask for several reports in one call, which
+        # is True only if all of these reports exist.
         _publish(_stores[world], _NO_WAIT)
 
 

@@ -51,8 +51,8 @@ _ABORT_SECONDS = 10.0
 # a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Function in flatshard's backward that polls until the GPU has reduced gradients. So it also waits
-# for all-gathers that were queued before.
+# Function in flatshard's backward that polls until the GPU has reduced gradients. The function also
+# waits for all-gathers that were queued on the GPU before the reduction.
 _POLLS = "wait_until_reduced"
 _IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
 
@@ -86,8 +86,8 @@ class GpuWaits:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # result of `begun` at the last look
 
-        # The instruction at which the thread was at the last look (`_place_of`), and the time since
-        # which it has been there.
+        # The instruction at which the thread was at the last look (`_place_of`), and when the
+        # thread was first seen at this instruction.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None
@@ -104,8 +104,8 @@ class GpuWaits:
             The collective, and the time at which the wait was first seen. None: there is no wait,
             or only since less than ``after_seconds``.
         """
-        # First compare the numbers of begun collectives: they are fast to read, and a thread that
-        # trains changes them.
+        # First compare the numbers of begun collectives, which are fast to read. While a thread
+        # trains, the numbers grow.
         numbers = begun()
         if numbers != self._numbers or not numbers:
             self._numbers, self._place, self._found = numbers, None, None

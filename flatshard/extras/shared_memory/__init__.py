@@ -322,7 +322,7 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Tell the other ranks that this rank reads their shards no longer, and that they may write.
+        # Tell the other ranks that this rank no longer reads their shards: they may write now.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
@@ -332,7 +332,8 @@ class MappedShards(BufferMemory):
     def snapshot(self) -> None:
         if self._publication is not None:
             own_pages(self.buffer)
-            # Call `take` after the shards are copied, because it lets other ranks write to them.
+            # Call `take` only after all shards are copied: `take` lets other ranks write their
+            # shards.
             self._publication.take()
             self._publication = None
             self._num_copied = self._transport.members.size

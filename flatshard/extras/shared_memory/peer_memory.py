@@ -50,8 +50,8 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Why other processes cannot read this process. "": they can. Otherwise, the other fields are
-    # not valid.
+    # Reason why other processes cannot read this process's memory; then the other fields are not
+    # valid. "": other processes can read the memory.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0

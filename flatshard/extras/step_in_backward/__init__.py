@@ -85,8 +85,8 @@ class SteppedInBackward(StepExtension):
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units that this backward has not stepped yet, and of which at least one flat parameter's
-        # gradients are reduced.
+        # Units that have reduced gradients of at least one flat parameter, and that this backward
+        # has not stepped yet.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward

@@ -238,8 +238,8 @@ def read(
             raise failed
 
     items = reading()
-    # Start the generator. If a generator is dropped before it has started, Python runs none of its
-    # code. But `reading` must always take part in the all-gathers, for which other ranks wait.
+    # Start the generator now: of a generator that is dropped before its start, Python runs no code.
+    # But `reading` must take part in the all-gathers, because the other ranks wait for this rank.
     next(items)
     return items
 

@@ -478,7 +478,7 @@ def choose_owners(
     size: int,
     known: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """Choose for each parameter its owner, the rank that will step it. Returns a list of ranks.
+    """Choose an owner for each parameter: the rank that steps the parameter. Returns the owners.
 
     Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
     choose the same owners.
