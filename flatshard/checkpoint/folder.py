@@ -2,8 +2,9 @@
 
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
-``flatshard.json``, syncs the folder, and renames it to ``NAME``. A process that is killed before
-leaves ``NAME.incomplete``, which the next save removes. A deletion begins by the opposite renaming.
+``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. If a process is killed
+before the renaming, ``NAME.incomplete`` remains, and the next save deletes this folder. To delete a
+checkpoint, rank 0 first renames ``NAME`` to ``NAME.incomplete``, and then deletes the files.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def read_marker(folder: Path) -> Marker | None:
     """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete.
 
     Raises:
-        ValueError: the marker is damaged, or has another version.
+        ValueError: the marker is damaged, or another version of the format.
     """
     if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
@@ -146,7 +147,10 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file for a rank's values that DCP's files do not contain."""
+    """Return the name of the file with a rank's values that are not in DCP's files.
+
+    For example, the file contains the states of the rank's random number generators.
+    """
     return f"rank-{rank:05d}.pt"
 
 
@@ -166,7 +170,11 @@ def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
 
 
 class ZipStream(io.BufferedWriter):
-    """A file for ``torch.save``. ``record``: length and checksum of all bytes written so far."""
+    """A stream to which ``torch.save`` writes a file.
+
+    Attributes:
+        record: length and checksum of all bytes written so far.
+    """
 
     record = FileRecord(0, 0)
 
@@ -203,12 +211,13 @@ def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    An incomplete folder is deleted only if its name is ``path``'s with other numbers. Other folders
-    may belong to another training.
+    An incomplete folder is deleted only if its name and the name of ``path`` differ in nothing but
+    numbers. Folders with other names may belong to another training run.
 
     Raises:
         FileExistsError: ``path`` exists.
-        ValueError: ``keep`` is below 1, or the name has no number.
+        ValueError: ``keep`` is below 1, or ``keep`` is given and the name of ``path`` has no
+            number.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
@@ -226,7 +235,8 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
 
-    The latest ``keep`` checkpoints whose names differ only in their numbers stay; None: all.
+    Among the checkpoints whose names differ only in numbers, the latest ``keep`` checkpoints stay.
+    If ``keep`` is None, no checkpoint is deleted.
     """
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
@@ -240,7 +250,8 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        # If the program is killed while deleting, the folder's name must show that files are gone.
+        # Rename the folder first: if the program is killed during the deletion, the name shows that
+        # the checkpoint is incomplete.
         os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 
@@ -255,5 +266,8 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with 0 for each number, which is the same for all saves of a training."""
+    """Return the name with each number replaced by 0.
+
+    All saves of one training run have the same result, because their names differ in numbers.
+    """
     return re.sub(r"\d+", "0", path.name)

@@ -1,4 +1,4 @@
-"""``load``: restores a model in training from a checkpoint; each rank reads its part in place."""
+"""``load``: resumes training from a checkpoint. Each rank reads its own shards in place."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def load(
 
     Args:
         path: the folder of the checkpoint. ``latest`` finds the most recent checkpoint.
-        model: the model to restore. Its units and strategy may differ from the saved model's, and
-            it may have been wrapped on the meta device.
+        model: the model to restore. The units and the strategy may differ from the saved model's,
+            and the model may have been wrapped on the meta device.
         optimizer: the optimizer to restore, with state and options; or several, in a list in the
             order of the saved list, or in a dict with the saved names. None: restore only the
             model.
@@ -157,13 +157,14 @@ def _check_optimizers(
 ) -> None:
     """Raise ValueError unless the optimizers have the saved names, classes and parameters.
 
-    Any optimizer may load the state of a single optimizer over the same parameters.
+    If the checkpoint has at most one optimizer, and one optimizer is restored, the names and the
+    classes may differ.
 
     Args:
         path: the folder, for error messages.
         saved: for each saved optimizer, its class and the names of its parameters. None: an older
             version saved the checkpoint, with at most one optimizer.
-        given: the same for the optimizers to restore.
+        given: for each optimizer to restore, its class and the names of its parameters.
     """
     if not given or max(len(saved or {}), len(given)) == 1 or saved == given:
         return
@@ -219,8 +220,8 @@ def _targets(
             problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
         targets[key] = held
         if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-            # Read a single number into a full tensor. `optim_state_dict_to_load` decides later
-            # whether the number belongs to an element.
+            # Read a tensor with one element as an unsharded tensor. The element may be state of the
+            # whole parameter, such as a step counter: `optim_state_dict_to_load` decides later.
             is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
             like: Any = param if is_alike else torch.empty(0)
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)

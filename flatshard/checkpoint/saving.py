@@ -1,4 +1,4 @@
-"""``Save``: saves a model in training as a checkpoint, at once or while training continues."""
+"""``Save``: writes a training checkpoint, in the calling thread or in a background thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
     "save() returned before destroy_process_group()."
 )
-# Types that load without running code. A trial save of each tensor would take long.
+# Values of these types load without running code. `_check_loads` saves and loads other values to
+# find out whether they need code, which would take long for tensors.
 _PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
 _OPTIMIZERS = "the optimizer's "
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
@@ -110,9 +111,9 @@ def save(
             only in their numbers are deleted.
 
     Returns:
-        With ``async_``, an object with ``wait()``; otherwise None. Errors of the thread are raised
-        by ``wait()``; if nothing calls ``wait()``, by the next save or load, or at the end of the
-        program.
+        With ``async_``, an object with ``wait()``; otherwise None. ``wait()`` raises the thread's
+        errors. If the program does not call ``wait()``, the next save or load raises the errors, or
+        the program prints the errors at its end and exits with status 1.
 
     Raises:
         OSError: on all ranks: the disk is full, permission is missing, or ``path`` exists
@@ -157,7 +158,7 @@ def _saved(value: object) -> bytes:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """Return the states of all random number generators, as ``weights_only`` can load them."""
+    """Return the states of all random number generators, for ``torch.load(weights_only=True)``."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -201,7 +202,7 @@ class PendingSave:
         thread.shutdown(wait=False)  # the thread ends when the save ends
 
     def done(self) -> bool:
-        """Whether the save has ended, so that ``wait`` would return at once."""
+        """Whether the save has ended, so that ``wait`` would not block."""
         return self._written.done()
 
     def wait(self) -> None:
@@ -231,7 +232,8 @@ def _at_exit() -> None:
     try:
         wait_for_pending()
     except Exception:
-        # Python only prints an exception of an exit handler, and ends with status 0.
+        # If an exit handler raises, Python prints the exception, but exits with status 0. So run
+        # the remaining exit handlers here, and exit with status 1.
         traceback.print_exc()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -260,7 +262,10 @@ class Save:
     step: int | None = None
 
     def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
-        """Write the values that ``take`` sets, at once or in a thread. Collective."""
+        """Call ``take``, which sets the values to save, and write the files. Collective.
+
+        With ``async_``, a thread writes the files while training continues.
+        """
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.
@@ -268,8 +273,9 @@ class Save:
         self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
         _pending = PendingSave(self.path, self._write) if async_ else None
         if not async_:
-            # `dcp_files.Files` computes checksums already. An async save leaves the setting alone:
-            # the program may call torch.save meanwhile.
+            # Turn off torch.save's own checksums, because `dcp_files.Files` computes checksums. Do
+            # not change this global setting in an async save: the program may call torch.save
+            # while the thread is writing.
             config: Any = serialization.config
             with config.patch("save.compute_crc32", False):
                 self._write()
@@ -327,7 +333,7 @@ class Save:
         """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
         self.ranks.compare(facts, self.op_name, _remedy)
         for kind, values in states:
-            # A rank may have no state of a parameter: DCP then saves the state of another rank.
+            # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
             gather, ranks = self.ranks.gather, self.ranks.ranks
             check_same_state(values, gather, ranks, kind, some_may_lack=True)
 
@@ -356,7 +362,7 @@ class Save:
         writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.ranks[ranks.rank]}")
-            # DCP warns in a single process, where saving without others is intended.
+            # In a single process, DCP would warn that it saves without a process group.
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     self.tensors,

@@ -4,7 +4,7 @@
 
 Reading runs no code from the files. Pickles are loaded with ``weights_only``, which refuses numpy's
 numbers, such as a learning rate from a numpy schedule. ``NumpyDtype`` and ``number_from_numpy``
-load them as Python's, without code of numpy.
+load numpy's numbers as Python numbers, without running numpy's code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Source:
         model_state_dict), or the whole checkpoint is the model.
 
         Raises:
-            ValueError: there is no such entry, or there are several; or FSDP1 saved local state.
+            ValueError: no entry or several entries contain the model, or the checkpoint is a
+                LOCAL_STATE_DICT of FSDP1.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -138,7 +139,7 @@ def _safetensors(path: Path) -> Source:
 
 # ---------------------------------------------------------------- torch.save
 
-# numpy's names of its number types, with the codes of Python's module struct.
+# Format characters of Python's module struct, keyed by numpy's names of number types.
 _CODES = dict(zip("f2 f4 f8 b1 i1 i2 i4 i8 u1 u2 u4 u8".split(), "efd?bhiqBHIQ", strict=True))
 
 
@@ -165,7 +166,7 @@ STAND_INS: list[tuple[Any, str]] = [
     (number_from_numpy, "numpy._core.multiarray.scalar"),
     (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
 ]
-"""Classes and functions that replace those that a file names, with the names in the file."""
+"""Replacements for numpy's classes and functions, each with the name that a file contains."""
 
 
 def load_safely(file: Any, **options: Any) -> Any:
@@ -185,7 +186,7 @@ def _torch(path: Path) -> Source:
 
 
 def load_torch(path: Path) -> Any:
-    """Load a file of ``torch.save``. Tensors in zip files are mapped, not read.
+    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read.
 
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
@@ -258,7 +259,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """Convert a model's weights between the files of several libraries, on one process.
+    """Convert a model's weights between the files of several libraries, in one process.
 
     The source may be a file of ``torch.save`` (also of a DistributedDataParallel model, and with
     the model nested in a dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard,

@@ -1,5 +1,7 @@
 """``Accelerator``: Hugging Face Accelerate's ``Accelerator``, with sharded models.
 
+Import the class from this module instead of from accelerate:
+
     from flatshard.integrations.accelerate import Accelerator
 
 No other line of the program changes, and ``accelerate launch`` starts the program as before.
@@ -23,8 +25,9 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that shard the model in another way, with the setting in accelerate's
-# config file, and the environment variable by which `accelerate launch` passes it.
+# Arguments of Accelerator that would shard the model in another way. For each argument: the setting
+# in accelerate's config file, and the environment variable in which `accelerate launch` passes the
+# setting.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -113,7 +116,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # accelerate must not move the model, nor wrap it in DistributedDataParallel.
+        # These arguments stop accelerate from moving the model to the device, and from wrapping
+        # the model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""``FlatshardTrainer``: transformers' Trainer with a sharded model; a mixin for other Trainers.
+"""``FlatshardTrainer``: transformers' Trainer with a sharded model.
+
+``ShardedTrainerMixin`` does the same for other Trainer classes. Import the class from this module:
 
     from flatshard.integrations.transformers import FlatshardTrainer as Trainer
 
@@ -191,9 +193,10 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
 def _generate(
     model: nn.Module, generate: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Call ``generate`` of the unwrapped model that is sharded in ``model``."""
-    # A rank whose texts are complete must run forwards until all ranks are done, because the
-    # all-gathers of a forward need every rank. Frameworks do not know that the model is sharded.
+    """Call ``generate``, a method of the unwrapped model whose parameters ``model`` shards."""
+    # With `synced_gpus`, a rank whose texts are complete runs forwards until all ranks are done.
+    # The all-gathers of a forward need every rank, and transformers does not know that the model is
+    # sharded.
     is_sharded = any(not unit.is_summoned for unit in units_in(model))
     return generate(*args, synced_gpus=synced_gpus or is_sharded, **kwargs)
 
