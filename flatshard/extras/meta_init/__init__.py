@@ -70,11 +70,12 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         own = {**module._parameters, **module._buffers}
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         found = resets[module] = {}
-        # Most modules of torch have `reset_parameters`; nn.MultiheadAttention `_reset_parameters`.
+        # torch's modules have `reset_parameters`; nn.MultiheadAttention has `_reset_parameters`.
         for reset in ("_reset_parameters", "reset_parameters"):
             if missing and callable(call := getattr(module, reset, None)):
                 found["reset_parameters()"] = call
-        # `_init_weights` may also set tensors of submodules: no existing value must be overwritten.
+        # `_init_weights` may also set tensors of submodules. So call the function only if none of
+        # these tensors has values, which the function would overwrite.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
@@ -120,7 +121,11 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute whose tensor needs values. If ``handle`` is None, it is a buffer."""
+    """A module's attribute whose tensor needs values.
+
+    ``handle`` is the handle of the flat parameter that contains the tensor. If ``handle`` is None,
+    the tensor is a buffer.
+    """
 
     module: nn.Module
     attribute: str
@@ -128,9 +133,9 @@ class _Slot:
     like: Tensor  # a tensor on the meta device with the full shape
     handle: FlatParamHandle | None
     param: OriginalParam | None
-    # None for the first attribute with the tensor, whose values are kept. Each attribute of a tied
-    # parameter is initialised, so that later tensors get the same random numbers as in the model's
-    # constructor.
+    # If several attributes have the same tensor (a tied parameter): the first of their slots, whose
+    # values are kept. None: this slot is the first slot. The other attributes are initialised, too,
+    # so that later tensors get the same random numbers as in the model's constructor.
     first: _Slot | None
 
     @property
@@ -188,7 +193,8 @@ class MetaInit:
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        # Ids in `missing` are still valid, because sharding keeps the objects.
+        # `start.missing` contains ids of tensors. The ids are still valid, because sharding keeps
+        # the tensor objects.
         owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
         firsts: dict[int, _Slot] = {}  # the first slot of each tensor
         for name, module, attribute, tensor in places_in(root):
@@ -323,7 +329,10 @@ class MetaInit:
                     handle.put_back()
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a left-empty module that has only buffers that no state dict has."""
+        """Initialise a module from ``leave_empty`` if all its tensors are non-persistent buffers.
+
+        No state dict contains these buffers, so ``load_state_dict`` would not fill them.
+        """
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:

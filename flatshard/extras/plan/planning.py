@@ -89,9 +89,8 @@ class TracedModel:
 class UnitMemory:
     """Memory of one unit on one rank, in bytes.
 
-    A unit has the attributes of ``FlatMemory`` that are numbers, summed over its flat parameters:
-    ``numel``, ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``gathered_bytes`` and
-    so on.
+    Each numeric attribute of ``FlatMemory`` is also an attribute of the unit: the sum over the
+    unit's flat parameters. Examples are ``numel``, ``parameter_bytes`` and ``gathered_bytes``.
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
@@ -340,9 +339,9 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
 
 @contextlib.contextmanager
 def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
-    """In the block, the wrapped module has no hooks and wrappers, and tensors on the meta device.
+    """Remove hooks and wrappers from a wrapped module within the context, and empty its tensors.
 
-    The block changes the module itself, not a copy. A copy would not work after
+    The context changes the module itself, not a copy. A copy would not work after
     ``checkpoint_blocks``, which sets ``forward`` to a function that calls the original module.
     """
     with contextlib.ExitStack() as stack:

@@ -17,8 +17,8 @@ from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
-# The same threshold as in ``engine.gradients``: gradients of at least this size are copied into the
-# buffer at once.
+# Gradients of at least this size are copied into the buffer immediately, not only when the flat
+# parameter is complete. ``engine.gradients`` has the same threshold.
 _COPIED_BYTES = 1 << 20
 # Categories of gradients and of the buffers of reductions.
 _GRADIENTS = "gradients", "reduction", "temporary"
@@ -200,7 +200,7 @@ class Replay:
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
-                # A parameter's gradient is no longer in `live`: `receive` has taken it.
+                # If the block was a parameter's gradient, `receive` has removed it from `live`.
                 self.free(live.pop(event.block, None))
             elif event.what == "gradient":
                 self.receive(event.unit, live.pop(event.block))
@@ -293,7 +293,8 @@ class Replay:
                 self.free(flat.secondary)
                 flat.secondary = None
             else:
-                # The root stays unsharded, but its embeddings do not: backward does not read them.
+                # After forward, the root stays unsharded, except for flat parameters with only
+                # embeddings, because backward does not read embeddings.
                 is_spare = flat.is_lookup and self.syncs
                 is_inner = flat.name != "" and not self._needs_soon(unit)
                 frees = flat.placement.reshard_after_forward and (is_spare or is_inner)
@@ -347,7 +348,7 @@ class Replay:
         return buffer
 
     def _reduce(self, flat: FlatMemory) -> None:
-        """Start the reduction of a flat parameter, and finish earlier ones that have ended."""
+        """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
         self.now("reduction of", flat.unit)
         reduction = _Reduction(flat, flat.replicas > 1, self.clock)
         sent = self._fill(flat)
@@ -356,8 +357,8 @@ class Replay:
         else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
             flat.results.append(self.allocate(nbytes, "reduction"))
-            # If the dtypes are equal, sockets receive the first rank's gradients into the result,
-            # and need one row less.
+            # Sockets receive the gradients of each other rank into a row of a buffer. If the dtypes
+            # are equal, the first rank's gradients need no row: they are received into the result.
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes

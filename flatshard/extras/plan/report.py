@@ -224,7 +224,7 @@ class TrainingPlan:
 
     @property
     def best(self) -> Choice | None:
-        """The fitting choice with most samples per second and rank; None if nothing fits."""
+        """The fitting choice with the most samples per second per rank; None if no choice fits."""
         fitting = [one for one in self.choices if one.fits]
         # If speeds differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
         fastest = max((one.samples_per_second for one in fitting), default=0)

@@ -219,7 +219,7 @@ class Summoned:
         # This needs no communication: all ranks must make the same edits, and each rank copies its
         # own part.
         handle, request = self._handle, self.request
-        # Do this first, so that the handle can be used even if the code below raises.
+        # Reset `summoned` first, so that the handle can be used even if the code below raises.
         handle.summoned = None
         # The hooks on copies stay: a backward that reaches a copy after the context must raise.
         for guard in () if self.copies else self._guards:

@@ -1,15 +1,17 @@
-"""Runs a script once, in a process for each rank, and reads the ranks' records.
+"""Runs a script once, in a process for each rank, and reads the records that the ranks write.
 
 [Note: stand-ins]
-In these processes, other classes take the place of DistributedDataParallel, FSDP1 and
-``ShardedWrapper``. They wrap the model by ``ShardedWrapper`` in the sharded run, otherwise by
-DistributedDataParallel, and record what the model computes.
+In the ranks' processes, stand-in classes replace DistributedDataParallel, FSDP1 and
+``ShardedWrapper``. In the run under flatshard, a stand-in is a subclass of ``ShardedWrapper``; in
+the other runs, of DistributedDataParallel. Each stand-in records the tensors that its model
+computes.
 
 [Note: lone calls]
-Under DistributedDataParallel, one rank may call the model or ``state_dict()``; under flatshard,
-these calls need every rank. The run under DistributedDataParallel counts the calls by line. If
-ranks call a line different numbers of times, the run under flatshard keeps an unsharded copy of the
-model, with its initial values. At these lines the copy is called, so the run continues.
+Under DistributedDataParallel, one rank may call the model or ``state_dict()`` without the other
+ranks; under flatshard, these calls need every rank. The run under DistributedDataParallel counts
+the calls in each line of the program. If ranks run a line different numbers of times, the run under
+flatshard keeps an unsharded copy of the model, with the initial values. In this line, the program
+calls the copy instead of the model, so the run does not deadlock.
 """
 
 import contextlib
@@ -59,14 +61,20 @@ _NEEDS_ALL = {
 
 
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Record], str]:
-    """Run the script, and return the records of all ranks, and why the run failed, or "".
+    """Run the script once, and return the records of all ranks, and the failure of the run.
 
-    ``name``: `ddp`; `sharded`; or `noise`, which repeats `ddp` with noise in the weights.
-    ``lone_calls``: see [Note: lone calls].
+    The failure is a text, which is empty if the run succeeded.
+
+    Args:
+        options: the options of the command line.
+        name: the run: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the
+            weights.
+        lone_calls: the program's lines that ranks run different numbers of times, see
+            [Note: lone calls].
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
-    torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` ends ranks
+    torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
@@ -75,12 +83,12 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
     if first == 0:
         store.set("port", f"{get_free_port()}")
     options.run, options.lone_calls, options.store = name, lone_calls, store
-    # Processes that are forked need not import torch.
+    # Fork the ranks, so that they need not import torch.
     arguments = (_run_rank, (first, options), num_ranks)
     context = multiprocessing.start_processes(*arguments, join=False, start_method="fork")
     try:
-        # The records say why ranks have failed. After one has failed, others may end within five
-        # seconds, and record an earlier failure.
+        # Ignore the exception, because the records say why ranks have failed. After one rank has
+        # failed, the other ranks have five seconds to end, and to record earlier failures.
         with contextlib.suppress(multiprocessing.ProcessExitedException):
             while not context.join(grace_period=5.0):
                 pass
@@ -88,7 +96,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
         for rank, one in enumerate(context.processes, first):
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
-            one.kill()  # if it has no group of processes yet
+            one.kill()  # if the rank has not called `setsid` yet
             one.join()
             if not store.check([f"{rank}"]):
                 log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
@@ -118,7 +126,7 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    # Scripts that set no seed can be compared, too.
+    # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
     torch.set_default_dtype(torch.float64 if options.exact else torch.float32)
@@ -153,7 +161,7 @@ class Recorder:
         # Number of nested optimizer steps: an optimizer may step another, and flatshard may step a
         # copy of an optimizer.
         self._depth = 0
-        self._aside = 0.0  # seconds of recording
+        self._aside = 0.0  # seconds spent on recording
         self._add_costs()
 
     def end(self, failure: str = "") -> NoReturn:
@@ -189,14 +197,15 @@ class Recorder:
             sketches.add_noise(model)
         if self.options.exact:
             values = tree_map_only(Tensor, sketches.as_double, values)
-        # The line tells calls that only some ranks make from others, see [Note: lone calls].
+        # The name contains the line, because `verdict` leaves out the tensors of lines that ranks
+        # run different numbers of times, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
         self._add(kind, {one: f"{name} {n}{where}" for n, one in enumerate(tensors_in(values))})
         return values
 
     def backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward; record the loss and averaged gradients, before the program clips them."""
+        """Run a backward; record the loss, and the averaged gradients before they are clipped."""
         backward(tensors, *args, **kwargs)
         # Leave out the backward of a checkpoint, inside another backward.
         if torch._C._current_graph_task_id() < 0:
@@ -229,7 +238,7 @@ class Recorder:
         return {p: self.names.get(p, f"parameter {n}") for n, p in enumerate(params)}
 
     def _add(self, kind: str, tensors: dict[Tensor, str]) -> None:
-        """Record tensors of one kind, or if these are gradients, the gradients of parameters."""
+        """Record ``tensors``, or if ``kind`` is a kind of gradient, the tensors' gradients."""
         began, line = time.perf_counter(), program_line(sys._getframe())
         for owner, name in tensors.items():
             key, count = (self._step, kind, name), 1
@@ -254,7 +263,7 @@ class Recorder:
 
 
 def _install(recorder: Recorder) -> None:
-    """Replace the wrappers in all loaded modules, see [Note: stand-ins], and watched functions."""
+    """Replace the wrappers, see [Note: stand-ins], and all functions whose calls are recorded."""
     wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
     new: dict[int, Any] = {id(one): _stand_in(recorder, one, one.__name__) for one in wrappers}
     new[id(fully_shard)] = functools.partial(_wrap_in_place, recorder, "fully_shard")
@@ -284,7 +293,7 @@ def _install(recorder: Recorder) -> None:
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
-    """Return the class that takes the place of a wrapper, see [Note: stand-ins]."""
+    """Return the class that replaces the wrapper ``original``, see [Note: stand-ins]."""
     options, is_sharded = recorder.options, recorder.options.run == "sharded"
     base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
     order = list(inspect.signature(original.__init__).parameters)[2:]
@@ -321,7 +330,10 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 
 
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the outermost module, below DataParallel, with the parameters of the optimizer."""
+    """Make an optimizer, and wrap the largest module that has all of its parameters (``--wrap``).
+
+    ``nn.DataParallel`` is not wrapped.
+    """
     make(optimizer, *args, **kwargs)
     held = {param for group in optimizer.param_groups for param in group["params"]}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
@@ -362,7 +374,7 @@ def _watch(recorder: Recorder, method: str) -> None:
 
 
 def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call the function of this rank here, in the place of ``torch.multiprocessing.spawn``."""
+    """Call the rank's function in this process, instead of ``torch.multiprocessing.spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)

@@ -57,7 +57,7 @@ class TensorName(str):
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``full_tensors``, which explains them, and of ``WeightChanges.changes``."""
+    """Arguments of ``full_tensors`` and ``WeightChanges.changes``; see their docstrings."""
 
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
@@ -99,10 +99,10 @@ def full_tensors(
 ) -> Iterator[Any]:
     """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
 
-    The names are those of the unwrapped model, in the same order on all ranks: parameters unit by
-    unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
-    consumer works on the unit before. A tied parameter appears once; ``name.names`` has all of its
-    names. Buffers are this rank's own.
+    The names are the unwrapped model's names. The order is the same on all ranks: parameters unit
+    by unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
+    consumer works on the previous unit. A tied parameter appears once; ``name.names`` has all of
+    its names. Buffers have this rank's values.
 
     The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
     longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the
@@ -157,10 +157,10 @@ def full_tensors(
 def read(
     model: nn.Module, caller: str, options: Options, units: Callable[..., Any], finish: Any
 ) -> Iterator[Any]:
-    """Return an iterator over the items of ``units``. Collective, until all ranks have read it.
+    """Return an iterator over the items of ``units``. Collective until all items are read.
 
-    If a rank stops early, the rank still takes part in the rest, and at the end the other ranks
-    raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+    If a rank stops early, the rank still takes part in the remaining collectives, and at the end
+    the other ranks raise RuntimeError. Until the end, forwards of the model raise RuntimeError.
 
     Args:
         model: the model.
@@ -200,11 +200,11 @@ def read(
         # unless the process exits. `is_exiting` is a parameter, because Python clears global
         # variables at exit.
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
-        # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
+        # `stopped` says where the consumer stopped early; "" if the consumer has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
         items = _items(units(options, flats, rest), options)
         try:
-            # The first item is empty, and read at the end of `read`.
+            # The first item is empty. To start this generator, `read` takes this item.
             for item in chain([[]], filter(None, items)):
                 if stopped or (item and not is_reading):
                     continue
@@ -238,8 +238,8 @@ def read(
             raise failed
 
     items = reading()
-    # Start the generator now: of a generator that is dropped before its start, Python runs no code.
-    # But `reading` must take part in the all-gathers, because the other ranks wait for this rank.
+    # Start the generator now. If the consumer drops a generator before its start, Python runs none
+    # of its code. But `reading` must take part in the all-gathers, because other ranks wait.
     next(items)
     return items
 
@@ -306,9 +306,9 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
     Collective. The all-gather of the next flat parameter starts before the tensors of the current
-    flat parameter are yielded, at the same item on all ranks. If ranks started it at different
-    items, a collective that the user's program runs between two items could come before the
-    all-gather on one rank and after it on another, and NCCL would deadlock.
+    flat parameter are yielded, at the same item on all ranks. If ranks started an all-gather at
+    different items, a collective that the user's program runs between two items could come before
+    the all-gather on one rank and after the all-gather on another rank, and NCCL would deadlock.
     """
     # Memory for the last, the present and the next flat parameter. A cache does not reuse memory as
     # long as the consumer keeps a tensor in it.
@@ -426,10 +426,11 @@ class WeightChanges:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
         The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
-        parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
-        takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and the
-        next pass yields all weights. Extra memory: about one copy of the largest unit in the dtype
-        if all of it is sent, two copies of this rank's shard of the unit, and one parameter.
+        parameter has changed, the whole flat parameter is sent. If a rank stops early, the rank
+        still takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and
+        the next pass yields all weights. Extra memory: about one copy of the largest unit in the
+        dtype if the whole unit is sent, two copies of this rank's shard of the unit, and one
+        parameter.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -458,7 +459,7 @@ class WeightChanges:
         self._kept = self._last
 
     def _units(self, options: Options, flats: Flats, rest: list[Item]) -> Iterator[Any]:
-        """Yield the changes of each flat parameter, then those of ``rest``. Collective."""
+        """Yield the changes of each flat parameter, then the changes of ``rest``. Collective."""
         for param in (param for params in flats.values() for _, param in params):
             param.spec.refuse_part(_CALLER)
         for handle, params in flats.items():
@@ -576,9 +577,9 @@ class MergedLora:
             ModuleNotFoundError: PEFT is not installed.
             NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
         """
-        # Paths in the model, mapped to paths in the merged model. In the merged model, an inner
-        # module takes the place of each module of PEFT, which is mapped to None. Paths are "" or
-        # end with ".".
+        # Paths in the model, mapped to paths in the merged model. The path of a PEFT module is
+        # mapped to None, because in the merged model an inner module takes the place of the PEFT
+        # module. Paths are "" or end with ".".
         self._paths: dict[str, str | None] = {"": ""}
         # For each weight's name in the merged model: the layers with adapters, and their paths.
         self._layers: dict[str, dict[Any, str]] = defaultdict(dict)

@@ -59,7 +59,7 @@ _logger = logging.getLogger("flatshard")
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. Because it is above
+# Maximum share of work and memory of a rank, as a multiple of an equal share. With a factor above
 # 1, more parameters can be stepped by the rank that already holds most of their elements.
 ABOUT_EQUAL = 1.05
 
@@ -131,14 +131,15 @@ class WholeTensorAdapter(OptimizerAdapter):
 
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
-        # Mark this step as begun again: a trial may have all-gathered parameters, which ends all
-        # steps that have begun.
+        # Register this step in `stepping` again: a trial may have all-gathered parameters, and an
+        # all-gather ends all registered steps.
         stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Do not compile the step. But a closure may run a compiled model.
+            # Do not compile the step. With a closure, leave compilation on, because the closure may
+            # run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` restores the stance, or after an error in the step, the finalizer.
+                # `undo` turns compilation on again. After an error in the step, the finalizer does.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         self._choose_owners(optimizer)
@@ -149,11 +150,11 @@ class WholeTensorAdapter(OptimizerAdapter):
             return optimizer
         with torch.no_grad():
             self._step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
-        return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
+        return without_params(optimizer)  # torch calls this copy's ``step()``: no effect
 
     def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
-        # Call the closure first for optimizers of torch, which all do so, and if there are no
-        # reduced gradients to step with.
+        # Call the closure before the step in two cases: for torch's optimizers, which all begin
+        # with the closure, and if there are no reduced gradients yet.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -287,8 +288,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
-        # Check this in each step, because trials have only small parameters, and an optimizer may
-        # draw only for large parameters.
+        # Check in each step whether the optimizer draws random numbers: trials have only small
+        # parameters, and an optimizer may draw random numbers only for large parameters.
         if not torch.equal(random, _random_state(params)):
             warnings.warn(
                 f"{type(optimizer).__name__}.step() draws random numbers. Each rank draws them "
@@ -483,11 +484,13 @@ def choose_owners(
     Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
     choose the same owners.
 
-    A parameter with an owner in ``known`` keeps this owner. A parameter whose elements are all on
-    one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
-    ranks that have elements of the parameter (``held``: how many), and the rank with the smallest
-    share so far. Of the candidates whose share would stay about equal or smaller, the rank with
-    most elements becomes the owner. If there is none, the rank with the smallest share does.
+    A parameter with an owner in ``known`` keeps this owner. If all elements of a parameter are on
+    one rank, this rank becomes the owner. All other parameters get owners in the order of
+    decreasing cost. The candidates for a parameter are the ranks that have some of its elements
+    (``held`` maps ranks to numbers of elements), and the rank with the smallest share so far. Among
+    the candidates whose share would not exceed ``ABOUT_EQUAL``, the rank with most elements becomes
+    the owner. If all shares would exceed the limit, the rank with the smallest share becomes the
+    owner.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

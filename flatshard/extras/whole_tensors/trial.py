@@ -72,8 +72,8 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                     return StepMode.ON_SHARDS
             _check_attributes(optimizer)
             # An optimizer with `eval()` (ScheduleFree) replaces the weights by averages, for which
-            # every rank needs the full state. So may an optimizer that contains another optimizer
-            # (Lookahead).
+            # every rank needs the full state. An optimizer that contains another optimizer
+            # (Lookahead) may also need the full state on every rank.
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
