@@ -79,7 +79,7 @@ def read_marker(folder: Path) -> Marker | None:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the most recent complete checkpoint in ``directory``, or None if there is none.
 
-    No communication. All ranks get the same answer, as long as no rank is saving.
+    No communication. All ranks get the same path, unless a save is running.
 
     Example:
         ```python
@@ -155,7 +155,7 @@ def own_file(rank: int) -> str:
 
 
 def incomplete(path: Path) -> Path:
-    """Return the folder into which ranks write the files, before it is renamed to ``path``."""
+    """Return the temporary folder for the files of a save, which is later renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
 
 
@@ -233,7 +233,7 @@ def begin(path: Path, keep: int | None) -> None:
 
 
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
-    """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
+    """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints.
 
     Among the checkpoints whose names differ only in numbers, the latest ``keep`` checkpoints stay.
     If ``keep`` is None, no checkpoint is deleted.

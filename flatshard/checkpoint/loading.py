@@ -38,10 +38,10 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint that ``save`` wrote, on any number of ranks, to resume training.
 
-    Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
-    holds the full model. Rank r also restores the random number generators that rank r saved. If
-    fewer ranks saved the checkpoint, each new rank seeds its generators from rank 0's generators
-    and from its own rank.
+    Each rank reads its own shards directly into their memory. No tensor is sent, and no rank holds
+    the full model. Rank r also restores the states of rank r's random number generators. If the
+    checkpoint was saved on fewer ranks, each additional rank seeds its generators from the states
+    of rank 0 and from its own rank number.
 
     Collective: all ranks that train ``model`` call it, between steps.
 
@@ -66,7 +66,7 @@ def load(
             model.
         scheduler: the scheduler to restore, an object with ``load_state_dict()``.
         verify: compare the files with their checksums before any tensor is overwritten. Each rank
-            reads some of the files for this.
+            reads some of the files to compute the checksums.
 
     Returns:
         The ``extra`` that was passed to ``save``.

@@ -136,7 +136,7 @@ class Plan:
             sync(Path(path))
 
     def commit(self) -> None:
-        """Rename the temporary files to their final names, and delete files that they replace.
+        """Rename the temporary files to their final names, and delete files of an older save.
 
         All bytes must already be on the disk.
 
@@ -690,7 +690,7 @@ def _check_fits(path: str, entries: Entries, places: Places, *, strict: bool) ->
 
 
 def _read(entries: Entries, places: Places) -> None:
-    """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
+    """Read this rank's elements of sharded tensors, and all elements of unsharded tensors."""
     with torch.inference_mode(False), torch.no_grad():
         for name, one in entries.items():
             if name not in places:

@@ -169,8 +169,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Values that must be equal on all ranks. First: texts, keyed by name. Second: for each optimizer,
-# its class and the state that every rank holds completely.
+# A pair of values that must be equal on all ranks. The first value maps names to texts. The second
+# value contains, for each optimizer, the class and the unsharded state.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
 
 
@@ -208,7 +208,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises the errors that ``save`` lists. The next save or load does not raise them again.
+        Raises the errors that ``save`` lists. The next save or load does not raise an error again.
         """
         global _pending
         if _pending is self:

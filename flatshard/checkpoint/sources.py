@@ -36,14 +36,14 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 
 @dataclass
 class Source:
-    """An opened checkpoint: a list of its tensors, and a function that reads one tensor."""
+    """An opened checkpoint: the names of the tensors, and a function that reads one tensor."""
 
     kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)  # values that are not tensors, to show
 
-    # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
+    # For tied tensors: each name that is not a key of `tensors`, mapped to the key for the tensor.
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
@@ -341,8 +341,9 @@ def _write_safetensors(
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
-    # Never hold all values in memory. Under `skip_data`, torch.save leaves room for the values of
-    # these empty tensors, and the loop below writes them one by one, through a mapping of the file.
+    # Never hold all values in memory. Under `skip_data`, torch.save reserves space in the file for
+    # the values of these empty tensors. Then the loop below maps the file into memory, and writes
+    # the values of one tensor at a time.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")

@@ -234,7 +234,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """Return this rank's shards of a sharded model, and the ranks that train it. Collective.
+    """Return this rank's shards of a sharded model, and an exchange between its ranks. Collective.
 
     Raises:
         ValueError: the model is unwrapped.
@@ -291,7 +291,10 @@ def _has_tensors(value: Any) -> bool:
 
 
 def unpack(packed: Any, form: Form) -> Any:
-    """Undo ``pack``. ``packed`` is None for empty dicts, which DCP leaves out."""
+    """Restore the value from which ``pack`` returned ``packed`` and ``form``.
+
+    For an empty dict, ``packed`` is None, because DCP does not save empty dicts.
+    """
     if form is None:
         return packed
     kind, keys, forms = form

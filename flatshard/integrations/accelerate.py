@@ -132,20 +132,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Prepare an optimizer, but leave its state on the device of the shards."""
+        """Prepare an optimizer, and leave the optimizer's state on the device of the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the module inside the wrappers. Its parameters stay sharded."""
+        """Return the module inside the wrappers. The module's parameters stay sharded."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the next backward reduce gradients, even if its forward ran under ``no_sync``."""
+        """Let the next backward reduce gradients, even if the forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Enter ``join()`` of each ShardedWrapper, and accelerate's method for other models."""
+        """Call ``join()`` of each ShardedWrapper. For other models, call accelerate's method."""
         others = [one for one in joinables if not isinstance(one, ShardedWrapper)]
         with contextlib.ExitStack() as stack:
             for one in joinables:

@@ -52,7 +52,7 @@ _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """Chooses the modules that become units. All other parameters belong to the root."""
+    """Chooses the modules that become units. Parameters of no chosen module belong to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -63,7 +63,7 @@ class AutoUnits:
             for module in containers:
                 self._numel[module] += param.numel()
         self._left = self._numel.copy()
-        # Maps each chosen module to the number of its elements that are in no inner unit.
+        # Maps each chosen module to its number of elements. Elements of inner units do not count.
         self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []

@@ -40,7 +40,8 @@ from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import places_in
 
-# Functions that initialise each module's tensors, such as `reset_parameters`, keyed by name.
+# For each module: functions that initialise the module's tensors, keyed by names such as
+# "reset_parameters()".
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -299,8 +300,8 @@ class MetaInit:
     def _make(self, modules: Sequence[nn.Module], slots: Sequence[_Slot]) -> dict[str, Any]:
         """Give the modules of one group full tensors, and initialise the tensors.
 
-        Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
-        empty.
+        Returns the full tensors, keyed by name. If ``leave_empty`` left a tensor empty, the value
+        is None.
         """
         # Leave the tensors on the meta device for a `param_init_fn`, which calls `to_empty`, as for
         # FullyShardedDataParallel.

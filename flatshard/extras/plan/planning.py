@@ -346,8 +346,8 @@ def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module in wrapper.modules():
-            # Restore the whole `__dict__` at the end. This also removes attributes that the step
-            # has added, such as transformers' mark that a module has hooks: no hook remains either.
+            # Restore the whole `__dict__` at the end. So attributes that the step adds are removed,
+            # too. For example, transformers marks modules that have hooks, and the hooks are gone.
             stack.callback(object.__setattr__, module, "__dict__", {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]
             module.__dict__.update({name: OrderedDict() for name in hooks})

@@ -60,9 +60,13 @@ class Outcome:
 
 @dataclass
 class _Reduction:
-    """A running reduction: its buffers, and the time of its end.
+    """A reduction that is running.
 
-    ``crosses``: whether the second stage, over the replicas, has not begun yet.
+    Attributes:
+        flat: the flat parameter whose gradients are reduced.
+        crosses: whether the reduction has a second stage, over the replicas, that has not begun.
+        ends: time at which the latest stage ends.
+        buffers: memory that is freed when the latest stage has ended.
     """
 
     flat: FlatMemory
@@ -91,7 +95,7 @@ class Replay:
         self.in_backward = False
         self.state: list[Held] = []
         self.grads: list[Held] = []
-        # Temporary blocks, each with the time at which the block is freed.
+        # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
         self._native = machine.transport == "native"
         self._sockets = machine.transport == "sockets"

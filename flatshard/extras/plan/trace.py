@@ -359,10 +359,10 @@ def selective_contexts() -> Any:
 
 
 def checkpoint_blocks(modules: nn.Module | Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Apply activation checkpointing to ``modules``: backward recomputes their forward.
+    """Apply activation checkpointing: backward recomputes the forward of each of ``modules``.
 
-    If ``modules`` is a model, checkpointing is applied to its repeated blocks, such as the layers
-    of a transformer.
+    If ``modules`` is a model, checkpointing is applied to the model's repeated blocks, such as the
+    layers of a transformer.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         modules = [*_repeated_blocks(modules)]

@@ -87,7 +87,7 @@ def record() -> Iterator[list[Event]]:
 
 
 class _Doing(NamedTuple):
-    """Work for a unit that the training thread has begun, but not ended yet."""
+    """Work of the training thread for a unit, such as the unit's forward, that has not ended."""
 
     kind: Kind
     unit: int | None
@@ -213,7 +213,7 @@ class StepRecorder(StepExtension):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the work ``doing``: remove the last equal entry of ``_doing``, and no other entry."""
+        """End the work ``doing``: remove the last entry of ``_doing`` that equals ``doing``."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()

@@ -155,7 +155,7 @@ class StepReport:
 
     @property
     def blocked_seconds(self) -> float:
-        """Time of the training thread in waits for other ranks, or in reads of their memory."""
+        """Time in which the training thread waits for other ranks, or reads other ranks' memory."""
         waits = (unit.gather_wait_seconds + unit.reduce_wait_seconds for unit in self.units)
         return self.ranks_wait_seconds + sum(waits)
 

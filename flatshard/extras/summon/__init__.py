@@ -135,7 +135,7 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters from one flat parameter, which modules hold until ``close``."""
+    """Full copies of the parameters in one flat parameter, which modules hold until ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """All-gather the parameters, and let the modules hold full copies.
@@ -143,7 +143,8 @@ class Summoned:
         Collective: all ranks of the shard group.
         """
         self.request = request
-        # The full copies that the modules hold. Empty if they keep the sharded parameters.
+        # Full copies of the parameters, in the modules. Empty if the modules keep the sharded
+        # parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle = handle
@@ -158,7 +159,7 @@ class Summoned:
         # The full parameters that the modules hold on this rank, if any.
         self.shown = self.copies or (handle.sharded if handle.shard_is_buffer else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        # Mark the hook, so that `OriginalParam.hold_hooks` does not remove it together with users'
+        # Mark the hook as a hook of flatshard, because `OriginalParam.hold_hooks` removes users'
         # hooks.
         refuse.of_flatshard = True
         self._guards = [

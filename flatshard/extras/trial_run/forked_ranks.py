@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # optimizers import it: load it once, before ranks are forked
+import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -78,7 +78,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
-    # All hosts write the records of their ranks into one file.
+    # The ranks of all hosts write their records into one file.
     store = dist.FileStore(str(options.records / name), -1)
     if first == 0:
         store.set("port", f"{get_free_port()}")
@@ -101,7 +101,8 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
             if not store.check([f"{rank}"]):
                 log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
                 text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # A rank that this process has ended is the cause only if no other rank has failed.
+                # If this process has killed the rank, the failure of another rank is the cause. So
+                # this rank's failure gets the latest time.
                 when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
                 store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
     try:
@@ -156,7 +157,7 @@ class Recorder:
         self.options, self._rank, self.record = options, rank, sketches.Record()
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # number of the step under way, which ends with the next step of any optimizer
+        # Number of the current step. The step ends when any optimizer has stepped.
         self._step = 1
         # Number of nested optimizer steps: an optimizer may step another, and flatshard may step a
         # copy of an optimizer.
@@ -178,7 +179,7 @@ class Recorder:
             self.record.failure = time.time(), failure
         self.options.store.set(f"{self._rank}", pickle.dumps(self.record))
         sys.stdout.flush()
-        os._exit(bool(failure))  # without exit handlers, which may wait for other ranks
+        os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str) -> None:
         """Report the program's current line, with a text."""

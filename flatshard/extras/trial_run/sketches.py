@@ -44,8 +44,9 @@ class Record:
     failure: tuple[float, str] = float("inf"), ""
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch] = field(default_factory=dict)
-    # Numbers of calls to report. Keys: the program's line, then what to write there. The reference
-    # run notes calls that need every rank; the sharded run notes other lines that need a change.
+    # How often the program ran each line that needs a change. A key contains the line and the
+    # change. The run under DistributedDataParallel notes calls that need every rank under
+    # flatshard; the run under flatshard notes all other lines.
     notes: Counter[str] = field(default_factory=Counter)
     # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
     costs: list[tuple[int, float, int]] = field(default_factory=list)

@@ -284,8 +284,9 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
     """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
 
-    Sizes are counted after the cast to ``options.dtype``. A tensor larger than the limit is alone
-    in its list. Without a limit, each list contains one item. The last list may be empty.
+    Sizes are counted after the cast to ``options.dtype``. If a tensor is larger than the limit, the
+    list contains only this tensor. Without a limit, each list contains one item. The last list may
+    be empty.
     """
     bucket: list[Item] = []
     size, limit = 0, options.bucket_bytes
@@ -371,9 +372,9 @@ class WeightChange(NamedTuple):
     """The changed values of one parameter or buffer.
 
     Attributes:
-        name: the name in the unwrapped model. A tied parameter has its first name.
+        name: the name in the unwrapped model; for a tied parameter, the first of its names.
         indices: indices of the changed elements, int64, 1-D, for ``Tensor.put_``. None: ``values``
-            has all elements.
+            contains the whole tensor.
         values: the new values, 1-D, or in the tensor's shape if ``indices`` is None.
         digest: checksum of the full tensor with the new values, for ``apply_changes``; None if
             ``digests`` is False, and for buffers.

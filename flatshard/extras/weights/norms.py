@@ -57,8 +57,8 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
         values = []
         for comms, some in groups.items():
             parts = [local_range(tensors[index]) for index in some]
-            # Ranks compare these names. They contain the kind: otherwise, ranks that call `norms`
-            # with different kinds would combine norms of parameters with norms of gradients.
+            # Ranks compare these names. Each name contains `kind`: otherwise, if ranks called
+            # `norms` with different kinds, norms of parameters and of gradients would be added.
             names = [f"{kind} {specs[index].name!r}" for index in some]
             values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.

@@ -111,7 +111,7 @@ def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, 
 
 
 class WholeTensorAdapter(OptimizerAdapter):
-    """Steps an optimizer not known to be element-wise. Trials find its ``StepMode``."""
+    """Steps an optimizer that may need whole parameters. Trials find the right ``StepMode``."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -211,7 +211,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 "parameters, but the ranks of this model together hold only a part of the DTensor. "
                 "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # Warn if every rank has all full parameters, which may not fit into its memory.
+        # Warn if every rank holds all full parameters, which may exceed the memory of a device.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
@@ -364,7 +364,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return finish
 
     def _average(self, loss: Any) -> Any:
-        """Average the loss over the ranks, for optimizers that use it (LBFGS). Collective."""
+        """Average the loss over the ranks, because some optimizers (LBFGS) use it. Collective."""
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
@@ -441,7 +441,8 @@ class WholeTensorAdapter(OptimizerAdapter):
     def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        An optimizer that calls collectives itself may update a parameter's state on one rank only.
+        An optimizer whose own code calls collectives may update a parameter's state only on one
+        rank.
         """
         values = {
             f"state {name!r} of parameter {param.spec.name!r}": value
@@ -525,7 +526,7 @@ def choose_owners(
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
-    """Return a closure for a single call, which returns ``loss``."""
+    """Return a closure that returns ``loss`` at its first call, and then raises an error."""
     losses = [loss]
 
     def closure() -> Any:
