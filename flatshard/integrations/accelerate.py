@@ -192,7 +192,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         with self._without_models() as trained:
             if output_dir is not None and self.is_main_process:
-                # If the program is killed, the folder must not be a mixture of two saves.
+                # Delete all earlier checkpoints first: if the program is killed during the save,
+                # the folder must not be a mixture of two saves.
                 for old in Path(output_dir).glob(f"{_FOLDER}_*"):
                     shutil.rmtree(old)
             self.wait_for_everyone()
@@ -233,7 +234,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields each model with each of its optimizers, or with None.
+        Yields pairs of a model and an optimizer of the model. A model without an optimizer is
+        paired with None.
         """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]

@@ -124,7 +124,8 @@ class ShardedTrainerMixin:
         Accelerator.adopt(self.accelerator, self._sharding)
 
     def _move_model_to_device(self: Any, model: nn.Module, device: Any) -> None:
-        pass  # only shards move to the device, when `prepare` shards the model
+        # Do not move the model: `prepare` shards the model, and moves only the shards.
+        pass
 
     @property
     def _trained(self: Any) -> nn.Module:

@@ -115,7 +115,7 @@ class AutoUnits:
                     self._left[container] -= param.numel()
 
     def _take_small_blocks(self) -> None:
-        """Make units of small blocks, too, if all of them together are too large for the root."""
+        """Make units of small blocks, too, if these blocks together are too large for the root."""
         # `_left` counts the elements that are in no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self.is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:

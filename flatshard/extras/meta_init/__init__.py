@@ -219,7 +219,7 @@ class MetaInit:
                     "meta device, with different values. Call torch.manual_seed() with one seed on "
                     "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
                 )
-        # Modules that shared a buffer on the meta device share it again.
+        # If modules shared a buffer on the meta device, let these modules share the new buffer.
         for slot in (slot for slots in self._slots.values() for slot in slots):
             if slot.first is not None and slot.handle is None:
                 slot.holder[slot.attribute] = slot.first.tensor

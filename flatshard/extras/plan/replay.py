@@ -115,8 +115,9 @@ class Replay:
         self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
         # For each unit: number of inputs that need a gradient.
         self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
-        # The same limits as in ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, a
-        # reduction counts twice: memory to send, and memory to receive.
+        # Limits for the memory of running reductions and of prefetched units, as in
+        # ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, the limit for reductions is
+        # half as large, because a reduction needs memory to send and memory to receive.
         on_gpu = machine.device.is_gpu
         together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
         sums = map(_gradient_bytes, together)

@@ -30,7 +30,7 @@ class MemoryTimeline:
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
-    samples: tuple[MemorySample, ...]  # before its first sample, a unit's memory is zero
+    samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
 
     def totals(self) -> list[tuple[float, int, int]]:
         """Return the memory of all units together, after each sample.

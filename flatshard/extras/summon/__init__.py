@@ -150,8 +150,8 @@ class Summoned:
         self._handle = handle
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # Under NO_SHARD, the sharded parameters may be plain full parameters, which the user
-            # can edit directly if edits are kept.
+            # Under NO_SHARD, the sharded parameters may be plain full parameters. If edits are kept
+            # (`writeback`), the user edits these parameters directly, and no copies are needed.
             if moves or not (handle.shard_is_buffer and request.writeback):
                 self._gather()
         self._version = handle.version
@@ -217,8 +217,8 @@ class Summoned:
 
         Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # This needs no communication: all ranks must make the same edits, and each rank copies its
-        # own part.
+        # `close` needs no communication: all ranks must make the same edits, and each rank copies
+        # its own part of the full parameters into its shard.
         handle, request = self._handle, self.request
         # Reset `summoned` first, so that the handle can be used even if the code below raises.
         handle.summoned = None

@@ -39,7 +39,7 @@ class TensorParallel:
     """How tensor parallelism has cut a parameter over a mesh."""
 
     layout: Any  # torch's DTensorSpec
-    comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
+    comms: tuple[Communicator, ...]  # a communicator for each mesh dimension that is split
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
     strides: tuple[int, ...]  # the same parameter's strides, in elements
 

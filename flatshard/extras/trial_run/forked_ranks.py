@@ -159,10 +159,10 @@ class Recorder:
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # Number of the current step. The step ends when any optimizer has stepped.
         self._step = 1
-        # Number of nested optimizer steps: an optimizer may step another, and flatshard may step a
-        # copy of an optimizer.
+        # Number of nested optimizer steps: an optimizer may step another optimizer, and flatshard
+        # may step a copy of an optimizer.
         self._depth = 0
-        self._aside = 0.0  # seconds spent on recording
+        self._aside = 0.0  # seconds spent on recording, which do not count
         self._add_costs()
 
     def end(self, failure: str = "") -> NoReturn:

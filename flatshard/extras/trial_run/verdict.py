@@ -187,9 +187,11 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 
     The keys of units are the step, the kind of tensor, its name, and the rank.
     """
-    # Without noise, or if the noise run lacks a tensor, the unit is the smallest number.
+    # If noise does not change a tensor, or the noise run lacks the tensor, the unit is tiny, so
+    # that every difference of the tensor counts.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # The largest so far: size of each tensor, median size and norm of each kind of tensor.
+    # The largest values up to the current step. For each tensor: the size of its difference. For
+    # each kind of tensor: the median of these sizes, and the norm of a tensor.
     sizes: dict[Any, float] = defaultdict(float)
     medians: dict[str, float] = defaultdict(float)
     norms: dict[str, float] = defaultdict(float)

@@ -311,8 +311,8 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
     different items, a collective that the user's program runs between two items could come before
     the all-gather on one rank and after the all-gather on another rank, and NCCL would deadlock.
     """
-    # Memory for the last, the present and the next flat parameter. A cache does not reuse memory as
-    # long as the consumer keeps a tensor in it.
+    # Memory for the previous, the current and the next flat parameter. A cache does not reuse
+    # memory while the consumer keeps a tensor in this memory.
     caches = cycle([BufferCache(), BufferCache(), BufferCache()])
     # Dtype to which each rank casts before sending. With `merge_lora`, cast only after the merge.
     sent = None if options.merge_lora else options.dtype
@@ -632,7 +632,7 @@ def _active(layer: Any) -> list[str]:
 def _taking_the_place_of(module: Any, path: str) -> str | None:
     """Return the path of the submodule that takes the place of ``module`` in the merged model.
 
-    None: ``module`` is no module of PEFT. The path is relative to ``module``. Raises
+    The path is relative to ``module``. Returns None if ``module`` is not a PEFT module. Raises
     NotImplementedError if ``module`` has adapters that cannot be merged.
     """
     peft = import_module("peft")

@@ -119,11 +119,11 @@ class WholeTensorAdapter(OptimizerAdapter):
         self._tried: set[int] = set()
         self._has_tried = False
         self._compile_again: Callable[[], object] | None = None
-        # The owner of each parameter, as a rank of the shard group. A removed parameter keeps its
-        # owner, because the program may add the parameter again. Empty if every rank steps all
-        # parameters.
+        # The owner of each parameter, as a rank of the shard group. If the program removes a
+        # parameter from the optimizer, the entry stays, because the program may add the parameter
+        # again. There are no entries if every rank steps all parameters.
         self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        # The sharded parameters at the last step on full parameters.
+        # The optimizer's sharded parameters at the last call of `_choose_owners`.
         self._params: dict[FlatShardTensor, ShardSpec] = {}
         # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
@@ -264,7 +264,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             try:
                 with swap_full_in(optimizer, full, others if number == 0 else ()):
                     groups = optimizer.param_groups
-                    # Leave out empty groups, for which some optimizers raise.
+                    # Leave out groups without parameters, because some optimizers raise for these.
                     if self.mode is StepMode.IN_PARTS:
                         groups = [group for group in groups if group["params"]]
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
@@ -317,7 +317,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return agreed(prepare, self._comms(), OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
-        """Divide parameters into parts of about ``PART_BYTES`` on each owner."""
+        """Divide parameters into lists: each owner gathers about ``PART_BYTES`` per list."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
