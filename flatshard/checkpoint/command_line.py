@@ -99,9 +99,7 @@ def describe(path: str) -> str:
 
 
 def explain(code: str) -> str:
-    """Return the troubleshooting page's text about an error code, such as FS-DEADLOCK.
-
-    The text is the code's row in the table of errors, and the sections to which the row links.
+    """Return the troubleshooting page's text about an error code, with the linked sections.
 
     Raises:
         ValueError: the page does not contain the code.
@@ -120,18 +118,14 @@ def explain(code: str) -> str:
     parts = [textwrap.fill(_plain(f"{title}: {cell}"), 88) for title, cell in cells]
     for anchor in re.findall(r"\]\(#([\w-]+)\)", rows[code]):
         title = anchor.replace("-", r"\W+")
-        # A section ends at the next heading, a line that begins with at least two `#`. A line with
-        # a single `#` is a comment in an example.
+        # A section ends at the next heading (`##`). A single `#` is a comment in an example.
         section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
         parts += [] if section is None else [_plain(section[0].strip())]
     return "\n\n".join(parts)
 
 
 def _plain(text: str) -> str:
-    """Remove HTML anchors from Markdown, and replace each link by its text.
-
-    If a link leads to another page, add the page's name to the text.
-    """
+    """Remove anchors and link targets from Markdown, and keep the names of linked pages."""
     text = re.sub(r"<a [^>]+>|</a>", "", text)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md[^)]*\)", r"\1 (page \2)", text)
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)

@@ -1,8 +1,7 @@
 """Reads and writes files of ``torch.distributed.checkpoint`` (DCP), with torch's own classes.
 
 Reading runs no code from the files: the unpickler of the metadata accepts only a few classes, and
-other content is loaded with ``weights_only``. Other modules import this module inside functions,
-because importing DCP is slow.
+other content is loaded with ``weights_only``. Import this module in functions: DCP loads slowly.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from flatshard.checkpoint.sources import load_safely
 
 
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer of DCP folders, with two changes.
-
-    The metadata loads in every version of Python, and a full disk raises OSError.
-    """
+    """Torch's writer, with metadata for every Python version, and OSError for a full disk."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -45,11 +41,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Files(dcp.FileSystem):
-    """DCP's file system, which also computes a checksum of each file while writing the file.
-
-    Attributes:
-        records: length and checksum of each file, keyed by the file's name.
-    """
+    """DCP's file system. ``records``: length and checksum of each file, computed while writing."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -70,10 +62,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return the member ``name`` of the enum ``kind``; replaces ``getattr`` in metadata.
-
-    Early versions of Python 3.11 pickle an enum member as a call of ``getattr``.
-    """
+    """Return the member ``name`` of an enum. Early Python 3.11 pickles a call of ``getattr``."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
     raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")

@@ -3,8 +3,7 @@
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
 ``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. If a process is killed
-before the renaming, ``NAME.incomplete`` remains, and the next save deletes this folder. To delete a
-checkpoint, rank 0 first renames ``NAME`` to ``NAME.incomplete``, and then deletes the files.
+earlier, ``NAME.incomplete`` stays until the next save. A deletion begins by the reverse renaming.
 """
 
 from __future__ import annotations
@@ -147,10 +146,7 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file with a rank's values that are not in DCP's files.
-
-    For example, the file contains the states of the rank's random number generators.
-    """
+    """Return the name of the file for a rank's values outside of DCP's files (generators)."""
     return f"rank-{rank:05d}.pt"
 
 
@@ -170,11 +166,7 @@ def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
 
 
 class ZipStream(io.BufferedWriter):
-    """A stream to which ``torch.save`` writes a file.
-
-    Attributes:
-        record: length and checksum of all bytes written so far.
-    """
+    """A file that ``torch.save`` writes. ``record``: length and checksum of the bytes so far."""
 
     record = FileRecord(0, 0)
 
@@ -216,8 +208,7 @@ def begin(path: Path, keep: int | None) -> None:
 
     Raises:
         FileExistsError: ``path`` exists.
-        ValueError: ``keep`` is below 1, or ``keep`` is given and the name of ``path`` has no
-            number.
+        ValueError: ``keep`` is below 1, or is given although the name has no number.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
@@ -235,8 +226,7 @@ def begin(path: Path, keep: int | None) -> None:
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
     """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints.
 
-    Among the checkpoints whose names differ only in numbers, the latest ``keep`` checkpoints stay.
-    If ``keep`` is None, no checkpoint is deleted.
+    The latest ``keep`` checkpoints whose names differ only in numbers stay. None: all stay.
     """
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
@@ -250,8 +240,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        # Rename the folder first: if the program is killed during the deletion, the name shows that
-        # the checkpoint is incomplete.
+        # Rename first: if the program is killed below, the name says that files are missing.
         os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 
@@ -266,8 +255,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with each number replaced by 0.
-
-    All saves of one training run have the same result, because their names differ in numbers.
-    """
+    """Return the name with 0 for each number: one text for all saves of a training run."""
     return re.sub(r"\d+", "0", path.name)

@@ -157,8 +157,7 @@ def _check_optimizers(
 ) -> None:
     """Raise ValueError unless the optimizers have the saved names, classes and parameters.
 
-    If the checkpoint has at most one optimizer, and one optimizer is restored, the names and the
-    classes may differ.
+    A single optimizer may load the state of a single optimizer of another name or class.
 
     Args:
         path: the folder, for error messages.

@@ -1,11 +1,7 @@
-"""Reads and writes safetensors files.
-
-A file contains a JSON header and the tensors' bytes. If a model has several files, a JSON index
-maps the name of each tensor to a file.
+"""Reads and writes safetensors files (a JSON header and the tensors' bytes), and their index.
 
 Each rank of a sharded model computes the positions of its own elements in the files, and reads and
-writes only these elements. So no tensor is gathered, and the ranks only exchange errors and compare
-their arguments.
+writes only these elements. So no tensor is gathered; ranks exchange only errors and arguments.
 
 A file is written under a temporary name in the same folder, and renamed when all bytes are on the
 disk. So a reader finds either the old file or the new file.
@@ -100,8 +96,7 @@ class Plan:
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # Put the dtypes with the largest elements first. Then each tensor is aligned for its dtype,
-        # so a reader can map the tensor into memory.
+        # Put large elements first: then each tensor is aligned, and readers can map the file.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -165,10 +160,7 @@ class Plan:
 
 
 def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor on the meta device, with the shape and dtype that a file has for ``value``.
-
-    If ``dtype`` is given, floating point tensors are saved in this dtype.
-    """
+    """Return a meta tensor with the shape and the dtype in which ``value`` is saved."""
     is_cast = dtype is not None and value.is_floating_point()
     return torch.empty(value.shape, dtype=dtype if is_cast else value.dtype, device="meta")
 
@@ -407,9 +399,7 @@ def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: st
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write full tensors into the planned files. ``tensors`` yields names and tensors.
-
-    All ``tensors`` are consumed, even after an error, because yielding a tensor may be collective.
+    """Write pairs of a name and a full tensor. All pairs are consumed, even after an error.
 
     Raises:
         OSError: a file cannot be written.

@@ -47,8 +47,7 @@ _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
     "save() returned before destroy_process_group()."
 )
-# Values of these types load without running code. `_check_loads` saves and loads other values to
-# find out whether they need code, which would take long for tensors.
+# Values of these types need no trial save in `_check_loads`: they load without running code.
 _PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
 _OPTIMIZERS = "the optimizer's "
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
@@ -232,8 +231,7 @@ def _at_exit() -> None:
     try:
         wait_for_pending()
     except Exception:
-        # If an exit handler raises, Python prints the exception, but exits with status 0. So run
-        # the remaining exit handlers here, and exit with status 1.
+        # Exit with status 1: Python would only print the exception, and exit with status 0.
         traceback.print_exc()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -262,10 +260,7 @@ class Save:
     step: int | None = None
 
     def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
-        """Call ``take``, which sets the values to save, and write the files. Collective.
-
-        With ``async_``, a thread writes the files while training continues.
-        """
+        """Call ``take`` to set the values, and write files, here or in a thread. Collective."""
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.
@@ -273,9 +268,8 @@ class Save:
         self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
         _pending = PendingSave(self.path, self._write) if async_ else None
         if not async_:
-            # Turn off torch.save's own checksums, because `dcp_files.Files` computes checksums. Do
-            # not change this global setting in an async save: the program may call torch.save
-            # while the thread is writing.
+            # `dcp_files.Files` computes checksums already. An async save must not change this
+            # global setting: the program may call torch.save while the thread is writing.
             config: Any = serialization.config
             with config.patch("save.compute_crc32", False):
                 self._write()

@@ -56,8 +56,7 @@ class Source:
         model_state_dict), or the whole checkpoint is the model.
 
         Raises:
-            ValueError: no entry or several entries contain the model, or the checkpoint is a
-                LOCAL_STATE_DICT of FSDP1.
+            ValueError: no entry or several contain the model, or FSDP1 saved a LOCAL_STATE_DICT.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -341,9 +340,8 @@ def _write_safetensors(
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
-    # Never hold all values in memory. Under `skip_data`, torch.save reserves space in the file for
-    # the values of these empty tensors. Then the loop below maps the file into memory, and writes
-    # the values of one tensor at a time.
+    # Never hold all values in memory: `skip_data` reserves space in the file for these empty
+    # tensors, and the loop below writes one tensor at a time through a memory map.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")

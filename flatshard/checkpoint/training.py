@@ -1,7 +1,6 @@
 """``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
 
-The exchanges use a separate process group, so a thread can exchange objects while training
-continues.
+The exchanges use a separate process group, so a thread can use them while training continues.
 
 [Note: values that DCP would lose]
 DCP stores each tensor in a list or dict separately. But DCP pickles a tuple or a deque as a whole,
@@ -32,8 +31,7 @@ from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
-# The exchange for each process group that trains a model. `HostRanks.of` makes each exchange once,
-# and later calls use the exchange again.
+# Exchanges that `HostRanks.of` has made, keyed by the process group that trains the model.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
 
 
@@ -56,8 +54,7 @@ class HostRanks(HostExchange):
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
         """Return an exchange between the ranks of ``group``, over a new process group.
 
-        If ``group`` is None, this rank is the only rank. The first call for a group is collective:
-        all ranks of the group make the call.
+        If ``group`` is None, this rank is the only rank. Collective in the first call for a group.
         """
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
@@ -105,8 +102,7 @@ class HostRanks(HostExchange):
 def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
     """Return the class and the text that other ranks need to raise the same error.
 
-    Only OSError, ValueError, TypeError and RuntimeError keep their classes. Any other error becomes
-    a RuntimeError.
+    Errors other than OSError, ValueError, TypeError and RuntimeError become RuntimeErrors.
     """
     if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
         return sendable(error)
@@ -251,10 +247,8 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
 # ---------------------------------------------------------------- values that DCP would lose
 
 Form = list[Any] | None
-"""Says how ``unpack`` restores a value. None: DCP restores the value without help.
-
-A list contains the name of the value's type, the keys of a dict (or the ``maxlen`` of a deque), and
-a form for each inner value. Forms are plain lists, so they load with ``weights_only``.
+"""How ``unpack`` restores a value. None: DCP restores the value. A list: the name of the type, the
+keys of a dict (or ``maxlen`` of a deque), and a form for each inner value.
 """
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
@@ -291,10 +285,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def unpack(packed: Any, form: Form) -> Any:
-    """Restore the value from which ``pack`` returned ``packed`` and ``form``.
-
-    For an empty dict, ``packed`` is None, because DCP does not save empty dicts.
-    """
+    """Undo ``pack``. ``packed`` is None for an empty dict, which DCP does not save."""
     if form is None:
         return packed
     kind, keys, forms = form

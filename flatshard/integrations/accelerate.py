@@ -1,10 +1,8 @@
 """``Accelerator``: Hugging Face Accelerate's ``Accelerator``, with sharded models.
 
-Import the class from this module instead of from accelerate:
-
     from flatshard.integrations.accelerate import Accelerator
 
-No other line of the program changes, and ``accelerate launch`` starts the program as before.
+Only this import changes in the program. ``accelerate launch`` starts the program as before.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that would shard the model in another way. For each argument: the setting
-# in accelerate's config file, and the environment variable in which `accelerate launch` passes the
-# setting.
+# Arguments of Accelerator that would shard the model in another way: the setting in accelerate's
+# config file, and the environment variable in which `accelerate launch` passes the setting.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -116,8 +113,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # These arguments stop accelerate from moving the model to the device, and from wrapping
-        # the model in DistributedDataParallel.
+        # accelerate must not move the model, or wrap the model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:
@@ -192,8 +188,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         with self._without_models() as trained:
             if output_dir is not None and self.is_main_process:
-                # Delete all earlier checkpoints first: if the program is killed during the save,
-                # the folder must not be a mixture of two saves.
+                # If the program is killed, the folder must not be a mixture of two saves.
                 for old in Path(output_dir).glob(f"{_FOLDER}_*"):
                     shutil.rmtree(old)
             self.wait_for_everyone()
@@ -234,8 +229,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields pairs of a model and an optimizer of the model. A model without an optimizer is
-        paired with None.
+        Yields pairs of a model and one of the model's optimizers, or a model and None.
         """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]

@@ -31,8 +31,7 @@ from flatshard.wrapper import ShardedWrapper, sharded_modules
 _FOLDER, _REST = "flatshard", "lightning.ckpt"
 _TYPES = ("full", "sharded")
 
-# Attribute that holds the ShardedWrapper of a LightningModule, so that later calls of fit, validate
-# and test use the same wrapper.
+# Attribute of a LightningModule for its ShardedWrapper, which later calls of fit or test reuse.
 _WRAPPER = "_flatshard_wrapper"
 
 

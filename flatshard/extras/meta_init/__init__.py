@@ -40,8 +40,7 @@ from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import places_in
 
-# For each module: functions that initialise the module's tensors, keyed by names such as
-# "reset_parameters()".
+# For each module: its initialising functions, keyed by texts such as "reset_parameters()".
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -75,8 +74,7 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         for reset in ("_reset_parameters", "reset_parameters"):
             if missing and callable(call := getattr(module, reset, None)):
                 found["reset_parameters()"] = call
-        # `_init_weights` may also set tensors of submodules. So call the function only if none of
-        # these tensors has values, which the function would overwrite.
+        # `_init_weights` may also set tensors of submodules, so none of them may have values yet.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
@@ -122,11 +120,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute whose tensor needs values.
-
-    ``handle`` is the handle of the flat parameter that contains the tensor. If ``handle`` is None,
-    the tensor is a buffer.
-    """
+    """An attribute whose tensor needs values: a parameter, or if ``handle`` is None, a buffer."""
 
     module: nn.Module
     attribute: str
@@ -194,8 +188,7 @@ class MetaInit:
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        # `start.missing` contains ids of tensors. The ids are still valid, because sharding keeps
-        # the tensor objects.
+        # The tensors' ids in `start.missing` are still valid: sharding keeps the tensor objects.
         owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
         firsts: dict[int, _Slot] = {}  # the first slot of each tensor
         for name, module, attribute, tensor in places_in(root):
@@ -330,10 +323,7 @@ class MetaInit:
                     handle.put_back()
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a module from ``leave_empty`` if all its tensors are non-persistent buffers.
-
-        No state dict contains these buffers, so ``load_state_dict`` would not fill them.
-        """
+        """Initialise a module from ``leave_empty`` that has only non-persistent buffers."""
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:

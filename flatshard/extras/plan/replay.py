@@ -60,13 +60,9 @@ class Outcome:
 
 @dataclass
 class _Reduction:
-    """A reduction that is running.
+    """A running reduction, with the buffers that are freed at the time ``ends``.
 
-    Attributes:
-        flat: the flat parameter whose gradients are reduced.
-        crosses: whether the reduction has a second stage, over the replicas, that has not begun.
-        ends: time at which the latest stage ends.
-        buffers: memory that is freed when the latest stage has ended.
+    ``crosses``: whether the second stage, over the replicas, has not begun yet.
     """
 
     flat: FlatMemory
@@ -115,9 +111,8 @@ class Replay:
         self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
         # For each unit: number of inputs that need a gradient.
         self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
-        # Limits for the memory of running reductions and of prefetched units, as in
-        # ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, the limit for reductions is
-        # half as large, because a reduction needs memory to send and memory to receive.
+        # The memory limits of ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, reductions
+        # get half the limit, because a reduction needs memory to send and to receive.
         on_gpu = machine.device.is_gpu
         together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
         sums = map(_gradient_bytes, together)
@@ -298,8 +293,7 @@ class Replay:
                 self.free(flat.secondary)
                 flat.secondary = None
             else:
-                # After forward, the root stays unsharded, except for flat parameters with only
-                # embeddings, because backward does not read embeddings.
+                # The root stays unsharded, except for embeddings, which backward does not read.
                 is_spare = flat.is_lookup and self.syncs
                 is_inner = flat.name != "" and not self._needs_soon(unit)
                 frees = flat.placement.reshard_after_forward and (is_spare or is_inner)

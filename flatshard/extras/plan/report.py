@@ -195,8 +195,7 @@ class Target:
         found = {}
         for name, value in changes:
             text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
-            # Leave out checkpointing if a forward cannot be recomputed, because it changes its
-            # inputs or a cache.
+            # Checkpointing fails if a forward changes its inputs, or fills a cache.
             with contextlib.suppress(CannotTraceError):
                 found[text] = min(replace(self, **{name: value}).choices(), key=_peak_bytes)
         return found

@@ -230,9 +230,8 @@ class _Recorder(TorchDispatchMode):
                 for tensor in _with_gradients((args, kwargs)):
                     self._mark("input", unit)
                     hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
-                    # Let autograd call this hook before the other hooks of the tensor, as in
-                    # `Forward.before_module`: "leave backward" of this unit must come before "enter
-                    # backward" of the unit that made the tensor.
+                    # Let autograd call this hook first, as in `Forward.before_module`: this mark
+                    # must come before "enter backward" of the unit that made the tensor.
                     call_first(hook, tensor)
             return args, kwargs
 
@@ -268,9 +267,8 @@ class _Recorder(TorchDispatchMode):
 
     def _free(self, key: int, block: int, _: object) -> None:
         del self._block_of[key], self._refs[key]
-        # Autograd adds real gradients in place, if nothing else refers to one of the gradients. But
-        # for fake gradients, autograd makes a new tensor. To record the memory of real gradients,
-        # let the sum take over the memory that is freed next.
+        # Autograd adds real gradients in place if possible, but makes a new tensor for fake
+        # gradients. So let the sum take over the memory that is freed next.
         events, sizes, total = self._trace.events, self._trace.sizes, self._sum
         takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
         events.insert(len(events) - 2 * takes_over, Free(block))

@@ -106,10 +106,7 @@ class StepRecorder(StepExtension):
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
     ) -> None:
-        """Begin to record the steps of ``units``.
-
-        ``events`` is the list from ``record``, which grows with each collective.
-        """
+        """Begin to record ``units``. ``events``: the list to which ``record`` adds collectives."""
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
         # If a wrapper directly wraps another wrapper, both units have the same name. In reversed

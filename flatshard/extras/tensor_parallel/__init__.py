@@ -44,9 +44,7 @@ class TensorParallel:
     strides: tuple[int, ...]  # the same parameter's strides, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor whose local part is ``local``.
-
-        In backward, the gradient of the DTensor becomes the gradient of ``local``.
+        """Return a DTensor whose local part is ``local``, so that backward reaches ``local``.
 
         If the parameter is replicated in the mesh, torch sums the gradient over the mesh's ranks.
         """

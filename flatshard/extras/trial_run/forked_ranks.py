@@ -2,16 +2,14 @@
 
 [Note: stand-ins]
 In the ranks' processes, stand-in classes replace DistributedDataParallel, FSDP1 and
-``ShardedWrapper``. In the run under flatshard, a stand-in is a subclass of ``ShardedWrapper``; in
-the other runs, of DistributedDataParallel. Each stand-in records the tensors that its model
-computes.
+``ShardedWrapper``. Stand-ins are subclasses of ``ShardedWrapper`` in the sharded run, otherwise of
+DistributedDataParallel. A stand-in records the tensors that its model computes.
 
 [Note: lone calls]
 Under DistributedDataParallel, one rank may call the model or ``state_dict()`` without the other
-ranks; under flatshard, these calls need every rank. The run under DistributedDataParallel counts
-the calls in each line of the program. If ranks run a line different numbers of times, the run under
-flatshard keeps an unsharded copy of the model, with the initial values. In this line, the program
-calls the copy instead of the model, so the run does not deadlock.
+ranks; under flatshard, every rank must call. The run under DistributedDataParallel counts the calls
+in each line. If ranks run a line different numbers of times, the run under flatshard calls, in this
+line, an unsharded copy of the model with the initial values, so the run does not deadlock.
 """
 
 import contextlib
@@ -61,16 +59,10 @@ _NEEDS_ALL = {
 
 
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Record], str]:
-    """Run the script once, and return the records of all ranks, and the failure of the run.
+    """Run the script. Returns the records of all ranks, and why the run failed (or "").
 
-    The failure is a text, which is empty if the run succeeded.
-
-    Args:
-        options: the options of the command line.
-        name: the run: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the
-            weights.
-        lone_calls: the program's lines that ranks run different numbers of times, see
-            [Note: lone calls].
+    ``name``: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the weights.
+    ``lone_calls``: see [Note: lone calls].
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` ends ranks
@@ -101,8 +93,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
             if not store.check([f"{rank}"]):
                 log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
                 text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # If this process has killed the rank, the failure of another rank is the cause. So
-                # this rank's failure gets the latest time.
+                # If this process has killed the rank, another rank's failure is the cause.
                 when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
                 store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
     try:
@@ -198,8 +189,7 @@ class Recorder:
             sketches.add_noise(model)
         if self.options.exact:
             values = tree_map_only(Tensor, sketches.as_double, values)
-        # The name contains the line, because `verdict` leaves out the tensors of lines that ranks
-        # run different numbers of times, see [Note: lone calls].
+        # The line identifies calls that only some ranks make, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
         self._add(kind, {one: f"{name} {n}{where}" for n, one in enumerate(tensors_in(values))})
@@ -331,10 +321,7 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 
 
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an optimizer, and wrap the largest module that has all of its parameters (``--wrap``).
-
-    ``nn.DataParallel`` is not wrapped.
-    """
+    """Make an optimizer, and wrap the largest module with its parameters (not DataParallel)."""
     make(optimizer, *args, **kwargs)
     held = {param for group in optimizer.param_groups for param in group["params"]}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]

@@ -40,13 +40,11 @@ class Sketch(NamedTuple):
 class Record:
     """The sketches, costs and notes of a rank, and how its run ended."""
 
-    # Time and text. Of the failures of all ranks, the first failure is the cause.
-    failure: tuple[float, str] = float("inf"), ""
+    failure: tuple[float, str] = float("inf"), ""  # time, text; the earliest failure is the cause
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch] = field(default_factory=dict)
-    # How often the program ran each line that needs a change. A key contains the line and the
-    # change. The run under DistributedDataParallel notes calls that need every rank under
-    # flatshard; the run under flatshard notes all other lines.
+    # Number of runs of each line that needs a change. Key: the line, and the change. The run `ddp`
+    # notes calls that need every rank under flatshard; the run `sharded` notes all other lines.
     notes: Counter[str] = field(default_factory=Counter)
     # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
     costs: list[tuple[int, float, int]] = field(default_factory=list)
@@ -54,10 +52,7 @@ class Record:
 
 @torch.no_grad()
 def sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
-    """Return the sketch of a tensor, see [Note: sketch].
-
-    ``owner`` is the parameter if ``tensor`` is a gradient, and otherwise ``tensor``.
-    """
+    """Return the sketch of a tensor. ``owner``: a gradient's parameter, otherwise ``tensor``."""
     if isinstance(owner, FlatShardTensor):
         numel, index, flat = owner.numel(), owner.spec.offset, local_grad(tensor, owner.spec)
     else:

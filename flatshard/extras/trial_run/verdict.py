@@ -156,8 +156,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
 def differences(reference: list[Record], other: list[Record], lone: Any) -> list[Difference]:
     """Return the difference of each tensor, on each rank if ranks hold full tensors.
 
-    ``lone``: lines that ranks run different numbers of times. Tensors recorded in these lines are
-    left out.
+    ``lone``: lines that ranks run different numbers of times. Their tensors are left out.
     """
     found = []
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
@@ -187,11 +186,9 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 
     The keys of units are the step, the kind of tensor, its name, and the rank.
     """
-    # If noise does not change a tensor, or the noise run lacks the tensor, the unit is tiny, so
-    # that every difference of the tensor counts.
+    # The unit is tiny if noise does not change the tensor, or the noise run lacks the tensor.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # The largest values up to the current step. For each tensor: the size of its difference. For
-    # each kind of tensor: the median of these sizes, and the norm of a tensor.
+    # Largest values so far: each tensor's difference; each kind's median difference, and norm.
     sizes: dict[Any, float] = defaultdict(float)
     medians: dict[str, float] = defaultdict(float)
     norms: dict[str, float] = defaultdict(float)

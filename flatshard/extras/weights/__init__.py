@@ -284,9 +284,8 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
     """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
 
-    Sizes are counted after the cast to ``options.dtype``. If a tensor is larger than the limit, the
-    list contains only this tensor. Without a limit, each list contains one item. The last list may
-    be empty.
+    Sizes are counted after the cast to ``options.dtype``. A tensor above the limit gets a list for
+    itself. Without a limit, each list contains one item. The last list may be empty.
     """
     bucket: list[Item] = []
     size, limit = 0, options.bucket_bytes
@@ -430,8 +429,7 @@ class WeightChanges:
         parameter has changed, the whole flat parameter is sent. If a rank stops early, the rank
         still takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and
         the next pass yields all weights. Extra memory: about one copy of the largest unit in the
-        dtype if the whole unit is sent, two copies of this rank's shard of the unit, and one
-        parameter.
+        dtype if the whole unit is sent, two shards of the unit, and one parameter.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.

@@ -135,8 +135,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         # all-gather ends all registered steps.
         stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Do not compile the step. With a closure, leave compilation on, because the closure may
-            # run a compiled model.
+            # Do not compile the step, unless a closure may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
                 # `undo` turns compilation on again. After an error in the step, the finalizer does.
@@ -441,8 +440,7 @@ class WholeTensorAdapter(OptimizerAdapter):
     def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        An optimizer whose own code calls collectives may update a parameter's state only on one
-        rank.
+        If an optimizer calls collectives itself, only one rank may update a parameter's state.
         """
         values = {
             f"state {name!r} of parameter {param.spec.name!r}": value
@@ -485,13 +483,11 @@ def choose_owners(
     Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
     choose the same owners.
 
-    A parameter with an owner in ``known`` keeps this owner. If all elements of a parameter are on
-    one rank, this rank becomes the owner. All other parameters get owners in the order of
-    decreasing cost. The candidates for a parameter are the ranks that have some of its elements
-    (``held`` maps ranks to numbers of elements), and the rank with the smallest share so far. Among
-    the candidates whose share would not exceed ``ABOUT_EQUAL``, the rank with most elements becomes
-    the owner. If all shares would exceed the limit, the rank with the smallest share becomes the
-    owner.
+    A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
+    parameter, this rank becomes the owner. All other parameters get owners in order of decreasing
+    cost. Candidates are the ranks that have elements of the parameter (``held``: how many), and the
+    rank with the smallest share so far. Of the candidates whose share stays below ``ABOUT_EQUAL``,
+    the rank with most elements is chosen; if there are none, the rank with the smallest share.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

@@ -85,10 +85,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the gradients at the end of the context, if the optimizer keeps modules (K-FAC).
-
-    A copy of the optimizer keeps the same modules, and its step may write to their gradients.
-    """
+    """Undo a trial's writes to gradients, if the optimizer keeps modules (K-FAC)."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
