@@ -28,7 +28,7 @@ from flatshard.checkpoint.sources import load_safely
 
 
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer, with metadata for every Python version, and OSError for a full disk."""
+    """Torch's writer. Every Python version can read the metadata; a full disk raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -62,7 +62,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return the member ``name`` of an enum. Early Python 3.11 pickles a call of ``getattr``."""
+    """Return an enum's member. Early Python 3.11 pickles the member as a call of ``getattr``."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
     raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")
@@ -130,7 +130,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> Non
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
-    """Torch's default planner for loading, which here loads pickled values with ``load_safely``."""
+    """Torch's default planner for loading, but ``load_safely`` loads pickled values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_safely(value)

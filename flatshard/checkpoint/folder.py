@@ -3,7 +3,7 @@
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
 ``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. If a process is killed
-earlier, ``NAME.incomplete`` stays until the next save. A deletion begins by the reverse renaming.
+earlier, ``NAME.incomplete`` stays until the next save. A deletion first renames ``NAME`` back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_marker(folder: Path) -> Marker | None:
     """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete.
 
     Raises:
-        ValueError: the marker is damaged, or another version of the format.
+        ValueError: the marker is damaged, or has another format version.
     """
     if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
@@ -146,7 +146,7 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file for a rank's values outside of DCP's files (generators)."""
+    """Return the name of a rank's own file, for values that DCP does not save (generators)."""
     return f"rank-{rank:05d}.pt"
 
 

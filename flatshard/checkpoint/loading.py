@@ -157,7 +157,7 @@ def _check_optimizers(
 ) -> None:
     """Raise ValueError unless the optimizers have the saved names, classes and parameters.
 
-    A single optimizer may load the state of a single optimizer of another name or class.
+    If the checkpoint and the program have one optimizer each, name and class may differ.
 
     Args:
         path: the folder, for error messages.

@@ -399,7 +399,7 @@ def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: st
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write pairs of a name and a full tensor. All pairs are consumed, even after an error.
+    """Write full tensors (pairs of name and tensor). Reads all pairs, even after an error.
 
     Raises:
         OSError: a file cannot be written.

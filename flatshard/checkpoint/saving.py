@@ -207,7 +207,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises the errors that ``save`` lists. The next save or load does not raise an error again.
+        Raises the errors that ``save`` lists. The next save or load does not repeat these errors.
         """
         global _pending
         if _pending is self:
@@ -260,7 +260,7 @@ class Save:
     step: int | None = None
 
     def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
-        """Call ``take`` to set the values, and write files, here or in a thread. Collective."""
+        """Call ``take``, which sets the values to save, and write the files. Collective."""
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.

@@ -184,7 +184,7 @@ class Training:
     ) -> list[tuple[str, dict[str, Any]]]:
         """Return each optimizer's class and unsharded state, which must be equal on all ranks.
 
-        The imported function ``unsharded_state`` selects the unsharded state.
+        See the function ``unsharded_state`` of ``flatshard.state.optim_state``.
         """
         units = [] if self.shards is None else [part.unit for part in self.shards.parts]
         return [

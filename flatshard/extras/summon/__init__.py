@@ -143,7 +143,7 @@ class Summoned:
         Collective: all ranks of the shard group.
         """
         self.request = request
-        # Full copies in the modules. Empty if the modules keep the sharded parameters.
+        # Full copies that the modules hold. Empty if the modules hold the sharded parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle = handle

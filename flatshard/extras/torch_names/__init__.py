@@ -47,8 +47,8 @@ REFUSED = {
     "dp_mesh_dims": "pass these dimensions of the mesh, such as mesh['dp']",
 }
 
-# For keywords in IGNORED or REFUSED, the value without warning or error, if not False. Parameters
-# of a ShardedWrapper are as in FSDP1 with `use_orig_params=True`. (FSDP1's default is False.)
+# For keywords in IGNORED or REFUSED, the value that causes no warning or error; by default, False.
+# ShardedWrapper acts as FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
 DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the

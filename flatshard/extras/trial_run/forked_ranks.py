@@ -65,7 +65,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
     ``lone_calls``: see [Note: lone calls].
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `finally` ends ranks
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
     torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))

@@ -52,7 +52,7 @@ class Record:
 
 @torch.no_grad()
 def sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
-    """Return the sketch of a tensor. ``owner``: a gradient's parameter, otherwise ``tensor``."""
+    """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
     if isinstance(owner, FlatShardTensor):
         numel, index, flat = owner.numel(), owner.spec.offset, local_grad(tensor, owner.spec)
     else:

@@ -71,7 +71,7 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             joined = torch.linalg.vector_norm(torch.tensor(some, dtype=torch.float64), order)
             found[unit] = sum(some) if order == 0 else float(joined)
         found.non_finite = {name: [] for name, value in found.items() if not math.isfinite(value)}
-        if found.non_finite:  # equal on all ranks, so all ranks or none enter
+        if found.non_finite:  # norms are equal on all ranks, so all ranks or none enter
             own = zip(names, (local_range(tensors[index]) for index in indices), strict=True)
             mine = {name for name, part in own if not torch.isfinite(part).all()}
             world = units[0].topology.world

@@ -440,7 +440,7 @@ class WholeTensorAdapter(OptimizerAdapter):
     def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        If an optimizer calls collectives itself, only one rank may update a parameter's state.
+        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
         """
         values = {
             f"state {name!r} of parameter {param.spec.name!r}": value
