@@ -48,7 +48,7 @@ _PIECE_BYTES = 1 << 16
 
 
 def _initialises(start: InitialValues) -> bool:
-    """Whether this rank initialises tensors; False if only rank 0 does and sends the values."""
+    """Whether this rank initialises tensors. If rank 0 sends all values, only rank 0 does."""
     return bool(start.missing) and (not start.sends or start.world.rank == 0)
 
 

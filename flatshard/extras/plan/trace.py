@@ -277,7 +277,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # Kernels accept float32, but the rule for fake tensors does not.
+            # `_grouped_mm` accepts real tensors in float32, but not fake tensors in float32.
             out = func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
         else:
             out = func(*args, **kwargs)

@@ -41,7 +41,7 @@ _CALLER = "WeightChanges.changes()"
 # For each size of an element in bytes, the dtype in which elements are compared bit by bit. There
 # is no integer of 16 bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# If a larger share of any rank's shard has changed, the whole flat parameter is sent.
+# If more than this share of any rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
 
