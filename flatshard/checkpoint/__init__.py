@@ -1,4 +1,4 @@
-"""Checkpoints of a model in training, files of a whole model, and options of state dicts."""
+"""``flatshard.checkpoint`` saves and loads training checkpoints, and files with a full model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def full_optim_state_dict(
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the full optimizer state on rank 0, in host memory; an empty dict on other ranks.
 
-    For several optimizers, in a list, tuple or dict, returns a list or dict with each one's state.
+    For several optimizers, in a list, tuple or dict, returns a list or dict of their states.
 
     State is keyed by parameter name. ``ShardedWrapper.optim_state_dict_to_load`` loads the state on
     any number of ranks. Units are gathered one after another.

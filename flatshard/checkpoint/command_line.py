@@ -99,13 +99,13 @@ def describe(path: str) -> str:
 
 
 def explain(code: str) -> str:
-    """Return the row about an error code on the troubleshooting page, and sections it links to.
+    """Return the troubleshooting page's text about an error code, with the linked sections.
 
     Raises:
         ValueError: the page does not contain the code.
     """
     package = Path(__file__).parents[1]
-    page = package / "troubleshooting.md"  # a wheel has a copy, see pyproject.toml
+    page = package / "troubleshooting.md"  # a copy in the wheel, see pyproject.toml
     if not page.exists():
         page = package.parent / "docs" / page.name
     text = page.read_text(encoding="utf-8")
@@ -118,14 +118,14 @@ def explain(code: str) -> str:
     parts = [textwrap.fill(_plain(f"{title}: {cell}"), 88) for title, cell in cells]
     for anchor in re.findall(r"\]\(#([\w-]+)\)", rows[code]):
         title = anchor.replace("-", r"\W+")
-        # A section ends at the next heading. One `#` begins a comment in an example, no heading.
+        # A section ends at the next heading (`##`). A single `#` is a comment in an example.
         section = re.search(rf"^##+ (?i:{title})$(?s:.*?)(?=^##|\Z)", text, re.MULTILINE)
         parts += [] if section is None else [_plain(section[0].strip())]
     return "\n\n".join(parts)
 
 
 def _plain(text: str) -> str:
-    """Return Markdown without anchors and targets of links, but with the names of other pages."""
+    """Remove anchors and link targets from Markdown, and keep the names of linked pages."""
     text = re.sub(r"<a [^>]+>|</a>", "", text)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md[^)]*\)", r"\1 (page \2)", text)
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)

@@ -1,7 +1,7 @@
 """Reads and writes files of ``torch.distributed.checkpoint`` (DCP), with torch's own classes.
 
 Reading runs no code from the files: the unpickler of the metadata accepts only a few classes, and
-other content is loaded with ``weights_only``. Import inside functions, because DCP loads slowly.
+other content is loaded with ``weights_only``. Import this module in functions: DCP loads slowly.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from flatshard.checkpoint.sources import load_safely
 
 
 class Writer(dcp.FileSystemWriter):
-    """Torch's writer. Its metadata loads in any version of Python; a full disk is an OSError."""
+    """Torch's writer. Every Python version can read the metadata; a full disk raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs: Files = Files()
 
     def storage_meta(self) -> None:
-        # Return None: torch would pickle the folder's path here, whose class has another name in
-        # Python 3.13.
+        # Torch's writer would pickle the folder's path into the metadata. Python 3.13 renamed the
+        # class of paths, so other versions of Python could not load the path.
         return None
 
 
 class Files(dcp.FileSystem):
-    """Writes files. ``records``: length and checksum of each file, computed while writing."""
+    """DCP's file system. ``records``: length and checksum of each file, computed while writing."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -62,7 +62,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return the member ``name`` of an enum: early versions of Python 3.11 pickle it as getattr."""
+    """Return an enum's member. Early Python 3.11 pickles the member as a call of ``getattr``."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
     raise pickle.UnpicklingError("the file has a builtins.getattr, whose loading may run code")
@@ -72,8 +72,8 @@ class _Metadata(pickle.Unpickler):
     """Unpickles DCP's metadata safely. Torch calls ``pickle.load``, which runs code in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # A path's class is pathlib._local.PosixPath in Python 3.13, otherwise pathlib.PosixPath. A
-        # Windows path must load on Linux, too. A PurePath touches no file.
+        # Load every path as a PurePath: this class touches no file, and loads Windows paths on
+        # Linux, too. The module is pathlib._local in Python 3.13, and otherwise pathlib.
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return PurePath
         if (module, name) == ("builtins", "getattr"):
@@ -96,7 +96,7 @@ def read_metadata(folder: Path) -> Any:
     try:
         metadata = _Metadata(content).load()
         metadata.storage_data.values()
-    except Exception as error:  # pickle raises errors of many types for bytes that are no pickle
+    except Exception as error:  # for invalid bytes, pickle raises errors of many types
         text = f"{folder / '.metadata'} cannot be read: {error}. Use another checkpoint."
         raise ValueError(text) from error
     return metadata
@@ -115,9 +115,9 @@ def incomplete_tensors(metadata: Any) -> list[str]:
 
 
 def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> None:
-    """Overwrite ``targets``, whose keys are DCP's flat names, with the saved values.
+    """Overwrite the values in ``targets`` with the saved values. No communication.
 
-    No communication.
+    The keys are DCP's names, which join the keys of nested dicts: ``model.0.weight``, for example.
     """
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = dcp.FileSystemReader(folder)
@@ -130,7 +130,7 @@ def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> Non
 
 
 class _Planner(default_planner.DefaultLoadPlanner):
-    """Torch's default planner for loading, but runs no code in files."""
+    """Torch's default planner for loading, but ``load_safely`` loads pickled values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_safely(value)

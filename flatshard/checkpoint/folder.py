@@ -2,8 +2,8 @@
 
 [Note: a checkpoint is either complete or absent]
 Ranks write files into ``NAME.incomplete`` and sync them to the disk. Then rank 0 writes the marker
-``flatshard.json``, syncs the folder, and renames it to ``NAME``. A process that is killed before
-leaves ``NAME.incomplete``, which the next save removes. A deletion begins by the opposite renaming.
+``flatshard.json``, syncs the folder, and renames the folder to ``NAME``. If a process is killed
+earlier, ``NAME.incomplete`` stays until the next save. A deletion first renames ``NAME`` back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_marker(folder: Path) -> Marker | None:
     """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete.
 
     Raises:
-        ValueError: the marker is damaged, or has another version.
+        ValueError: the marker is damaged, or has another format version.
     """
     if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
@@ -78,7 +78,7 @@ def read_marker(folder: Path) -> Marker | None:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the most recent complete checkpoint in ``directory``, or None if there is none.
 
-    No communication. All ranks get the same answer, as long as no rank is saving.
+    No communication. All ranks get the same path, unless a save is running.
 
     Example:
         ```python
@@ -146,12 +146,12 @@ def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: f
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file for a rank's values that DCP's files do not contain."""
+    """Return the name of a rank's own file, for values that DCP does not save (generators)."""
     return f"rank-{rank:05d}.pt"
 
 
 def incomplete(path: Path) -> Path:
-    """Return the folder into which ranks write the files, before it is renamed to ``path``."""
+    """Return the temporary folder for the files of a save, which is later renamed to ``path``."""
     return path.with_name(path.name + INCOMPLETE)
 
 
@@ -166,7 +166,7 @@ def log_speed(did: str, path: object, num_bytes: int, begun: float) -> None:
 
 
 class ZipStream(io.BufferedWriter):
-    """A file for ``torch.save``. ``record``: length and checksum of all bytes written so far."""
+    """A file that ``torch.save`` writes. ``record``: length and checksum of the bytes so far."""
 
     record = FileRecord(0, 0)
 
@@ -203,12 +203,12 @@ def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
 def begin(path: Path, keep: int | None) -> None:
     """Make the folder for a save, and delete incomplete folders of earlier saves that were killed.
 
-    An incomplete folder is deleted only if its name is ``path``'s with other numbers. Other folders
-    may belong to another training.
+    An incomplete folder is deleted only if its name and the name of ``path`` differ in nothing but
+    numbers. Folders with other names may belong to another training run.
 
     Raises:
         FileExistsError: ``path`` exists.
-        ValueError: ``keep`` is below 1, or the name has no number.
+        ValueError: ``keep`` is below 1, or is given although the name has no number.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
@@ -224,9 +224,9 @@ def begin(path: Path, keep: int | None) -> None:
 
 
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
-    """Turn the written files into the checkpoint ``path``, and delete old checkpoints.
+    """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints.
 
-    The latest ``keep`` checkpoints whose names differ only in their numbers stay; None: all.
+    The latest ``keep`` checkpoints whose names differ only in numbers stay. None: all stay.
     """
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
@@ -240,7 +240,7 @@ def finish(path: Path, marker: Marker, keep: int | None) -> None:
     sync(path.parent)
     found = sorted(one for one in _complete_in(path.parent) if _series(one[1]) == _series(path))
     for _, old in found[: -keep if keep else 0]:
-        # If the program is killed while deleting, the folder's name must show that files are gone.
+        # Rename first: if the program is killed below, the name says that files are missing.
         os.rename(old, incomplete(old))
         shutil.rmtree(incomplete(old))
 
@@ -255,5 +255,5 @@ def sync(path: Path) -> None:
 
 
 def _series(path: Path) -> str:
-    """Return the name with 0 for each number, which is the same for all saves of a training."""
+    """Return the name with 0 for each number: one text for all saves of a training run."""
     return re.sub(r"\d+", "0", path.name)

@@ -1,4 +1,4 @@
-"""``load``: restores a model in training from a checkpoint; each rank reads its part in place."""
+"""``load``: resumes training from a checkpoint. Each rank reads its own shards in place."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint that ``save`` wrote, on any number of ranks, to resume training.
 
-    Each rank reads its own part into the memory of its shards; no tensor is sent, and no rank
-    holds the full model. Rank r also restores the random number generators that rank r saved. If
-    fewer ranks saved the checkpoint, each new rank seeds its generators from rank 0's generators
-    and from its own rank.
+    Each rank reads its own shards directly into their memory. No tensor is sent, and no rank holds
+    the full model. Rank r also restores the states of rank r's random number generators. If the
+    checkpoint was saved on fewer ranks, each additional rank seeds its generators from the states
+    of rank 0 and from its own rank number.
 
     Collective: all ranks that train ``model`` call it, between steps.
 
@@ -59,14 +59,14 @@ def load(
 
     Args:
         path: the folder of the checkpoint. ``latest`` finds the most recent checkpoint.
-        model: the model to restore. Its units and strategy may differ from the saved model's, and
-            it may have been wrapped on the meta device.
+        model: the model to restore. The units and the strategy may differ from the saved model's,
+            and the model may have been wrapped on the meta device.
         optimizer: the optimizer to restore, with state and options; or several, in a list in the
             order of the saved list, or in a dict with the saved names. None: restore only the
             model.
         scheduler: the scheduler to restore, an object with ``load_state_dict()``.
         verify: compare the files with their checksums before any tensor is overwritten. Each rank
-            reads some of the files for this.
+            reads some of the files to compute the checksums.
 
     Returns:
         The ``extra`` that was passed to ``save``.
@@ -157,13 +157,13 @@ def _check_optimizers(
 ) -> None:
     """Raise ValueError unless the optimizers have the saved names, classes and parameters.
 
-    Any optimizer may load the state of a single optimizer over the same parameters.
+    If the checkpoint and the program have one optimizer each, name and class may differ.
 
     Args:
         path: the folder, for error messages.
         saved: for each saved optimizer, its class and the names of its parameters. None: an older
             version saved the checkpoint, with at most one optimizer.
-        given: the same for the optimizers to restore.
+        given: for each optimizer to restore, its class and the names of its parameters.
     """
     if not given or max(len(saved or {}), len(given)) == 1 or saved == given:
         return
@@ -219,8 +219,8 @@ def _targets(
             problems.append(f"{key!r}: expected {_shape(held.shape)}, got {_shape(size)}")
         targets[key] = held
         if size is not None and not (isinstance(held, Tensor) and held.shape == size):
-            # Read a single number into a full tensor. `optim_state_dict_to_load` decides later
-            # whether the number belongs to an element.
+            # Read a tensor with one element as an unsharded tensor. The element may be state of the
+            # whole parameter, such as a step counter: `optim_state_dict_to_load` decides later.
             is_alike = isinstance(param, Tensor) and param.shape == size and size.numel() > 1
             like: Any = param if is_alike else torch.empty(0)
             targets[key] = like.new_empty(size, dtype=saved.properties.dtype)

@@ -1,16 +1,15 @@
-"""Safetensors files: a JSON header and the tensors' bytes, and the index of several files.
+"""Reads and writes safetensors files (a JSON header and the tensors' bytes), and their index.
 
-Each rank of a sharded model computes from the layout where its elements lie in the files, and
-writes and reads its own ranges. So no tensor is gathered, and the ranks only exchange errors and
-compare their arguments.
+Each rank of a sharded model computes the positions of its own elements in the files, and reads and
+writes only these elements. So no tensor is gathered; ranks exchange only errors and arguments.
 
 A file is written under a temporary name in the same folder, and renamed when all bytes are on the
 disk. So a reader finds either the old file or the new file.
 
 [Note: ranges of a tensor]
-In a file, a tensor lies row by row. In memory, the dimensions of a parameter may have another order
-(channels_last). A range of the parameter in memory is then cut into boxes, and each box into pieces
-that are contiguous in the file.
+A file stores a tensor row by row. In memory, the dimensions of a parameter may have another order
+(channels_last). Then a range of the parameter in memory is cut into boxes (one range of indices per
+dimension), and each box is cut into pieces that are contiguous in the file.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ PIECE_BYTES = 16 << 20
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a file, which stores the tensor row by row."""
+    """Position of a tensor in a safetensors file. The file stores the tensor row by row."""
 
     path: str
     offset: int  # position of the tensor's first byte in the file
@@ -80,7 +79,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Plan:
-    """Files to write, and the place of each tensor in the files."""
+    """Files to write, and the ``Place`` of each tensor in the files."""
 
     folder: Path
     headers: dict[str, bytes] = field(default_factory=dict)  # keyed by file name
@@ -88,7 +87,7 @@ class Plan:
     # Place of each tensor in the temporary files, keyed by the tensor's name.
     places: dict[str, Place] = field(default_factory=dict)
     index: str = ""  # text of the index; empty for a single file
-    replaces: str = ""  # regular expression for files that `commit` deletes
+    replaces: str = ""  # regular expression for the names of old files, which `commit` deletes
 
     def temporary(self, name: str) -> Path:
         """Return the temporary path of a file, which is the same on all ranks."""
@@ -97,7 +96,7 @@ class Plan:
     def add(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": metadata}
         end = 0
-        # Largest elements first: then each tensor is aligned for its dtype, so a reader can map it.
+        # Put large elements first: then each tensor is aligned, and readers can map the file.
         for key in sorted(tensors, key=lambda key: -tensors[key].itemsize):
             start, end = end, end + tensors[key].nbytes
             dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
@@ -132,7 +131,7 @@ class Plan:
             sync(Path(path))
 
     def commit(self) -> None:
-        """Rename the temporary files to their final names, and delete files that they replace.
+        """Rename the temporary files to their final names, and delete files of an older save.
 
         All bytes must already be on the disk.
 
@@ -161,7 +160,7 @@ class Plan:
 
 
 def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor on the meta device, with the shape and dtype of ``value`` in the file."""
+    """Return a meta tensor with the shape and the dtype in which ``value`` is saved."""
     is_cast = dtype is not None and value.is_floating_point()
     return torch.empty(value.shape, dtype=dtype if is_cast else value.dtype, device="meta")
 
@@ -344,8 +343,8 @@ def _pieces(
         for box in boxes_of(shape, low, high, order):
             sizes = [box.sizes[d] for d in order]
             values = part[low - start + box.position :][: box.numel].view(sizes).permute(in_file)
-            # After `split`, the box is as large as the tensor, so its elements from there on are
-            # contiguous in the file.
+            # In all dimensions after `split`, the box is as large as the tensor. So the box's
+            # elements that share the indices before `split` are contiguous in the file.
             split = max((d for d in range(num_dims) if box.sizes[d] != shape[d]), default=0)
             for steps in itertools.product(*map(range, box.sizes[:split])):
                 at = map(operator.add, box.offsets, (*steps, *[0] * num_dims))
@@ -386,7 +385,7 @@ def move_range(
 
 
 def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: str) -> None:
-    # A view of the tensor's bytes, without a copy. Numpy may not be installed.
+    # Make a view of the tensor's bytes with ctypes, because numpy may not be installed.
     array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
     left = memoryview(array).cast("B")
     while left:
@@ -400,7 +399,7 @@ def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: st
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write full tensors, by name. Reads all ``tensors``, also after an error.
+    """Write full tensors (pairs of name and tensor). Reads all pairs, even after an error.
 
     Raises:
         OSError: a file cannot be written.
@@ -497,7 +496,7 @@ def save_safetensors(
     Raises:
         ValueError: on all ranks: safetensors does not support a dtype or an entry of the state
             dict, or ranks passed different arguments or models.
-        OSError: on all ranks: on one of them the disk is full or fails, or permission is missing.
+        OSError: on all ranks, if on any rank the disk is full or fails, or permission is missing.
         NotImplementedError: a unit trains only on some ranks, or an adapter is no plain LoRA.
         RuntimeError: a forward or backward of the model is running.
     """
@@ -681,7 +680,7 @@ def _check_fits(path: str, entries: Entries, places: Places, *, strict: bool) ->
 
 
 def _read(entries: Entries, places: Places) -> None:
-    """Read this rank's ranges into its shards, and read all tensors that are not sharded."""
+    """Read this rank's elements of sharded tensors, and all elements of unsharded tensors."""
     with torch.inference_mode(False), torch.no_grad():
         for name, one in entries.items():
             if name not in places:

@@ -1,4 +1,4 @@
-"""``Save``: saves a model in training as a checkpoint, at once or while training continues."""
+"""``Save``: writes a training checkpoint, in the calling thread or in a background thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
     "save() returned before destroy_process_group()."
 )
-# Types that load without running code. A trial save of each tensor would take long.
+# Values of these types need no trial save in `_check_loads`: they load without running code.
 _PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
 _OPTIMIZERS = "the optimizer's "
 _ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
@@ -110,9 +110,9 @@ def save(
             only in their numbers are deleted.
 
     Returns:
-        With ``async_``, an object with ``wait()``; otherwise None. Errors of the thread are raised
-        by ``wait()``; if nothing calls ``wait()``, by the next save or load, or at the end of the
-        program.
+        With ``async_``, an object with ``wait()``; otherwise None. ``wait()`` raises the thread's
+        errors. If the program does not call ``wait()``, the next save or load raises the errors, or
+        the program prints the errors at its end and exits with status 1.
 
     Raises:
         OSError: on all ranks: the disk is full, permission is missing, or ``path`` exists
@@ -157,7 +157,7 @@ def _saved(value: object) -> bytes:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """Return the states of all random number generators, as ``weights_only`` can load them."""
+    """Return the states of all random number generators, for ``torch.load(weights_only=True)``."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -168,8 +168,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Values that must be equal on all ranks. First: texts, keyed by name. Second: for each optimizer,
-# its class and the state that every rank holds completely.
+# A pair of values that must be equal on all ranks. The first value maps names to texts. The second
+# value contains, for each optimizer, the class and the unsharded state.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
 
 
@@ -201,13 +201,13 @@ class PendingSave:
         thread.shutdown(wait=False)  # the thread ends when the save ends
 
     def done(self) -> bool:
-        """Whether the save has ended, so that ``wait`` would return at once."""
+        """Whether the save has ended, so that ``wait`` would not block."""
         return self._written.done()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises the errors that ``save`` lists. The next save or load does not raise them again.
+        Raises the errors that ``save`` lists. The next save or load does not repeat these errors.
         """
         global _pending
         if _pending is self:
@@ -231,7 +231,7 @@ def _at_exit() -> None:
     try:
         wait_for_pending()
     except Exception:
-        # Python only prints an exception of an exit handler, and ends with status 0.
+        # Exit with status 1: Python would only print the exception, and exit with status 0.
         traceback.print_exc()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -260,7 +260,7 @@ class Save:
     step: int | None = None
 
     def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
-        """Write the values that ``take`` sets, at once or in a thread. Collective."""
+        """Call ``take``, which sets the values to save, and write the files. Collective."""
         global _pending
         wait_for_pending()
         # If one rank fails here, all ranks raise before any file is written.
@@ -268,8 +268,8 @@ class Save:
         self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
         _pending = PendingSave(self.path, self._write) if async_ else None
         if not async_:
-            # `dcp_files.Files` computes checksums already. An async save leaves the setting alone:
-            # the program may call torch.save meanwhile.
+            # `dcp_files.Files` computes checksums already. An async save must not change this
+            # global setting: the program may call torch.save while the thread is writing.
             config: Any = serialization.config
             with config.patch("save.compute_crc32", False):
                 self._write()
@@ -327,7 +327,7 @@ class Save:
         """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
         self.ranks.compare(facts, self.op_name, _remedy)
         for kind, values in states:
-            # A rank may have no state of a parameter: DCP then saves the state of another rank.
+            # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
             gather, ranks = self.ranks.gather, self.ranks.ranks
             check_same_state(values, gather, ranks, kind, some_may_lack=True)
 
@@ -356,7 +356,7 @@ class Save:
         writer, begun = dcp_files.Writer(folder), time.monotonic()
         try:
             where = named(f"{self.op_name}, rank {ranks.ranks[ranks.rank]}")
-            # DCP warns in a single process, where saving without others is intended.
+            # In a single process, DCP would warn that it saves without a process group.
             with where, warnings.catch_warnings(action="ignore", category=UserWarning):
                 metadata = state_dict_saver.save(
                     self.tensors,

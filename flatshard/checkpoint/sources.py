@@ -4,7 +4,7 @@
 
 Reading runs no code from the files. Pickles are loaded with ``weights_only``, which refuses numpy's
 numbers, such as a learning rate from a numpy schedule. ``NumpyDtype`` and ``number_from_numpy``
-load them as Python's, without code of numpy.
+load numpy's numbers as Python numbers, without running numpy's code.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 
 @dataclass
 class Source:
-    """An opened checkpoint: a list of its tensors, and a function that reads one tensor."""
+    """An opened checkpoint: the names of the tensors, and a function that reads one tensor."""
 
     kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
     facts: dict[str, object] = field(default_factory=dict)  # values that are not tensors, to show
 
-    # Other names of tied tensors, mapped to the name under which `tensors` has the tensor.
+    # For tied tensors: each name that is not a key of `tensors`, mapped to the key for the tensor.
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Source:
         model_state_dict), or the whole checkpoint is the model.
 
         Raises:
-            ValueError: there is no such entry, or there are several; or FSDP1 saved local state.
+            ValueError: no entry or several contain the model, or FSDP1 saved a LOCAL_STATE_DICT.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -138,7 +138,7 @@ def _safetensors(path: Path) -> Source:
 
 # ---------------------------------------------------------------- torch.save
 
-# numpy's names of its number types, with the codes of Python's module struct.
+# Format characters of Python's module struct, keyed by numpy's names of number types.
 _CODES = dict(zip("f2 f4 f8 b1 i1 i2 i4 i8 u1 u2 u4 u8".split(), "efd?bhiqBHIQ", strict=True))
 
 
@@ -165,7 +165,7 @@ STAND_INS: list[tuple[Any, str]] = [
     (number_from_numpy, "numpy._core.multiarray.scalar"),
     (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
 ]
-"""Classes and functions that replace those that a file names, with the names in the file."""
+"""Replacements for numpy's classes and functions, each with the name that a file contains."""
 
 
 def load_safely(file: Any, **options: Any) -> Any:
@@ -185,7 +185,7 @@ def _torch(path: Path) -> Source:
 
 
 def load_torch(path: Path) -> Any:
-    """Load a file of ``torch.save``. Tensors in zip files are mapped, not read.
+    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read.
 
     Raises:
         ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
@@ -258,7 +258,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """Convert a model's weights between the files of several libraries, on one process.
+    """Convert a model's weights between the files of several libraries, in one process.
 
     The source may be a file of ``torch.save`` (also of a DistributedDataParallel model, and with
     the model nested in a dictionary), a folder of ``torch.distributed.checkpoint`` (flatshard,
@@ -340,8 +340,8 @@ def _write_safetensors(
 
 
 def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
-    # Never hold all values in memory. Under `skip_data`, torch.save leaves room for the values of
-    # these empty tensors, and the loop below writes them one by one, through a mapping of the file.
+    # Never hold all values in memory: `skip_data` reserves space in the file for these empty
+    # tensors, and the loop below writes one tensor at a time through a memory map.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")

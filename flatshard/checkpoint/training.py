@@ -1,12 +1,12 @@
 """``Training``: the model and optimizer of a save or load. ``HostRanks``: exchanges of objects.
 
-The exchanges use a separate process group, so a thread may exchange while training continues.
+The exchanges use a separate process group, so a thread can use them while training continues.
 
 [Note: values that DCP would lose]
-DCP stores tensors of lists and dicts by themselves. But it pickles a tuple or a deque as a whole,
-turns keys into texts, and leaves out empty dicts. So ``pack`` turns nested values into dicts with
-texts as keys, in which DCP keeps every value, and ``unpack`` restores the values from ``pack``'s
-``Form``.
+DCP stores each tensor in a list or dict separately. But DCP pickles a tuple or a deque as a whole,
+turns keys into texts, and leaves out empty dicts. So ``pack`` turns nested values into dicts whose
+keys are texts, and DCP keeps every value. ``pack`` also returns a ``Form``, from which ``unpack``
+restores the original values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatshard.wrapper import ShardedWrapper
 
 T = TypeVar("T")
 
-# The ranks for each process group that trains a model. Made once, and used by later calls.
+# Exchanges that `HostRanks.of` has made, keyed by the process group that trains the model.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKeyDictionary()
 
 
@@ -52,9 +52,9 @@ class HostRanks(HostExchange):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
-        """Return the ranks of ``group``, with a process group in addition to ``group``.
+        """Return an exchange between the ranks of ``group``, over a new process group.
 
-        None: this rank is the only rank. Collective at the first call for a group: all ranks.
+        If ``group`` is None, this rank is the only rank. Collective in the first call for a group.
         """
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
@@ -66,7 +66,7 @@ class HostRanks(HostExchange):
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
 
-        Collective: all ranks meet after ``work``.
+        Collective: after ``work``, the ranks exchange their errors.
         """
         result, error = None, None
         try:
@@ -100,9 +100,9 @@ class HostRanks(HostExchange):
 
 
 def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
-    """Return a class and a text from which every rank makes the error.
+    """Return the class and the text that other ranks need to raise the same error.
 
-    The class of an unusual error is RuntimeError.
+    Errors other than OSError, ValueError, TypeError and RuntimeError become RuntimeErrors.
     """
     if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
         return sendable(error)
@@ -182,9 +182,9 @@ class Training:
     def unsharded_state(
         self, states: dict[str, dict[str, Any]]
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Return each optimizer's class, and the state that ranks must have in common.
+        """Return each optimizer's class and unsharded state, which must be equal on all ranks.
 
-        See the function ``unsharded_state``.
+        See the function ``unsharded_state`` of ``flatshard.state.optim_state``.
         """
         units = [] if self.shards is None else [part.unit for part in self.shards.parts]
         return [
@@ -198,10 +198,10 @@ def _fqns(state: dict[str, Any]) -> Iterator[str]:
 
 
 def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Join the state dicts of several optimizers, keyed by parameter name, into one.
+    """Join the state dicts of several optimizers into one state dict, with parameter names as keys.
 
-    As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers. None
-    if there is no optimizer.
+    As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers.
+    Returns None if there is no optimizer.
 
     Raises:
         ValueError: a parameter belongs to several optimizers, or an optimizer has state that
@@ -230,7 +230,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """Return this rank's shards of a sharded model, and the ranks that train it. Collective.
+    """Return this rank's shards of a sharded model, and an exchange between its ranks. Collective.
 
     Raises:
         ValueError: the model is unwrapped.
@@ -247,8 +247,8 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
 # ---------------------------------------------------------------- values that DCP would lose
 
 Form = list[Any] | None
-"""None: DCP restores the value. Otherwise: name of the type, keys (of a deque: its ``maxlen``), and
-a form for each value inside. A file keeps these lists without objects of other types.
+"""How ``unpack`` restores a value. None: DCP restores the value. A list: the name of the type, the
+keys of a dict (or ``maxlen`` of a deque), and a form for each inner value.
 """
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
@@ -277,7 +277,7 @@ def pack(value: Any) -> tuple[Any, Form]:
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, Mapping | deque):
-        # also if the value has no tensors: a file must not contain deques and keys as objects
+        # True even without tensors: otherwise DCP would pickle the deque, or the dict's keys.
         return True
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
@@ -285,7 +285,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def unpack(packed: Any, form: Form) -> Any:
-    """Undo ``pack``. ``packed`` is None for empty dicts, which DCP leaves out."""
+    """Undo ``pack``. ``packed`` is None for an empty dict, which DCP does not save."""
     if form is None:
         return packed
     kind, keys, forms = form
@@ -302,10 +302,10 @@ def unpack(packed: Any, form: Form) -> Any:
 
 
 def pack_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a sharded state dict of an optimizer into a part for DCP, and the rest.
+    """Divide a sharded state dict of an optimizer into a part that DCP can save, and the rest.
 
-    The rest are forms, state of the whole optimizer (keys that are no parameters), and entries that
-    the optimizer's own ``state_dict()`` adds.
+    The rest contains the forms from ``pack``, state whose keys are no parameters, and additional
+    entries of the optimizer's own ``state_dict()``.
     """
     names = {name for group in state["param_groups"] for name in group["params"]}
     states = {name: pack(one) for name, one in state["state"].items() if name in names}

@@ -1,1 +1,1 @@
-"""Support for frameworks: each module imports one framework, which trains with flatshard."""
+"""Support for frameworks. Each module lets one framework train models with flatshard."""

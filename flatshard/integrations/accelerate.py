@@ -2,7 +2,7 @@
 
     from flatshard.integrations.accelerate import Accelerator
 
-No other line of the program changes, and ``accelerate launch`` starts the program as before.
+Only this import changes in the program. ``accelerate launch`` starts the program as before.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flatshard.module.run import plan_backward
 from flatshard.options.precision import MixedPrecision
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
-# Arguments of Accelerator that shard the model in another way, with the setting in accelerate's
-# config file, and the environment variable by which `accelerate launch` passes it.
+# Arguments of Accelerator that would shard the model in another way: the setting in accelerate's
+# config file, and the environment variable in which `accelerate launch` passes the setting.
 _OTHERS = {
     "fsdp_plugin": ("use_fsdp", "ACCELERATE_USE_FSDP"),
     "deepspeed_plugin": ("use_deepspeed", "ACCELERATE_USE_DEEPSPEED"),
@@ -113,7 +113,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = ShardedWrapper(model, **self._keywords())
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
-        # accelerate must not move the model, nor wrap it in DistributedDataParallel.
+        # accelerate must not move the model, or wrap the model in DistributedDataParallel.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _keywords(self) -> dict[str, Any]:
@@ -128,20 +128,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Prepare an optimizer, but leave its state on the device of the shards."""
+        """Prepare an optimizer, and leave the optimizer's state on the device of the shards."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the module inside the wrappers. Its parameters stay sharded."""
+        """Return the module inside the wrappers. The module's parameters stay sharded."""
         found = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Let the next backward reduce gradients, even if its forward ran under ``no_sync``."""
+        """Let the next backward reduce gradients, even if the forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Enter ``join()`` of each ShardedWrapper, and accelerate's method for other models."""
+        """Call ``join()`` of each ShardedWrapper. For other models, call accelerate's method."""
         others = [one for one in joinables if not isinstance(one, ShardedWrapper)]
         with contextlib.ExitStack() as stack:
             for one in joinables:
@@ -229,7 +229,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:
         """Hide models and optimizers from accelerate, which would save only rank 0's shards.
 
-        Yields each model with each of its optimizers, or with None.
+        Yields pairs of a model and one of the model's optimizers, or a model and None.
         """
         models: list[nn.Module] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]

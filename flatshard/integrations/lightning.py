@@ -31,7 +31,7 @@ from flatshard.wrapper import ShardedWrapper, sharded_modules
 _FOLDER, _REST = "flatshard", "lightning.ckpt"
 _TYPES = ("full", "sharded")
 
-# Attribute of a LightningModule that keeps its wrapper, for later calls of fit, validate and test.
+# Attribute of a LightningModule for its ShardedWrapper, which later calls of fit or test reuse.
 _WRAPPER = "_flatshard_wrapper"
 
 
@@ -182,7 +182,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             return super().load_checkpoint(checkpoint_path, weights_only)
         for number, optimizer in enumerate(self.optimizers or [None]):
             files.load(folder / f"{_FOLDER}_{number}", self.model, optimizer)
-        # Lightning's own state contains objects that are not tensors.
+        # Load without `weights_only` by default: Lightning's own state has arbitrary objects.
         rest = torch.load(folder / _REST, weights_only=bool(weights_only), map_location="cpu")
         return {**rest, "state_dict": None, "optimizer_states": []}
 
@@ -241,7 +241,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
         return wrapper
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the module in place, because only its shards move to the device."""
+        """Do nothing, because ``setup_module`` moves only the shards to the device."""
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the full state dict on rank 0, an empty dict on other ranks. Collective."""
@@ -250,7 +250,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state on rank 0, an empty dict on other ranks. Collective.
 
-        Parameters have their positions as keys.
+        The keys are the positions of the parameters, as in a plain torch optimizer.
         """
         return _by_position(files.full_optim_state_dict(self.model_of(optimizer), optimizer))
 
@@ -293,7 +293,7 @@ def _sharded(module: nn.Module, device: torch.device, keywords: dict[str, Any]) 
 
 
 def _by_position(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with parameters' positions as keys, as in plain torch, instead of names."""
+    """Replace parameter names by positions, which are the keys in plain torch's state dicts."""
     if not state:
         return {}
     groups = state["param_groups"]

@@ -16,7 +16,7 @@ class PipelineStage(TorchStage):
     A ``ShardedWrapper`` in torch's ``PipelineStage`` reduces gradients in the backward of every
     micro-batch. In this class, only the last backward of a step reduces gradients; earlier
     backwards accumulate full gradients, as under ``ShardedWrapper.no_sync``. The resulting
-    gradients are the same. The arguments are those of torch's class. Modules other than
+    gradients are the same. This class takes the same arguments as torch's class. Modules other than
     ``ShardedWrapper`` are handled as in torch's class.
 
     Example:

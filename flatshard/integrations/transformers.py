@@ -1,8 +1,8 @@
-"""``FlatshardTrainer``: transformers' Trainer with a sharded model; a mixin for other Trainers.
+"""``FlatshardTrainer``: transformers' Trainer with a sharded model.
 
     from flatshard.integrations.transformers import FlatshardTrainer as Trainer
 
-No other line of the program changes, and ``torchrun`` starts the program as before.
+Only this import changes in the program. ``torchrun`` starts the program as before.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ShardedTrainerMixin:
         Accelerator.adopt(self.accelerator, self._sharding)
 
     def _move_model_to_device(self: Any, model: nn.Module, device: Any) -> None:
-        pass  # only shards move to the device, when `prepare` shards the model
+        pass  # `prepare` shards the model, and moves only the shards
 
     @property
     def _trained(self: Any) -> nn.Module:
@@ -191,9 +191,9 @@ class FlatshardTrainer(ShardedTrainerMixin, transformers.Trainer):  # type: igno
 def _generate(
     model: nn.Module, generate: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Call ``generate`` of the unwrapped model that is sharded in ``model``."""
-    # A rank whose texts are complete must run forwards until all ranks are done, because the
-    # all-gathers of a forward need every rank. Frameworks do not know that the model is sharded.
+    """Call ``generate``, a method of the unwrapped model whose parameters ``model`` shards."""
+    # With `synced_gpus`, a rank whose texts are complete runs forwards until all ranks are done:
+    # all-gathers need every rank. transformers does not know that the model is sharded.
     is_sharded = any(not unit.is_summoned for unit in units_in(model))
     return generate(*args, synced_gpus=synced_gpus or is_sharded, **kwargs)
 

@@ -1,9 +1,9 @@
-"""Extra: the policy ``"auto"``, which chooses units if the user names none.
+"""Extra: the policy ``"auto"``, which chooses the modules that become units.
 
-All parameters of a unit are unsharded together, so a unit should be a small part of the model. But
-each all-gather has a fixed cost, so a unit should not have too few elements. From the root
+All parameters of a unit are all-gathered together, so a unit should be a small part of the model.
+But each all-gather has a fixed cost, so a unit should not have too few elements. From the root
 downwards, the policy either *opens* a module and decides about the children, or makes the module a
-unit. If a module becomes no unit, all parameters of the module are counted as parameters of the
+unit. If a module does not become a unit, the parameters of the module count as parameters of the
 enclosing module. In the end, parameters outside of all units belong to the root.
 """
 
@@ -52,7 +52,7 @@ _GENERIC = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class AutoUnits:
-    """Chooses the modules that become units. All parameters outside of them belong to the root."""
+    """Chooses the modules that become units. Parameters of no chosen module belong to the root."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
@@ -63,7 +63,7 @@ class AutoUnits:
             for module in containers:
                 self._numel[module] += param.numel()
         self._left = self._numel.copy()
-        # Maps each chosen module to the number of its elements that are in no inner unit.
+        # Maps each chosen module to its number of elements. Elements of inner units do not count.
         self._held: dict[nn.Module, int] = {}
         self._taken: set[nn.Parameter] = set()
         self._too_small: list[nn.Module] = []
@@ -107,15 +107,15 @@ class AutoUnits:
         self._held[module] = self._left[module]
         for param in module.parameters():
             containers = self._containers.get(param, ())
-            # `containers` are the modules around all users of the weight. Skip a weight with a user
-            # outside of `module`: the weight belongs to a module around all users.
+            # `containers` are the modules that contain all users of the parameter. Skip a tied
+            # parameter that is also used outside of `module`: a larger module owns the parameter.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
                 for container in containers:
                     self._left[container] -= param.numel()
 
     def _take_small_blocks(self) -> None:
-        """Make units of small blocks, too, if all of them together are too large for the root."""
+        """Make units of small blocks, too, if these blocks together are too large for the root."""
         # `_left` counts the elements that are in no unit yet.
         blocks = [m for m in self._too_small if self._left[m] and self.is_closed_block(m)]
         if sum(self._left[module] for module in blocks) > ROOT_BLOCKS_NUMEL:
@@ -123,7 +123,7 @@ class AutoUnits:
                 self._take(module)
 
     def _fill_root(self) -> None:
-        """If the root has too few elements, dissolve small units, so that the root owns them."""
+        """If the root has too few elements, move the parameters of small units to the root."""
         root = self._tree.module
         if len(self._held) == 1 and self._left[root] < MIN_UNIT_NUMEL:
             # There is only one unit, with nearly all elements of the model. A tiny root beside the

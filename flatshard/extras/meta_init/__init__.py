@@ -40,7 +40,7 @@ from flatshard.units.layout import as_bytes
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import places_in
 
-# Functions that initialise each module's tensors, such as `reset_parameters`, keyed by name.
+# For each module: its initialising functions, keyed by texts such as "reset_parameters()".
 Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
@@ -48,7 +48,7 @@ _PIECE_BYTES = 1 << 16
 
 
 def _initialises(start: InitialValues) -> bool:
-    """Whether this rank initialises tensors; False if only rank 0 does and sends the values."""
+    """Whether this rank initialises tensors. If rank 0 sends all values, only rank 0 does."""
     return bool(start.missing) and (not start.sends or start.world.rank == 0)
 
 
@@ -70,11 +70,11 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
         own = {**module._parameters, **module._buffers}
         missing = [one for one, tensor in own.items() if id(tensor) in start.missing]
         found = resets[module] = {}
-        # Most modules of torch have `reset_parameters`; nn.MultiheadAttention `_reset_parameters`.
+        # torch's modules have `reset_parameters`; nn.MultiheadAttention has `_reset_parameters`.
         for reset in ("_reset_parameters", "reset_parameters"):
             if missing and callable(call := getattr(module, reset, None)):
                 found["reset_parameters()"] = call
-        # `_init_weights` may also set tensors of submodules: no existing value must be overwritten.
+        # `_init_weights` may also set tensors of submodules, so none of them may have values yet.
         below = [*module.parameters(), *module.buffers()]
         if owner is not None and below and all(id(one) in start.missing for one in below):
             found["_init_weights()"] = partial(owner, module)
@@ -120,7 +120,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A module's attribute whose tensor needs values. If ``handle`` is None, it is a buffer."""
+    """An attribute whose tensor needs values: a parameter, or if ``handle`` is None, a buffer."""
 
     module: nn.Module
     attribute: str
@@ -128,9 +128,9 @@ class _Slot:
     like: Tensor  # a tensor on the meta device with the full shape
     handle: FlatParamHandle | None
     param: OriginalParam | None
-    # None for the first attribute with the tensor, whose values are kept. Each attribute of a tied
-    # parameter is initialised, so that later tensors get the same random numbers as in the model's
-    # constructor.
+    # If several attributes have the same tensor (a tied parameter): the first of their slots, whose
+    # values are kept. None: this slot is the first slot. The other attributes are initialised, too,
+    # so that later tensors get the same random numbers as in the model's constructor.
     first: _Slot | None
 
     @property
@@ -188,7 +188,7 @@ class MetaInit:
         """
         start, world = self._start, self._start.world
         self._names = {module: name for name, module in root.named_modules()}
-        # Ids in `missing` are still valid, because sharding keeps the objects.
+        # The tensors' ids in `start.missing` are still valid: sharding keeps the tensor objects.
         owners = {id(param.sharded): (one, param) for one in handles for param in one.params}
         firsts: dict[int, _Slot] = {}  # the first slot of each tensor
         for name, module, attribute, tensor in places_in(root):
@@ -212,7 +212,7 @@ class MetaInit:
                     "meta device, with different values. Call torch.manual_seed() with one seed on "
                     "all ranks before wrapping, or pass sync_module_states=True to take rank 0's."
                 )
-        # Modules that shared a buffer on the meta device share it again.
+        # If modules shared a buffer on the meta device, let these modules share the new buffer.
         for slot in (slot for slots in self._slots.values() for slot in slots):
             if slot.first is not None and slot.handle is None:
                 slot.holder[slot.attribute] = slot.first.tensor
@@ -293,8 +293,8 @@ class MetaInit:
     def _make(self, modules: Sequence[nn.Module], slots: Sequence[_Slot]) -> dict[str, Any]:
         """Give the modules of one group full tensors, and initialise the tensors.
 
-        Returns the tensors, keyed by name. A value is None if ``leave_empty`` left the tensor
-        empty.
+        Returns the full tensors, keyed by name. If ``leave_empty`` left a tensor empty, the value
+        is None.
         """
         # Leave the tensors on the meta device for a `param_init_fn`, which calls `to_empty`, as for
         # FullyShardedDataParallel.
@@ -323,7 +323,7 @@ class MetaInit:
                     handle.put_back()
 
     def _fill_unsaved(self, module: nn.Module) -> None:
-        """Initialise a left-empty module that has only buffers that no state dict has."""
+        """Initialise a module from ``leave_empty`` that has only non-persistent buffers."""
         slots = self._slots.get(module, [])
         if slots and all(slot.attribute in module._non_persistent_buffers_set for slot in slots):
             for slot in slots:

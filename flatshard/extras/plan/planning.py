@@ -89,9 +89,8 @@ class TracedModel:
 class UnitMemory:
     """Memory of one unit on one rank, in bytes.
 
-    A unit has the attributes of ``FlatMemory`` that are numbers, summed over its flat parameters:
-    ``numel``, ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``gathered_bytes`` and
-    so on.
+    Each numeric attribute of ``FlatMemory`` is also an attribute of the unit: the sum over the
+    unit's flat parameters. Examples are ``numel``, ``parameter_bytes`` and ``gathered_bytes``.
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
@@ -340,15 +339,15 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
 
 @contextlib.contextmanager
 def _unwrapped(wrapper: ModuleProxy) -> Iterator[None]:
-    """In the block, the wrapped module has no hooks and wrappers, and tensors on the meta device.
+    """Remove hooks and wrappers from a wrapped module within the context, and empty its tensors.
 
-    The block changes the module itself, not a copy. A copy would not work after
+    The context changes the module itself, not a copy. A copy would not work after
     ``checkpoint_blocks``, which sets ``forward`` to a function that calls the original module.
     """
     with contextlib.ExitStack() as stack:
         for module in wrapper.modules():
-            # Restore the whole `__dict__` at the end. This also removes attributes that the step
-            # has added, such as transformers' mark that a module has hooks: no hook remains either.
+            # Restore the whole `__dict__` at the end. So attributes that the step adds are removed,
+            # too. For example, transformers marks modules that have hooks, and the hooks are gone.
             stack.callback(object.__setattr__, module, "__dict__", {**module.__dict__})
             hooks = [name for name in module.__dict__ if "_hooks" in name]
             module.__dict__.update({name: OrderedDict() for name in hooks})

@@ -17,8 +17,8 @@ from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory, Held
 from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
 
-# The same threshold as in ``engine.gradients``: gradients of at least this size are copied into the
-# buffer at once.
+# Gradients of at least this size are copied into the buffer immediately, not only when the flat
+# parameter is complete. ``engine.gradients`` has the same threshold.
 _COPIED_BYTES = 1 << 20
 # Categories of gradients and of the buffers of reductions.
 _GRADIENTS = "gradients", "reduction", "temporary"
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass
 class _Reduction:
-    """A running reduction: its buffers, and the time of its end.
+    """A running reduction, with the buffers that are freed at the time ``ends``.
 
     ``crosses``: whether the second stage, over the replicas, has not begun yet.
     """
@@ -91,7 +91,7 @@ class Replay:
         self.in_backward = False
         self.state: list[Held] = []
         self.grads: list[Held] = []
-        # Temporary blocks, each with the time at which the block is freed.
+        # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
         self._native = machine.transport == "native"
         self._sockets = machine.transport == "sockets"
@@ -111,8 +111,8 @@ class Replay:
         self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
         # For each unit: number of inputs that need a gradient.
         self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
-        # The same limits as in ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, a
-        # reduction counts twice: memory to send, and memory to receive.
+        # The memory limits of ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, reductions
+        # get half the limit, because a reduction needs memory to send and to receive.
         on_gpu = machine.device.is_gpu
         together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
         sums = map(_gradient_bytes, together)
@@ -200,7 +200,7 @@ class Replay:
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
-                # A parameter's gradient is no longer in `live`: `receive` has taken it.
+                # If the block was a parameter's gradient, `receive` has removed it from `live`.
                 self.free(live.pop(event.block, None))
             elif event.what == "gradient":
                 self.receive(event.unit, live.pop(event.block))
@@ -293,7 +293,7 @@ class Replay:
                 self.free(flat.secondary)
                 flat.secondary = None
             else:
-                # The root stays unsharded, but its embeddings do not: backward does not read them.
+                # The root stays unsharded, except for embeddings, which backward does not read.
                 is_spare = flat.is_lookup and self.syncs
                 is_inner = flat.name != "" and not self._needs_soon(unit)
                 frees = flat.placement.reshard_after_forward and (is_spare or is_inner)
@@ -347,7 +347,7 @@ class Replay:
         return buffer
 
     def _reduce(self, flat: FlatMemory) -> None:
-        """Start the reduction of a flat parameter, and finish earlier ones that have ended."""
+        """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
         self.now("reduction of", flat.unit)
         reduction = _Reduction(flat, flat.replicas > 1, self.clock)
         sent = self._fill(flat)
@@ -356,8 +356,8 @@ class Replay:
         else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
             flat.results.append(self.allocate(nbytes, "reduction"))
-            # If the dtypes are equal, sockets receive the first rank's gradients into the result,
-            # and need one row less.
+            # Sockets receive the gradients of each other rank into a row of a buffer. If the dtypes
+            # are equal, the first rank's gradients need no row: they are received into the result.
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes

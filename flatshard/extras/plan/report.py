@@ -195,7 +195,7 @@ class Target:
         found = {}
         for name, value in changes:
             text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
-            # A forward that changes its inputs, or a cache, cannot be recomputed.
+            # Checkpointing fails if a forward changes its inputs, or fills a cache.
             with contextlib.suppress(CannotTraceError):
                 found[text] = min(replace(self, **{name: value}).choices(), key=_peak_bytes)
         return found
@@ -224,7 +224,7 @@ class TrainingPlan:
 
     @property
     def best(self) -> Choice | None:
-        """The fitting choice with most samples per second and rank; None if nothing fits."""
+        """The fitting choice with the most samples per second per rank; None if no choice fits."""
         fitting = [one for one in self.choices if one.fits]
         # If speeds differ by less than 1 %, prefer fewer ranks, and then simpler strategies.
         fastest = max((one.samples_per_second for one in fitting), default=0)

@@ -60,7 +60,7 @@ class FlatMemory:
         ends: time at which the current all-gather ends.
         is_stale: whether the optimizer has changed the shard, but ``unsharded`` has old values.
         arrived: number of gradients that this backward has computed.
-        slots: gradients of the parameters, in memory of their own. None: copied into ``buffer``.
+        slots: for each gradient that has arrived, its memory; None if it was copied to ``buffer``.
         buffer: memory from which all gradients are reduced.
         results: reduced gradients.
     """

@@ -74,8 +74,8 @@ class Mark(NamedTuple):
 
     ``what`` is one of:
 
-    - ``enter`` and ``leave``: the forward of a module of ``unit`` begins or ends. Between the marks
-      of a backward, this forward is a recomputed forward.
+    - ``enter`` and ``leave``: the forward of a module of ``unit`` begins or ends. After the mark
+      ``backward``, activation checkpointing recomputes this forward.
     - ``input``: the module got an input that needs a gradient.
     - ``backward``: the backward begins.
     - ``enter backward``: the gradient of an output of ``unit`` is known.
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, trace: StepTrace, persistent: set[int]) -> None:
         super().__init__()
-        # Addresses of the storages of parameters and buffers, which are no activations.
+        # `persistent`: addresses of the storages of parameters and buffers, which get no block.
         self._trace, self._persistent = trace, persistent
         # Index in `trace.sizes` of each storage's block, keyed by the address of the storage's C++
         # object.
@@ -230,8 +230,8 @@ class _Recorder(TorchDispatchMode):
                 for tensor in _with_gradients((args, kwargs)):
                     self._mark("input", unit)
                     hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
-                    # Like `Forward.before_module`, make this mark before the hook of the unit that
-                    # made the tensor marks "enter backward".
+                    # Let autograd call this hook first, as in `Forward.before_module`: this mark
+                    # must come before "enter backward" of the unit that made the tensor.
                     call_first(hook, tensor)
             return args, kwargs
 
@@ -267,8 +267,8 @@ class _Recorder(TorchDispatchMode):
 
     def _free(self, key: int, block: int, _: object) -> None:
         del self._block_of[key], self._refs[key]
-        # Autograd adds gradients in place if nothing else refers to one of them. But autograd never
-        # changes a fake tensor in place. So let the sum take over the memory that is freed next.
+        # Autograd adds real gradients in place if possible, but makes a new tensor for fake
+        # gradients. So let the sum take over the memory that is freed next.
         events, sizes, total = self._trace.events, self._trace.sizes, self._sum
         takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
         events.insert(len(events) - 2 * takes_over, Free(block))
@@ -277,7 +277,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # Kernels accept float32, but the rule for fake tensors does not.
+            # `_grouped_mm` accepts real tensors in float32, but not fake tensors in float32.
             out = func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
         else:
             out = func(*args, **kwargs)
@@ -357,10 +357,10 @@ def selective_contexts() -> Any:
 
 
 def checkpoint_blocks(modules: nn.Module | Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Apply activation checkpointing to ``modules``: backward recomputes their forward.
+    """Apply activation checkpointing: backward recomputes the forward of each of ``modules``.
 
-    If ``modules`` is a model, checkpointing is applied to its repeated blocks, such as the layers
-    of a transformer.
+    If ``modules`` is a model, checkpointing is applied to the model's repeated blocks, such as the
+    layers of a transformer.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         modules = [*_repeated_blocks(modules)]
@@ -453,17 +453,17 @@ _NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOut
 # Names of functions of torch and transformers that read the values of tensors. Fake tensors have no
 # values. So while a step is traced, the function on the right runs instead.
 _STAND_INS: dict[str, Any] = {
-    # torch's function raises an error if values are bad. Assume that no value is.
+    # This function raises an error if a tensor has invalid values. Assume that all are valid.
     "torch._check_tensor_all_with": lambda *_: None,
-    # torch's function says whether a mask of `nn.Transformer` is causal. Assume that it is, because
-    # most of these masks are.
+    # This function says whether a mask of `nn.Transformer` is causal. Assume that every mask is
+    # causal, because most masks are.
     "torch.nn.modules.transformer._detect_is_causal_mask": lambda mask, is_causal=None, size=None: (
         mask is not None if is_causal is None else is_causal
     ),
-    # transformers' function finds rows that hold several sequences. Assume that no row does.
+    # This function finds rows that contain several sequences. Assume one sequence in each row.
     "transformers.masking_utils.find_packed_sequence_indices": lambda _: None,
-    # torch's function returns the random states of GPUs, which a checkpoint sets again for the
-    # recomputation. A fake tensor cannot be such a state.
+    # This function returns the random states of GPUs, which activation checkpointing restores for
+    # the recomputation. A fake tensor cannot be a random state, so return no states.
     "torch.utils.checkpoint.get_device_states": lambda *_: ([], []),
     # Silence torch, which would print a traceback for an error in a rule for fake tensors.
     "torch._subclasses.fake_tensor.log": logging.Logger("silent", logging.CRITICAL + 1),

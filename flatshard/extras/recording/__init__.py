@@ -1,7 +1,7 @@
 """Extra: records the time, memory and communication of a model's steps.
 
-``record`` lists the collectives that a rank starts. ``StepRecorder`` only observes steps
-(``StepExtension``), and changes nothing. Without this folder, ``flatshard.collectives``,
+``record`` lists the collectives that a rank starts. ``StepRecorder`` is a ``StepExtension``: the
+engine calls its methods during a step. Without this folder, ``flatshard.collectives``,
 ``ShardedWrapper.record_steps()`` and ``step_report()`` raise ``MissingExtraError``.
 """
 
@@ -36,7 +36,7 @@ from flatshard.units.module_proxy import ModuleProxy
 
 __all__ = ["Event", "last_report", "record", "record_steps"]
 
-# Report of the last recorded step of each model. The key is the context of the model's root.
+# Report of the last recorded step of each model, keyed by the model's `RunState`.
 _last_reports: weakref.WeakKeyDictionary[RunState, StepReport] = weakref.WeakKeyDictionary()
 
 
@@ -87,7 +87,7 @@ def record() -> Iterator[list[Event]]:
 
 
 class _Doing(NamedTuple):
-    """Work for a unit that the training thread has begun, but not ended yet."""
+    """Work of the training thread for a unit, such as the unit's forward, that has not ended."""
 
     kind: Kind
     unit: int | None
@@ -106,7 +106,7 @@ class StepRecorder(StepExtension):
     def __init__(
         self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
     ) -> None:
-        """Begin to record the steps of ``units``, and of ``collectives.record``'s ``events``."""
+        """Begin to record ``units``. ``events``: the list to which ``record`` adds collectives."""
         self.reports: list[StepReport] = []
         self._units, self._events = units, events
         # If a wrapper directly wraps another wrapper, both units have the same name. In reversed
@@ -210,7 +210,7 @@ class StepRecorder(StepExtension):
         self._doing.append(doing)
 
     def _end(self, doing: _Doing) -> None:
-        """End the work ``doing``: remove the last equal entry of ``_doing``, and no other entry."""
+        """End the work ``doing``: remove the last entry of ``_doing`` that equals ``doing``."""
         for position in reversed(range(len(self._doing))):
             if self._doing[position] == doing:
                 self._switch()
@@ -251,8 +251,8 @@ class StepRecorder(StepExtension):
         """Record the size and the start time of collectives that have just begun."""
         kind = Kind.REDUCE if purpose == "reduce" else Kind.GATHER
         for event in events:
-            # None for a collective of another model: the second stages of reductions (between
-            # nodes, for example) go through one queue for all models.
+            # The collective may belong to another model, because one queue starts the second stages
+            # of reductions (between nodes, for example) for all models. Then the unit is None.
             unit = None if purpose == "other" else self._by_name.get(event.unit_fqn)
             self._volume[unit, purpose] += event.nbytes
             if unit is not None:

@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 class MemorySample(NamedTuple):
-    """Memory of a unit besides its shards, from ``seconds`` until the unit's next sample."""
+    """Memory of a unit without its shards, from ``seconds`` until the unit's next sample."""
 
     seconds: float  # since the step began
     unit: int
@@ -26,14 +26,14 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Memory of the units of one rank besides their shards, over the time of a step."""
+    """Memory of all units on one rank during a step, without the shards."""
 
     units: tuple[str, ...]  # names of the units; ``MemorySample.unit`` is an index of this tuple
     seconds: float  # duration of the step
-    samples: tuple[MemorySample, ...]  # before its first sample, a unit's memory is zero
+    samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return the memory of all units together, as it is after each sample.
+        """Return the memory of all units together, after each sample.
 
         Each element has three values: the time of the sample, the bytes of unsharded parameters and
         secondary shards, and the bytes of gradients.
@@ -105,20 +105,20 @@ class StepReport:
     begins. Under gradient accumulation, every micro-batch is a step. Several forwards before a
     backward belong to the same step, and a forward in evaluation is a step.
 
-    Times are measured on the host: on an accelerator, of launching kernels, and of waiting for
-    them.
+    Times are measured on the host. With an accelerator, the host only launches kernels and waits
+    for kernels, so these are the times of launches and waits.
 
     Attributes:
         number: number of steps recorded before this step.
         rank: this rank's number among the ranks of the model.
-        began: begin of the step, in Unix time.
+        began: start of the step, in Unix time.
         seconds: duration of the step.
         forward_seconds: time in the outermost forward, with waits.
         backward_seconds: time from the first gradient of an output to the end of backward, with
             waits.
-        ranks_wait_seconds: time of waits that belong to no single unit: to learn the parameters
-            used by other ranks, to receive rank 0's buffers, or until other ranks have read this
-            rank's memory.
+        ranks_wait_seconds: time of waits that belong to no single unit: for the other ranks' lists
+            of used parameters, for rank 0's buffers, or until the other ranks have finished reading
+            this rank's memory.
         other_bytes: communication volume that belongs to no single unit.
         units: reports of the units, the root last.
         peak_gathered_bytes: peak memory of unsharded parameters.
@@ -127,8 +127,8 @@ class StepReport:
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
         peak_resident_bytes: peak RSS of the process since the start; None if not known.
         memory: memory over time, by unit.
-        ranges: ranges of time: the work of the training thread, and the collectives from begin to
-            end. Ordered by end.
+        ranges: ranges of time, in the order of their ends. A range is work of the training thread,
+            or a collective from its start to its end.
     """
 
     number: int
@@ -155,7 +155,7 @@ class StepReport:
 
     @property
     def blocked_seconds(self) -> float:
-        """Time of the training thread in waits for other ranks, or in reads of their memory."""
+        """Time in which the training thread waits for other ranks, or reads other ranks' memory."""
         waits = (unit.gather_wait_seconds + unit.reduce_wait_seconds for unit in self.units)
         return self.ranks_wait_seconds + sum(waits)
 

@@ -135,7 +135,7 @@ def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
 
 
 class Summoned:
-    """The full parameters from one flat parameter, which modules hold until ``close``."""
+    """Full copies of the parameters in one flat parameter, which modules hold until ``close``."""
 
     def __init__(self, handle: FlatParamHandle, request: Request) -> None:
         """All-gather the parameters, and let the modules hold full copies.
@@ -143,14 +143,14 @@ class Summoned:
         Collective: all ranks of the shard group.
         """
         self.request = request
-        # The full copies that the modules hold. Empty if they keep the sharded parameters.
+        # Full copies that the modules hold. Empty if the modules hold the sharded parameters.
         self.copies: list[nn.Parameter] = []
         self.is_held = not request.rank0_only or handle.topology.world.rank == 0
         self._handle = handle
         moves = request.offload_to_cpu and handle.flat_param.device.type != "cpu"
         with torch.inference_mode(False), torch.no_grad():
-            # Under NO_SHARD, the sharded parameters may be plain full parameters, which the user
-            # can edit directly if edits are kept.
+            # Under NO_SHARD, the sharded parameters may be plain full parameters. If edits are kept
+            # (`writeback`), the user edits these parameters directly, and no copies are needed.
             if moves or not (handle.shard_is_buffer and request.writeback):
                 self._gather()
         self._version = handle.version
@@ -158,7 +158,7 @@ class Summoned:
         # The full parameters that the modules hold on this rank, if any.
         self.shown = self.copies or (handle.sharded if handle.shard_is_buffer else [])
         refuse: Any = partial(_refuse_gradient, handle.unit_name)
-        # Mark the hook, so that `OriginalParam.hold_hooks` does not remove it together with users'
+        # Mark the hook as a hook of flatshard, because `OriginalParam.hold_hooks` removes users'
         # hooks.
         refuse.of_flatshard = True
         self._guards = [
@@ -216,10 +216,10 @@ class Summoned:
 
         Returns the reasons why edits are not kept. An empty list: all edits are kept.
         """
-        # This needs no communication: all ranks must make the same edits, and each rank copies its
-        # own part.
+        # `close` needs no communication: all ranks must make the same edits, and each rank copies
+        # its own part of the full parameters into its shard.
         handle, request = self._handle, self.request
-        # Do this first, so that the handle can be used even if the code below raises.
+        # Reset `summoned` first, so that the handle can be used even if the code below raises.
         handle.summoned = None
         # The hooks on copies stay: a backward that reaches a copy after the context must raise.
         for guard in () if self.copies else self._guards:

@@ -39,12 +39,12 @@ class TensorParallel:
     """How tensor parallelism has cut a parameter over a mesh."""
 
     layout: Any  # torch's DTensorSpec
-    comms: tuple[Communicator, ...]  # one per mesh dimension that splits the parameter
+    comms: tuple[Communicator, ...]  # a communicator for each mesh dimension that is split
     shape: tuple[int, ...]  # the parameter's shape in the model without parallelism
     strides: tuple[int, ...]  # the same parameter's strides, in elements
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """Return a DTensor with ``local`` as local part; backward sends its gradient to ``local``.
+        """Return a DTensor whose local part is ``local``, so that backward reaches ``local``.
 
         If the parameter is replicated in the mesh, torch sums the gradient over the mesh's ranks.
         """
@@ -60,12 +60,12 @@ class TensorParallel:
                 stride=self.layout.stride,
             )
         if isinstance(local, nn.Parameter):
-            shown.__dict__ = local.__dict__  # one dictionary of attributes that users set
+            shown.__dict__ = local.__dict__  # share the attributes that users set
         shown._is_param = True  # makes the DTensor an instance of ``nn.Parameter``
         return shown
 
     def hook_of_part(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Any]:
-        """Return a hook of the local part's gradient that passes ``hook`` a DTensor."""
+        """Return a hook for the local part's gradient, which calls ``hook`` with a DTensor."""
 
         def call(grad: Tensor) -> Any:
             result: Any = hook(self.as_dtensor(grad))
@@ -76,7 +76,7 @@ class TensorParallel:
         return call
 
     def full(self, local: Tensor) -> Tensor:
-        """Return the full tensor, of which ``local`` is this rank's part.
+        """Return the full tensor. ``local`` is this rank's part of the full tensor.
 
         Collective: all ranks of the mesh.
         """
@@ -85,7 +85,7 @@ class TensorParallel:
             return shown.full_tensor().to(local.device, copy=True)  # type: ignore[no-any-return]
 
     def part_of(self, full: Tensor) -> Tensor:
-        """Return this rank's part of ``full``, which all ranks have. No communication."""
+        """Return this rank's part of the full tensor ``full``. No communication."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         mesh, placements = self.layout.mesh, self.layout.placements

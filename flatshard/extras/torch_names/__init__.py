@@ -47,8 +47,8 @@ REFUSED = {
     "dp_mesh_dims": "pass these dimensions of the mesh, such as mesh['dp']",
 }
 
-# Values of keywords that cause no warning or error, if not False. ShardedWrapper always behaves as
-# FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
+# For keywords in IGNORED or REFUSED, the value that causes no warning or error; by default, False.
+# ShardedWrapper acts as FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
 DEFAULTS = {"use_orig_params": True}
 
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
@@ -210,7 +210,7 @@ _OTHER_FIELDS = {
 
 
 def as_mixed_precision(policy: Any) -> MixedPrecision:
-    """Convert a precision policy of FSDP1 or FSDP2 into flatshard's."""
+    """Convert a precision policy of FSDP1 or FSDP2 into flatshard's ``MixedPrecision``."""
     ours = MixedPrecision.__dataclass_fields__
     fields: dict[str, Any] = {}
     for name, given in vars(policy).items():
@@ -229,7 +229,7 @@ def as_mixed_precision(policy: Any) -> MixedPrecision:
 
 
 def as_cpu_offload(policy: Any) -> CPUOffload:
-    """Convert an offload policy of FSDP1 or FSDP2 into flatshard's."""
+    """Convert an offload policy of FSDP1 or FSDP2 into flatshard's ``CPUOffload``."""
     if isinstance(flag := getattr(policy, "offload_params", None), bool):
         return CPUOffload(offload_params=flag)
     # FSDP2's policies: OffloadPolicy offloads nothing, CPUOffloadPolicy offloads everything.

@@ -1,13 +1,12 @@
-"""Extra: ``flatshard try`` runs a script as it is under DDP and under flatshard, and compares.
+"""Extra: ``flatshard try`` runs an unchanged script under DDP and under flatshard, and compares.
 
-``verdict`` starts two runs: the script under DistributedDataParallel, and the script with
-``ShardedWrapper`` in its place. If their numbers differ, a third run repeats the first one with
-weights changed by one unit in the last place, and ``verdict`` measures the differences in units of
-the rounding noise that the third run shows. ``forked_ranks`` starts a process for each rank of a
-run. There it replaces the wrappers, runs the script, and records tensors at each step, in the form
-that ``sketches`` explains.
+``verdict`` starts two runs of the script: one run under DistributedDataParallel, and one run with
+``ShardedWrapper`` instead. If their numbers differ, a third run repeats the first run with weights
+changed by one unit in the last place. The third run shows the rounding noise, and ``verdict``
+measures the differences in units of this noise. In each process of a run, ``forked_ranks`` replaces
+the wrappers, runs the script, and records the tensors of each step as ``sketches``.
 
-Without this folder the command line has no ``try``.
+Without this folder, the command ``flatshard try`` does not exist.
 """
 
 from flatshard.extras.trial_run import verdict

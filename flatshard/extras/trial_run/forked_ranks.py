@@ -1,15 +1,15 @@
-"""Runs a script once, in a process for each rank, and reads the ranks' records.
+"""Runs a script once, in a process for each rank, and reads the records that the ranks write.
 
 [Note: stand-ins]
-In these processes, other classes take the place of DistributedDataParallel, FSDP1 and
-``ShardedWrapper``. They wrap the model by ``ShardedWrapper`` in the sharded run, otherwise by
-DistributedDataParallel, and record what the model computes.
+In the ranks' processes, stand-in classes replace DistributedDataParallel, FSDP1 and
+``ShardedWrapper``. Stand-ins are subclasses of ``ShardedWrapper`` in the sharded run, otherwise of
+DistributedDataParallel. A stand-in records the tensors that its model computes.
 
 [Note: lone calls]
-Under DistributedDataParallel, one rank may call the model or ``state_dict()``; under flatshard,
-these calls need every rank. The run under DistributedDataParallel counts the calls by line. If
-ranks call a line different numbers of times, the run under flatshard keeps an unsharded copy of the
-model, with its initial values. At these lines the copy is called, so the run continues.
+Under DistributedDataParallel, one rank may call the model or ``state_dict()`` without the other
+ranks; under flatshard, every rank must call. The run under DistributedDataParallel counts the calls
+in each line. If ranks run a line different numbers of times, the run under flatshard calls, in this
+line, an unsharded copy of the model with the initial values, so the run does not deadlock.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # optimizers import it: load it once, before ranks are forked
+import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -59,28 +59,28 @@ _NEEDS_ALL = {
 
 
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Record], str]:
-    """Run the script, and return the records of all ranks, and why the run failed, or "".
+    """Run the script. Returns the records of all ranks, and why the run failed (or "").
 
-    ``name``: `ddp`; `sharded`; or `noise`, which repeats `ddp` with noise in the weights.
+    ``name``: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the weights.
     ``lone_calls``: see [Note: lone calls].
     """
     print(f"flatshard try: run {name!r}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
-    torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `finally` ends the ranks
+    torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
-    # All hosts write the records of their ranks into one file.
+    # The ranks of all hosts write their records into one file.
     store = dist.FileStore(str(options.records / name), -1)
     if first == 0:
         store.set("port", f"{get_free_port()}")
     options.run, options.lone_calls, options.store = name, lone_calls, store
-    # Processes that are forked need not import torch.
+    # Fork the ranks, so that they need not import torch.
     arguments = (_run_rank, (first, options), num_ranks)
     context = multiprocessing.start_processes(*arguments, join=False, start_method="fork")
     try:
-        # The records say why ranks have failed. After one has failed, others may end within five
-        # seconds, and record an earlier failure.
+        # Ignore the exception, because the records say why ranks have failed. After one rank has
+        # failed, the other ranks have five seconds to end, and to record earlier failures.
         with contextlib.suppress(multiprocessing.ProcessExitedException):
             while not context.join(grace_period=5.0):
                 pass
@@ -88,12 +88,12 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
         for rank, one in enumerate(context.processes, first):
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
-            one.kill()  # if it has no group of processes yet
+            one.kill()  # if the rank has not called `setsid` yet
             one.join()
             if not store.check([f"{rank}"]):
                 log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
                 text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # A rank that this process has ended is the cause only if no other rank has failed.
+                # If this process has killed the rank, another rank's failure is the cause.
                 when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
                 store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
     try:
@@ -118,7 +118,7 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    # Scripts that set no seed can be compared, too.
+    # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
     torch.set_default_dtype(torch.float64 if options.exact else torch.float32)
@@ -148,12 +148,12 @@ class Recorder:
         self.options, self._rank, self.record = options, rank, sketches.Record()
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # number of the step under way, which ends with the next step of any optimizer
+        # Number of the current step. The step ends when any optimizer has stepped.
         self._step = 1
-        # Number of nested optimizer steps: an optimizer may step another, and flatshard may step a
-        # copy of an optimizer.
+        # Number of nested optimizer steps: an optimizer may step another optimizer, and flatshard
+        # may step a copy of an optimizer.
         self._depth = 0
-        self._aside = 0.0  # seconds of recording
+        self._aside = 0.0  # seconds spent on recording, which do not count
         self._add_costs()
 
     def end(self, failure: str = "") -> NoReturn:
@@ -170,7 +170,7 @@ class Recorder:
             self.record.failure = time.time(), failure
         self.options.store.set(f"{self._rank}", pickle.dumps(self.record))
         sys.stdout.flush()
-        os._exit(bool(failure))  # without exit handlers, which may wait for other ranks
+        os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
     def note(self, what: str) -> None:
         """Report the program's current line, with a text."""
@@ -189,14 +189,14 @@ class Recorder:
             sketches.add_noise(model)
         if self.options.exact:
             values = tree_map_only(Tensor, sketches.as_double, values)
-        # The line tells calls that only some ranks make from others, see [Note: lone calls].
+        # The line identifies calls that only some ranks make, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
         self._add(kind, {one: f"{name} {n}{where}" for n, one in enumerate(tensors_in(values))})
         return values
 
     def backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward; record the loss and averaged gradients, before the program clips them."""
+        """Run a backward; record the loss, and the averaged gradients before they are clipped."""
         backward(tensors, *args, **kwargs)
         # Leave out the backward of a checkpoint, inside another backward.
         if torch._C._current_graph_task_id() < 0:
@@ -229,7 +229,7 @@ class Recorder:
         return {p: self.names.get(p, f"parameter {n}") for n, p in enumerate(params)}
 
     def _add(self, kind: str, tensors: dict[Tensor, str]) -> None:
-        """Record tensors of one kind, or if these are gradients, the gradients of parameters."""
+        """Record ``tensors``, or if ``kind`` is a kind of gradient, the tensors' gradients."""
         began, line = time.perf_counter(), program_line(sys._getframe())
         for owner, name in tensors.items():
             key, count = (self._step, kind, name), 1
@@ -254,7 +254,7 @@ class Recorder:
 
 
 def _install(recorder: Recorder) -> None:
-    """Replace the wrappers in all loaded modules, see [Note: stand-ins], and watched functions."""
+    """Replace the wrappers, see [Note: stand-ins], and all functions whose calls are recorded."""
     wrappers = (DDP, FullyShardedDataParallel, ShardedWrapper)
     new: dict[int, Any] = {id(one): _stand_in(recorder, one, one.__name__) for one in wrappers}
     new[id(fully_shard)] = functools.partial(_wrap_in_place, recorder, "fully_shard")
@@ -284,7 +284,7 @@ def _install(recorder: Recorder) -> None:
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
-    """Return the class that takes the place of a wrapper, see [Note: stand-ins]."""
+    """Return the class that replaces the wrapper ``original``, see [Note: stand-ins]."""
     options, is_sharded = recorder.options, recorder.options.run == "sharded"
     base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
     order = list(inspect.signature(original.__init__).parameters)[2:]
@@ -321,7 +321,7 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 
 
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the outermost module, below DataParallel, with the parameters of the optimizer."""
+    """Make an optimizer, and wrap the largest module with its parameters (not DataParallel)."""
     make(optimizer, *args, **kwargs)
     held = {param for group in optimizer.param_groups for param in group["params"]}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
@@ -362,7 +362,7 @@ def _watch(recorder: Recorder, method: str) -> None:
 
 
 def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call the function of this rank here, in the place of ``torch.multiprocessing.spawn``."""
+    """Call the rank's function in this process, instead of ``torch.multiprocessing.spawn``."""
     if f"{nprocs}" != os.environ["WORLD_SIZE"]:
         raise ValueError(f"the script starts {nprocs} ranks by itself: --nproc-per-node {nprocs}")
     fn(int(os.environ["RANK"]), *args)

@@ -1,13 +1,13 @@
-"""``Record``: what one rank computes in each step, small enough to keep for every tensor.
+"""``Record``: the tensors that one rank computes in each step, as small sketches.
 
 [Note: sketch]
 A rank records a *sketch* of each tensor: each element is multiplied by a pseudo-random sign, and
 the element with index i is added to number i modulo 256. So a tensor of up to 256 elements is
 recorded whole. The sketch of a difference is the difference of the sketches, and the norm of this
-difference is close to the norm of the tensors' difference. Signs notice swapped elements. The
-sketches of ranges add up: a sharded tensor, of which each rank records its own range, can be
-compared with a full one. So recording needs no communication: if only one rank steps an optimizer,
-the rank does not wait for the others.
+difference is close to the norm of the tensors' difference. Because of the signs, swapped elements
+change the sketch. If each rank records its own range of a sharded tensor, the sum of these sketches
+is the sketch of the full tensor. So recording needs no communication: if only one rank steps an
+optimizer, the rank does not wait for the other ranks.
 """
 
 import functools
@@ -30,7 +30,7 @@ _SIZE, _CHUNK = 256, 1 << 16
 class Sketch(NamedTuple):
     """A sketch of this rank's elements of a tensor, see [Note: sketch]."""
 
-    line: str  # the program's line
+    line: str  # line of the program during which the tensor was recorded
     eps: float  # precision of the dtype; 0 for integers
     share: float  # the fraction of the elements that this rank holds; 1 for an unsharded tensor
     sums: Any  # a numpy array, because many arrays are pickled faster than many tensors
@@ -40,11 +40,11 @@ class Sketch(NamedTuple):
 class Record:
     """The sketches, costs and notes of a rank, and how its run ended."""
 
-    failure: tuple[float, str] = float("inf"), ""  # time, because the first failure is the cause
+    failure: tuple[float, str] = float("inf"), ""  # time, text; the earliest failure is the cause
     # Keys: step, kind of tensor, name. Missing gradients have no sketch.
     events: dict[tuple[int, str, str], Sketch] = field(default_factory=dict)
-    # Numbers of calls to report. Keys: the program's line, then what to write there. The reference
-    # run notes calls that need every rank; the sharded run notes other lines that need a change.
+    # Number of runs of each line that needs a change. Key: the line, and the change. The run `ddp`
+    # notes calls that need every rank under flatshard; the run `sharded` notes all other lines.
     notes: Counter[str] = field(default_factory=Counter)
     # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
     costs: list[tuple[int, float, int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Record:
 
 @torch.no_grad()
 def sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
-    """Return the sketch of a tensor. ``owner``: the parameter if it is a gradient, or itself."""
+    """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
     if isinstance(owner, FlatShardTensor):
         numel, index, flat = owner.numel(), owner.spec.offset, local_grad(tensor, owner.spec)
     else:
@@ -98,10 +98,10 @@ def add_noise(model: nn.Module) -> None:
 
 
 def compute_norms_in_float64() -> None:
-    """Show the rounding of torch's norms, which other weights do not change.
+    """Replace torch's norms by exact norms, so that the noise run shows the norms' rounding errors.
 
-    On CPUs, the norm of four million elements in float32 is wrong by 2e-4, with and without
-    flatshard, which sums other ranges.
+    On CPUs, torch's norm of four million elements in float32 has an error of 2e-4. flatshard has
+    another error, because it adds up other ranges. Noise in the weights does not change the errors.
     """
     norm: Any = torch.linalg.vector_norm
 

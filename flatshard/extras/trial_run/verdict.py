@@ -1,11 +1,12 @@
 """The command ``flatshard try``: compares the records of runs, and reports the verdict.
 
 [Note: units]
-The unit of a tensor at a step is the largest of three numbers, all relative to the tensor's norm.
-First: the largest difference of this tensor, up to this step, between the reference and the third
-run, whose weights were changed by one unit in the last place. Second: the largest median, up to
-this step, of these differences over all tensors of the same kind that changed. Third: twice the
-precision of the dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
+Differences are measured in units of rounding noise. The unit of a tensor at a step is the largest
+of three numbers, all relative to the tensor's norm. First: the largest difference of this tensor,
+up to this step, between the run under DistributedDataParallel and the noise run, which repeats this
+run with weights changed by one unit in the last place. Second: the largest median, up to this step,
+of these differences over all changed tensors of the same kind. Third: twice the precision of the
+dtype, and more for a tensor with less than 1/2000 of the largest norm of its kind.
 """
 
 import argparse
@@ -44,7 +45,7 @@ _CHANGES = "\n\nTo keep it, change (lines that run after the last step are not l
 
 
 class Difference(NamedTuple):
-    """The difference of a tensor from the reference."""
+    """The difference of a tensor from the reference, the run under DistributedDataParallel."""
 
     step: int
     kind: str
@@ -172,7 +173,7 @@ def differences(reference: list[Record], other: list[Record], lone: Any) -> list
                 norm, eps = math.hypot(*any_one.sums), any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
                 gap = math.dist(one.sums, two.sums) if one and two else 1e200
-                gap *= gap > 1e-6 * eps * norm  # adding up other ranges in float64 rounds, too
+                gap *= gap > 1e-6 * eps * norm  # smaller gaps are rounding errors of the sketches
                 found.append(Difference(*key, rank, any_one.line, norm, gap / (norm or 1.0), eps))
     return found
 
@@ -185,9 +186,9 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 
     The keys of units are the step, the kind of tensor, its name, and the rank.
     """
-    # Without noise, or if the noise run lacks a tensor, the unit is the smallest number.
+    # The unit is tiny if noise does not change the tensor, or the noise run lacks the tensor.
     units: dict[Any, float] = defaultdict(lambda: 1e-300)
-    # The largest so far: size of each tensor, median size and norm of each kind of tensor.
+    # Largest values so far: each tensor's difference; each kind's median difference, and norm.
     sizes: dict[Any, float] = defaultdict(float)
     medians: dict[str, float] = defaultdict(float)
     norms: dict[str, float] = defaultdict(float)
@@ -213,7 +214,7 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
 
 
 def _costs(*runs: list[Record]) -> dict[str, list[float]]:
-    """Return the figures that _COSTS names, for each run, of the rank where they are largest."""
+    """Return the figures that ``_COSTS`` names. For each run: the largest value of all ranks."""
     # dimensions: run, rank, step, figure
     costs = torch.tensor([[one.costs for one in run] for run in runs], dtype=torch.float64)
     figures = costs.diff(dim=2)[:, :, _WARM_UP:].median(dim=2).values

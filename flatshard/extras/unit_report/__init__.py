@@ -1,4 +1,4 @@
-"""Extra: tabulates the units of a model, and lists what lies where in a flat parameter.
+"""Extra: makes a table of a model's units, and lists the parameters in a flat parameter's shards.
 
 Without this folder, ``ShardedWrapper.unit_report()`` and ``repr()`` of a flat parameter raise
 ``MissingExtraError``.
@@ -39,8 +39,8 @@ def report(root: ModuleProxy) -> str:
     topologies = [unit.settings.topology for unit in units]
     lines = [tabulate(table, numbers={2, 3, 5, 7})]
     for topology in topologies:
-        # Why the unit uses these transports and no faster ones. A group has no reason if only one
-        # transport was possible, for example because the user chose it.
+        # The reasons say why a group does not use a faster transport. A group has no reason if only
+        # one transport was possible, for example because the user chose the transport.
         groups = topology.intra_group, topology.inter_group
         reasons = dict.fromkeys(group.transport_reason for group in groups)
         if reason := "; ".join(filter(None, reasons)):
@@ -90,7 +90,7 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
 
 
 def chunks_of(flat: FlatParameter) -> str:
-    """Return a text about a flat parameter: the chunk of each rank, and the parameters in it."""
+    """Return a text that lists, for each rank, the parameters in the rank's shard (chunk)."""
     layout, params = flat.flat_layout, flat.params
     chunks = f"{layout.world_size} chunk{'s' if layout.world_size > 1 else ''}"
     unit = unit_text(params[0].spec.unit) if params else "a model that is gone"

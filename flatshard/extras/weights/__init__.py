@@ -41,7 +41,7 @@ _CALLER = "WeightChanges.changes()"
 # For each size of an element in bytes, the dtype in which elements are compared bit by bit. There
 # is no integer of 16 bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# If a larger share of any rank's shard has changed, the whole flat parameter is sent.
+# If more than this share of any rank's shard has changed, the whole flat parameter is sent.
 _SHARE = 0.1
 
 
@@ -57,7 +57,7 @@ class TensorName(str):
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``full_tensors``, which explains them, and of ``WeightChanges.changes``."""
+    """Arguments of ``full_tensors`` and ``WeightChanges.changes``; see their docstrings."""
 
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
@@ -99,10 +99,10 @@ def full_tensors(
 ) -> Iterator[Any]:
     """Iterate over ``(name, full tensor)`` of all parameters and persistent buffers.
 
-    The names are those of the unwrapped model, in the same order on all ranks: parameters unit by
-    unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
-    consumer works on the unit before. A tied parameter appears once; ``name.names`` has all of its
-    names. Buffers are this rank's own.
+    The names are the unwrapped model's names. The order is the same on all ranks: parameters unit
+    by unit, then parameters outside of units and buffers. Each unit is all-gathered once, while the
+    consumer works on the previous unit. A tied parameter appears once; ``name.names`` has all of
+    its names. Buffers have this rank's values.
 
     The tensors are copies, valid until the consumer asks for the next item. To keep a tensor for
     longer, use ``.clone()``, so that the memory of the whole unit can be freed. Extra memory at the
@@ -157,10 +157,10 @@ def full_tensors(
 def read(
     model: nn.Module, caller: str, options: Options, units: Callable[..., Any], finish: Any
 ) -> Iterator[Any]:
-    """Return an iterator over the items of ``units``. Collective, until all ranks have read it.
+    """Return an iterator over the items of ``units``. Collective until all items are read.
 
-    If a rank stops early, the rank still takes part in the rest, and at the end the other ranks
-    raise RuntimeError. Until then, forwards of the model raise RuntimeError.
+    If a rank stops early, the rank still takes part in the remaining collectives, and at the end
+    the other ranks raise RuntimeError. Until the end, forwards of the model raise RuntimeError.
 
     Args:
         model: the model.
@@ -200,11 +200,11 @@ def read(
         # unless the process exits. `is_exiting` is a parameter, because Python clears global
         # variables at exit.
         hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
-        # `stopped`: text that says where the consumer stopped early. "": it has not stopped.
+        # `stopped` says where the consumer stopped early; "" if the consumer has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
         items = _items(units(options, flats, rest), options)
         try:
-            # The first item is empty, and read at the end of `read`.
+            # The first item is empty. To start this generator, `read` takes this item.
             for item in chain([[]], filter(None, items)):
                 if stopped or (item and not is_reading):
                     continue
@@ -238,8 +238,8 @@ def read(
             raise failed
 
     items = reading()
-    # Start the generator now: of a generator that is dropped before its start, Python runs no code.
-    # But `reading` must take part in the all-gathers, because the other ranks wait for this rank.
+    # Start the generator now. If the consumer drops a generator before its start, Python runs none
+    # of its code. But `reading` must take part in the all-gathers, because other ranks wait.
     next(items)
     return items
 
@@ -284,8 +284,8 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
     """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
 
-    Sizes are counted after the cast to ``options.dtype``. A tensor larger than the limit is alone
-    in its list. Without a limit, each list contains one item. The last list may be empty.
+    Sizes are counted after the cast to ``options.dtype``. A tensor above the limit gets a list for
+    itself. Without a limit, each list contains one item. The last list may be empty.
     """
     bucket: list[Item] = []
     size, limit = 0, options.bucket_bytes
@@ -306,12 +306,12 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
     Collective. The all-gather of the next flat parameter starts before the tensors of the current
-    flat parameter are yielded, at the same item on all ranks. If ranks started it at different
-    items, a collective that the user's program runs between two items could come before the
-    all-gather on one rank and after it on another, and NCCL would deadlock.
+    flat parameter are yielded, at the same item on all ranks. If ranks started an all-gather at
+    different items, a collective that the user's program runs between two items could come before
+    the all-gather on one rank and after the all-gather on another rank, and NCCL would deadlock.
     """
-    # Memory for the last, the present and the next flat parameter. A cache does not reuse memory as
-    # long as the consumer keeps a tensor in it.
+    # Memory for the previous, the current and the next flat parameter. A cache does not reuse
+    # memory while the consumer keeps a tensor in this memory.
     caches = cycle([BufferCache(), BufferCache(), BufferCache()])
     # Dtype to which each rank casts before sending. With `merge_lora`, cast only after the merge.
     sent = None if options.merge_lora else options.dtype
@@ -371,9 +371,9 @@ class WeightChange(NamedTuple):
     """The changed values of one parameter or buffer.
 
     Attributes:
-        name: the name in the unwrapped model. A tied parameter has its first name.
+        name: the name in the unwrapped model; for a tied parameter, the first of its names.
         indices: indices of the changed elements, int64, 1-D, for ``Tensor.put_``. None: ``values``
-            has all elements.
+            contains the whole tensor.
         values: the new values, 1-D, or in the tensor's shape if ``indices`` is None.
         digest: checksum of the full tensor with the new values, for ``apply_changes``; None if
             ``digests`` is False, and for buffers.
@@ -426,10 +426,10 @@ class WeightChanges:
         """Iterate over the parameters and persistent buffers that changed since the last pass.
 
         The parameters come unit by unit. If more than a tenth of one rank's shard of a flat
-        parameter has changed, the whole flat parameter is sent. If a rank stops early, it still
-        takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and the
-        next pass yields all weights. Extra memory: about one copy of the largest unit in the dtype
-        if all of it is sent, two copies of this rank's shard of the unit, and one parameter.
+        parameter has changed, the whole flat parameter is sent. If a rank stops early, the rank
+        still takes part in the rest of the pass, the other ranks raise RuntimeError at the end, and
+        the next pass yields all weights. Extra memory: about one copy of the largest unit in the
+        dtype if the whole unit is sent, two shards of the unit, and one parameter.
 
         Collective: all ranks, with equal arguments, between steps. Nothing may write to the model
         until the iterator is read to its end.
@@ -458,7 +458,7 @@ class WeightChanges:
         self._kept = self._last
 
     def _units(self, options: Options, flats: Flats, rest: list[Item]) -> Iterator[Any]:
-        """Yield the changes of each flat parameter, then those of ``rest``. Collective."""
+        """Yield the changes of each flat parameter, then the changes of ``rest``. Collective."""
         for param in (param for params in flats.values() for _, param in params):
             param.spec.refuse_part(_CALLER)
         for handle, params in flats.items():
@@ -576,9 +576,9 @@ class MergedLora:
             ModuleNotFoundError: PEFT is not installed.
             NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
         """
-        # Paths in the model, mapped to paths in the merged model. In the merged model, an inner
-        # module takes the place of each module of PEFT, which is mapped to None. Paths are "" or
-        # end with ".".
+        # Paths in the model, mapped to paths in the merged model. The path of a PEFT module is
+        # mapped to None, because in the merged model an inner module takes the place of the PEFT
+        # module. Paths are "" or end with ".".
         self._paths: dict[str, str | None] = {"": ""}
         # For each weight's name in the merged model: the layers with adapters, and their paths.
         self._layers: dict[str, dict[Any, str]] = defaultdict(dict)
@@ -630,7 +630,7 @@ def _active(layer: Any) -> list[str]:
 def _taking_the_place_of(module: Any, path: str) -> str | None:
     """Return the path of the submodule that takes the place of ``module`` in the merged model.
 
-    None: ``module`` is no module of PEFT. The path is relative to ``module``. Raises
+    The path is relative to ``module``. Returns None if ``module`` is not a PEFT module. Raises
     NotImplementedError if ``module`` has adapters that cannot be merged.
     """
     peft = import_module("peft")

@@ -16,8 +16,8 @@ from flatshard.module.wrappers import units_between_steps
 from flatshard.tensor import operators
 from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_range, sharded_in
 
-# For each model, copies of this rank's chunks at the last `norms("update")`, keyed by the plans of
-# the flat parameters. A handle as a key would keep the model alive, because it refers to the model.
+# For each model, copies of this rank's shards at the last `norms("update")`, keyed by the plans of
+# the flat parameters. The keys are not handles: a handle would keep the model alive.
 _CHUNKS: weakref.WeakKeyDictionary[nn.Module, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -57,8 +57,8 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
         values = []
         for comms, some in groups.items():
             parts = [local_range(tensors[index]) for index in some]
-            # Ranks compare these names. They contain the kind: otherwise, ranks that call `norms`
-            # with different kinds would combine norms of parameters with norms of gradients.
+            # Ranks compare these names. Each name contains `kind`: otherwise, if ranks called
+            # `norms` with different kinds, norms of parameters and of gradients would be added.
             names = [f"{kind} {specs[index].name!r}" for index in some]
             values.append(operators.joined_norms(parts, names, order, None, comms))
         # Copy the norms of all groups to the host at once, so that the host waits only once.
@@ -71,7 +71,7 @@ def norms(model: nn.Module, kind: str, per: str, norm_type: float) -> Norms:
             joined = torch.linalg.vector_norm(torch.tensor(some, dtype=torch.float64), order)
             found[unit] = sum(some) if order == 0 else float(joined)
         found.non_finite = {name: [] for name, value in found.items() if not math.isfinite(value)}
-        if found.non_finite:  # true on all ranks, or on none
+        if found.non_finite:  # norms are equal on all ranks, so all ranks or none enter
             own = zip(names, (local_range(tensors[index]) for index in indices), strict=True)
             mine = {name for name, part in own if not torch.isfinite(part).all()}
             world = units[0].topology.world

@@ -59,7 +59,7 @@ _logger = logging.getLogger("flatshard")
 # Approximate number of bytes of parameters and gradients that a rank gathers at a time.
 PART_BYTES = 32 << 20
 
-# Maximum share of work and memory of a rank, as a multiple of an equal share. Because it is above
+# Maximum share of work and memory of a rank, as a multiple of an equal share. With a factor above
 # 1, more parameters can be stepped by the rank that already holds most of their elements.
 ABOUT_EQUAL = 1.05
 
@@ -111,7 +111,7 @@ def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, 
 
 
 class WholeTensorAdapter(OptimizerAdapter):
-    """Steps an optimizer not known to be element-wise. Trials find its ``StepMode``."""
+    """Steps an optimizer that may need whole parameters. Trials find the right ``StepMode``."""
 
     def __init__(self) -> None:
         self.mode = StepMode.ON_SHARDS
@@ -119,11 +119,11 @@ class WholeTensorAdapter(OptimizerAdapter):
         self._tried: set[int] = set()
         self._has_tried = False
         self._compile_again: Callable[[], object] | None = None
-        # The owner of each parameter, as a rank of the shard group. A removed parameter keeps its
-        # owner, because the program may add the parameter again. Empty if every rank steps all
-        # parameters.
+        # The owner of each parameter, as a rank of the shard group. If the program removes a
+        # parameter from the optimizer, the entry stays, because the program may add the parameter
+        # again. There are no entries if every rank steps all parameters.
         self._owners: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        # The sharded parameters at the last step on full parameters.
+        # The optimizer's sharded parameters at the last call of `_choose_owners`.
         self._params: dict[FlatShardTensor, ShardSpec] = {}
         # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
@@ -131,14 +131,14 @@ class WholeTensorAdapter(OptimizerAdapter):
 
     def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         self._find_mode(optimizer)
-        # Mark this step as begun again: a trial may have all-gathered parameters, which ends all
-        # steps that have begun.
+        # Register this step in `stepping` again: a trial may have all-gathered parameters, and an
+        # all-gather ends all registered steps.
         stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
-            # Do not compile the step. But a closure may run a compiled model.
+            # Do not compile the step, unless a closure may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` restores the stance, or after an error in the step, the finalizer.
+                # `undo` turns compilation on again. After an error in the step, the finalizer does.
                 self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
             return optimizer
         self._choose_owners(optimizer)
@@ -149,11 +149,11 @@ class WholeTensorAdapter(OptimizerAdapter):
             return optimizer
         with torch.no_grad():
             self._step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
-        return without_params(optimizer)  # torch calls ``step()`` of the result: without effect
+        return without_params(optimizer)  # torch calls this copy's ``step()``: no effect
 
     def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
-        # Call the closure first for optimizers of torch, which all do so, and if there are no
-        # reduced gradients to step with.
+        # Call the closure before the step in two cases: for torch's optimizers, which all begin
+        # with the closure, and if there are no reduced gradients yet.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         grads = [param.grad for param in sharded_params(optimizer) if param.grad is not None]
         if is_torchs or all(grad in UNREDUCED for grad in grads):
@@ -210,7 +210,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 "parameters, but the ranks of this model together hold only a part of the DTensor. "
                 "Step the parameter with an element-wise optimizer, such as AdamW."
             )
-        # Warn if every rank has all full parameters, which may not fit into its memory.
+        # Warn if every rank holds all full parameters, which may exceed the memory of a device.
         level = logging.WARNING if mode is StepMode.ON_EVERY_RANK else logging.INFO
         _logger.log(level, "%s steps %s", type(optimizer).__name__, mode.value)
         self.mode = mode
@@ -263,7 +263,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             try:
                 with swap_full_in(optimizer, full, others if number == 0 else ()):
                     groups = optimizer.param_groups
-                    # Leave out empty groups, for which some optimizers raise.
+                    # Leave out groups without parameters, because some optimizers raise for these.
                     if self.mode is StepMode.IN_PARTS:
                         groups = [group for group in groups if group["params"]]
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
@@ -287,8 +287,8 @@ class WholeTensorAdapter(OptimizerAdapter):
         raise_everywhere(error, *self._all_comms())
         for part in parts:
             self._scatter(part, done)
-        # Check this in each step, because trials have only small parameters, and an optimizer may
-        # draw only for large parameters.
+        # Check in each step whether the optimizer draws random numbers: trials have only small
+        # parameters, and an optimizer may draw random numbers only for large parameters.
         if not torch.equal(random, _random_state(params)):
             warnings.warn(
                 f"{type(optimizer).__name__}.step() draws random numbers. Each rank draws them "
@@ -316,7 +316,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return agreed(prepare, self._comms(), OP, REMEDY)
 
     def _parts(self, params: Sequence[FlatShardTensor]) -> list[list[FlatShardTensor]]:
-        """Divide parameters into parts of about ``PART_BYTES`` on each owner."""
+        """Divide parameters into lists: each owner gathers about ``PART_BYTES`` per list."""
         filled: dict[tuple[Communicator, int | None], int] = {}
         parts: dict[int, list[FlatShardTensor]] = {}
         for param in params:
@@ -363,7 +363,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return finish
 
     def _average(self, loss: Any) -> Any:
-        """Average the loss over the ranks, for optimizers that use it (LBFGS). Collective."""
+        """Average the loss over the ranks, because some optimizers (LBFGS) use it. Collective."""
         if not isinstance(loss, Tensor | float) or not self._params:
             return loss
         value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).cpu()
@@ -440,7 +440,7 @@ class WholeTensorAdapter(OptimizerAdapter):
     def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError on all ranks unless all ranks have the same state. Collective.
 
-        An optimizer that calls collectives itself may update a parameter's state on one rank only.
+        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
         """
         values = {
             f"state {name!r} of parameter {param.spec.name!r}": value
@@ -483,11 +483,11 @@ def choose_owners(
     Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
     choose the same owners.
 
-    A parameter with an owner in ``known`` keeps this owner. A parameter whose elements are all on
-    one rank goes to that rank. The others follow in order of decreasing cost. Candidates are the
-    ranks that have elements of the parameter (``held``: how many), and the rank with the smallest
-    share so far. Of the candidates whose share would stay about equal or smaller, the rank with
-    most elements becomes the owner. If there is none, the rank with the smallest share does.
+    A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
+    parameter, this rank becomes the owner. All other parameters get owners in order of decreasing
+    cost. Candidates are the ranks that have elements of the parameter (``held``: how many), and the
+    rank with the smallest share so far. Of the candidates whose share stays below ``ABOUT_EQUAL``,
+    the rank with most elements is chosen; if there are none, the rank with the smallest share.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
@@ -522,7 +522,7 @@ def choose_owners(
 
 
 def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
-    """Return a closure for a single call, which returns ``loss``."""
+    """Return a closure that returns ``loss`` at its first call, and then raises an error."""
     losses = [loss]
 
     def closure() -> Any:

@@ -72,19 +72,20 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
                     return StepMode.ON_SHARDS
             _check_attributes(optimizer)
             # An optimizer with `eval()` (ScheduleFree) replaces the weights by averages, for which
-            # every rank needs the full state. So may an optimizer that contains another optimizer
-            # (Lookahead).
+            # every rank needs the full state. An optimizer that contains another optimizer
+            # (Lookahead) may also need the full state on every rank.
             if callable(getattr(optimizer, "eval", None)) or len(with_inner(optimizer)) > 1:
                 return StepMode.ON_EVERY_RANK
             try:
                 return _try_full_params(optimizer)
-            except Exception:  # then every rank steps as if the model were not sharded
+            except Exception:
+                # If the trial fails, let every rank step all parameters, as in an unwrapped model.
                 return StepMode.ON_EVERY_RANK
 
 
 @contextlib.contextmanager
 def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo writes to gradients in this context, if the optimizer has modules (K-FAC)."""
+    """Undo a trial's writes to gradients, if the optimizer keeps modules (K-FAC)."""
     kept = []
     with torch.no_grad():
         if any(_modules_of(optimizer)):
@@ -118,7 +119,7 @@ def copy_with_params(
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}
-    # An old parameter without a new parameter in `groups` is kept, not copied.
+    # If `groups` has no new parameter for an old parameter, the copy refers to the old parameter.
     memo |= {id(old): old for one in twins for old in all_params(one)}
     # Do not copy modules: the copy of a unit would take the new parameters as its own.
     memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}
