@@ -61,8 +61,8 @@ class SharedMemoryTransport(transports.Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag: the arguments of a wait until all ranks have read this rank's last data.
-        # This rank waits before it publishes other data under the tag.
+        # For each tag: the arguments of a wait until all ranks have read this rank's latest data.
+        # This rank waits for them before it publishes other data under the same tag.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -93,8 +93,8 @@ class SharedMemoryTransport(transports.Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # All ranks must set the same value, even if only this rank copies shards: the value decides
-        # when a rank reshards, and all ranks must reshard at the same time.
+        # Set the same value on all ranks, even if only this rank copies shards: `shows_shards`
+        # decides when a rank reshards, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 
@@ -106,7 +106,8 @@ class SharedMemoryTransport(transports.Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory in the wait, because shards may not be published yet.
+        # Read the other ranks' memory when the work is waited for: now, some ranks may not have
+        # published their shards yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -166,15 +167,16 @@ class SharedMemoryTransport(transports.Transport):
         ranks have read this rank's memory. The file is closed after all ranks have mapped it.
         Collective: all ranks of the group.
         """
-        # A mailbox has only one record per tag. So wait until even the slowest rank has read the
-        # previous record, before overwriting it.
+        # A mailbox has only one record per tag. So before overwriting the previous record, wait
+        # until even the slowest rank has read it.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
-        # Count the collective before its record is visible: deadlock detection compares both.
+        # Count the collective before other ranks see its record: deadlock detection compares how
+        # many collectives each rank has begun.
         need = history.begin(members.gather_group, ("offer", tag))
         number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
         sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
@@ -272,8 +274,8 @@ class MappedShards(BufferMemory):
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
-        # Create the file now, and not at construction: then all units would have open files at the
-        # same time, and a process may have only a few open files.
+        # Create the file now, and not at construction. If all units created files at construction,
+        # the process would have too many open files.
         try:
             file, found = mapped_files.create_mapped(self._target, self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
