@@ -78,8 +78,8 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
     try:
         units_between_steps(model, caller)
     except RuntimeError as error:
-        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
-        # would wait for this rank in the next collective.
+        # Raise the error on all ranks below. If only this rank raised here, the other ranks would
+        # wait for this rank in the next collective.
         problem = error
     parts = state_dicts_in(model)
     if not parts:

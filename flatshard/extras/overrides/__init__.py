@@ -58,13 +58,13 @@ class ChosenDtypes:
                 self._names.setdefault(modules[-1], []).append(name)
 
     def of_module(self, module: nn.Module, precision: MixedPrecision) -> Override | None:
-        """Return the other dtype for ``module`` that a name pattern chooses, or None."""
+        """Return the ``Override`` that a name pattern chooses for ``module``, or None."""
         return self._by_name(self._names[module], precision, module.parameters())
 
     def of_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        """Return the other dtype for ``param`` that a name pattern or a function chooses, or None.
+        """Return the ``Override`` that a pattern or a function chooses for ``param``, or None.
 
         Raises TypeError if the function returns a value that is not a floating point dtype.
         """
@@ -113,7 +113,7 @@ class ChosenDtypes:
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # Return `Override(None)` if all parameters already have the dtype, which is equal to the
-    # override of other such parameters. Only with equal overrides do they share a flat parameter.
+    # Return the same `Override(None)` for all parameters that already have their dtype, because
+    # only parameters with equal overrides share a flat parameter.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)
