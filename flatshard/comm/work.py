@@ -1,12 +1,12 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-There are two kinds of records: For each process group, a ``History`` of the collectives that this
-rank has begun. For each thread, a list of its present waits for other ranks (``watched``).
+There are two kinds of records. Each process group has a ``History`` of the collectives that this
+rank has begun. Each thread has a list of its present waits for other ranks (``watched``).
 
 The extra ``deadlock`` (``flatshard/extras/deadlock``, with the interface ``CollectiveWatch``) reads
 these records in a separate thread. Histories have a second use: if a backend matches collectives
 only by order, ranks compare histories at the end of backward (``engine/end_of_backward.py``). If
-histories differ, a rank may have received data of a wrong collective.
+histories differ, a rank may have received the data of another collective.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class History:
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
         # Another rank may still wait in a collective of the flat parameter. Deadlock detection
-        # needs the counts until this wait is over. It is over after the next meeting (a collective
-        # of kind `_meeting`), which has ended when this rank has begun two more.
+        # needs the counts until this wait is over: at the latest, after the next meeting (a
+        # collective of kind `_meeting`). The next meeting is over once this rank has begun two.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -172,9 +172,9 @@ class History:
     def is_usual(self, what: str) -> bool:
         """Whether collective ``what`` may begin without a comparison between ranks.
 
-        True if ``what`` has always followed the last two collectives. All ranks have learned the
-        same (``learn``). So every other rank either also begins ``what``, or gets False for its
-        collective, and first compares the collective with all ranks.
+        True if ``what`` has always followed the last two collectives. All ranks have called
+        ``learn`` with the same arguments. So every other rank either begins ``what`` as well, or
+        gets False for its collective, and first compares the collective with all ranks.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
@@ -341,7 +341,7 @@ class AsyncWork(named):
     This object keeps the collective's tensors alive until no rank needs them any more.
     """
 
-    # Objects with the interface of ``dist.Work``. The result is complete after a wait for each.
+    # Objects with the interface of ``dist.Work``. Once all are complete, the result is complete.
     works: Sequence[Any]
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything
@@ -379,7 +379,7 @@ class AsyncWork(named):
         # the error. After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
-        # Do not write `with self`: that would cost two Python calls for each collective of a step.
+        # Do not write `with self`, which would cost two Python calls for each collective of a step.
         _own.waits.append(self)
         try:
             for work in self._awaited:
@@ -387,7 +387,7 @@ class AsyncWork(named):
             if then is not None:
                 then()
         except KeyboardInterrupt:
-            # Keep the rest for the next call: the collective may still write to its tensors.
+            # Keep unfinished works for the next call: they may still write to the tensors.
             self.works = [work for work in self._awaited if not work.is_completed()]
             raise
         except RuntimeError as error:

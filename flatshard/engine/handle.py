@@ -63,8 +63,8 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the unsharded parameter that modules hold now. None: modules hold
-    # the sharded parameters. Then do not call `put_back`: if the user has replaced a parameter
-    # after a failed step, `check_places` must see the new parameter, and raise.
+    # the sharded parameters. If None, do not call `put_back`, which would overwrite a parameter
+    # that the user has replaced after a failed step. Then `check_places` would not raise.
     installed: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -83,7 +83,7 @@ class FlatParamHandle:
         # by `count_trainable` at each unshard.
         self.trained: list[bool] = []
         self.num_trainable = 0
-        # How often users had set a `requires_grad` flag when `trained` was updated.
+        # Number of times that users had set a `requires_grad` flag when `trained` was last updated.
         self._num_flag_writes = -1
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
@@ -95,8 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because all are embedding tables.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # For each parameter that was a DTensor, how tensor parallelism splits the parameter. None
-        # in the list for other parameters, and None in place of the list if there are no DTensors.
+        # For each parameter: how tensor parallelism splits the parameter if it was a DTensor,
+        # otherwise None. If no parameter was a DTensor, `_splits` is None.
         splits = [param.spec.tensor_parallel for param in self.params]
         self._splits = splits if any(splits) else None
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
@@ -207,8 +207,8 @@ class FlatParamHandle:
             # Set these after `start`: if `start` raises (out of memory), the buffer is still stale.
             self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
-        # Nodes of the graph that have saved a view of the buffer read it without a call of
-        # `wait_unshard`, so wait here.
+        # Wait now: nodes of the graph that have saved a view of the buffer read the view without a
+        # call of `wait_unshard`.
         if self.is_free_deferred:
             self.is_free_deferred = False
             self.wait_unshard()

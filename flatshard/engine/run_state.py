@@ -58,7 +58,7 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and all groups in which units all-gather. Without groups of one
+        # The group of all ranks, and all groups in which units all-gather, except groups of one
         # rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
@@ -154,8 +154,8 @@ class RunState:
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
                 # `SHARD_ONLY` reduces within the intra group (one node), but not across nodes (the
-                # second group). With one node, this is the full reduction. With one rank per node,
-                # there is nothing to reduce.
+                # second group). If there is only one node, this is the full reduction. If each node
+                # has only one rank, there is nothing to reduce.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL
                 elif unit.topology.intra_group.size == 1:

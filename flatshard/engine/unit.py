@@ -117,8 +117,8 @@ class Unit:
         self.handles: list[FlatParamHandle] = []
         # The flat parameters that backward reads. The others contain only embedding tables.
         self.for_backward: list[FlatParamHandle] = []
-        # For each module of the unit: each flat parameter, with the places (submodule and attribute
-        # name) inside of the module at which its original parameters are.
+        # The keys are the unit's modules. The values list each flat parameter with the places
+        # (submodule, attribute name) of its original parameters inside of the module.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.settings, self.ignored = settings, ignored
@@ -139,8 +139,8 @@ class Unit:
         self.sync = GradSync.FULL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls whose forward is running, the innermost last
 
-        # Number of calls in the model's latest forward whose own backward has not begun yet. The
-        # count restarts with each forward of the model, so that all ranks have the same count after
+        # Number of calls in the model's latest forward whose backward has not begun yet. The count
+        # restarts with each forward of the model. Otherwise ranks would have different counts after
         # a forward that failed on only some ranks.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for all earlier forwards of the model
@@ -357,9 +357,9 @@ class Unit:
                     # out of the buffer before the buffer is freed.
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
-                # In backward, a recomputed forward may have saved views of the buffer that are read
-                # later, so the buffer keeps its memory as long as views exist. Without saved-tensor
-                # hooks, a retained graph has views too, but reads them only after an all-gather.
+                # In backward, a recomputed forward may have saved views of the buffer, which are
+                # read later. So the buffer keeps its memory as long as views exist. Without saved-
+                # tensor hooks, a retained graph has views too, but reads only after an all-gather.
                 may_be_viewed = point is ReshardPoint.AFTER_BACKWARD and (
                     handle.had_views or self.forward.saved.has_hooks
                 )
@@ -378,8 +378,7 @@ class Unit:
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
         # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
-        # reshard the unit on this rank too: otherwise the others would all-gather without this
-        # rank.
+        # reshard the unit on this rank too: otherwise other ranks would all-gather without it.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:
