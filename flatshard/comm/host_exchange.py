@@ -31,7 +31,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 HOST = torch.device("cpu")
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of values in the frame, which also has the digest and its complements.
+# Maximum number of bytes of values in a frame, next to the digest and the digest's complements.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 

@@ -107,12 +107,11 @@ class History:
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds that will be dropped from `begun`. For each: how many meetings (collectives of kind
-        # `_meeting`) had begun when `forget` was called, and the kind.
+        # Kinds that will be dropped from `begun`. Each entry has the number of meetings
+        # (collectives of kind `_meeting`) that had begun when `forget` was called, and the kind.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
-        # Set if ranks began different collectives: makes the error that every later collective
-        # raises.
+        # If ranks began different collectives: makes the error that all later collectives raise.
         self.make_error: Callable[[], CollectiveError] | None = None
         # Whether ranks may compare descriptions before they begin a collective. False inside of
         # `join()`: a rank without input begins a collective only after another rank has begun it.
@@ -125,8 +124,8 @@ class History:
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
 
-        # For each pair of consecutive descriptions, the description that has always come next. "":
-        # different descriptions have come next.
+        # For each pair of consecutive descriptions: the description that has always come next, or
+        # "" if different descriptions have come next.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 

@@ -294,9 +294,9 @@ class FlatParamHandle:
                 self.memory.snapshot()
 
     def is_edited_here(self) -> Tensor:
-        """Whether this rank's range of the buffer was edited, so that it differs from the shard.
+        """Whether this rank's range of the buffer was edited, and differs from the shard.
 
-        A tensor with one element. False if the shard was written after the all-gather.
+        Returns a tensor with one element: False if the shard was written after the all-gather.
         """
         with torch.inference_mode(False), torch.no_grad():
             expected = self.gather.as_gathered(self.flat_param.detach())
@@ -306,8 +306,8 @@ class FlatParamHandle:
     def absorb_replaced(self) -> None:
         """Copy tensors that users assigned to ``p.data`` into the shard.
 
-        Only if every rank holds the whole flat parameter: then users see plain parameters, which
-        are views of the shard until the user assigns to ``p.data``.
+        Does nothing unless every rank holds the whole flat parameter. Then users see plain
+        parameters, which are views of the shard until the user assigns to ``p.data``.
         """
         if not self.is_whole:
             return
@@ -317,7 +317,7 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # New memory: the user may have kept the previous `p.data`, to assign it again later.
+        # Use new memory: the user may have kept the previous `p.data`, to assign it again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.shard_is_buffer:
@@ -372,8 +372,8 @@ class FlatParamHandle:
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
         num_flag_writes = sharded_tensor.num_flag_writes
-        # Skip if no flag was set since the last call. With `is_whole`, users see plain parameters,
-        # which count no flag writes, so read the flags each time.
+        # Skip if no flag was set since the last call. With `is_whole`, read the flags each time:
+        # users see plain parameters, for which nothing counts how often a flag was set.
         if num_flag_writes == self._num_flag_writes and not self.is_whole:
             return
         self._num_flag_writes = num_flag_writes

@@ -381,8 +381,7 @@ def _bytes_per_element(
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Step a small probe parameter with this optimizer, because the arguments of a new optimizer of
-    # the same class are not known.
+    # Step a probe parameter with this optimizer: the arguments for a new optimizer are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])

@@ -50,8 +50,7 @@ class ChosenDtypes:
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
-        # All names of each module: a module in several places has several, and a pattern may match
-        # any of these names.
+        # All names of each module. A shared module has several, and a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
             if not any(isinstance(outer, ModuleProxy) for outer in modules):

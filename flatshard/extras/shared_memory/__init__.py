@@ -106,8 +106,7 @@ class SharedMemoryTransport(transports.Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory when the work is waited for: now, some ranks may not have
-        # published their shards yet.
+        # Read in the wait, and not now: other ranks may not have published their shards yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
