@@ -66,7 +66,7 @@ _ALL_REDUCING = "all-reducing gradients in backward"
 
 @cache  # because each all-gather and reduction of each step needs such a context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
-    """Return a context in which to begin a collective. Errors in it name the collective."""
+    """Return a context in which to begin a collective, so that errors name the collective."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
@@ -244,8 +244,8 @@ class Communicator(Members):
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Reduce the marks in one message with the values, but not with a large tensor, which would
-        # be slow to concatenate.
+        # Send the marks and the values in one message. But send a large tensor separately, because
+        # it would be slow to concatenate.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         self.history.begin(self.gather_group, what=compared_name(op_name))
@@ -341,8 +341,8 @@ class Topology:
 
     A flat parameter is divided into ``shard.size`` shards, and this rank holds shard ``index``.
     Parameters are all-gathered over ``intra_group``. Gradients are reduce-scattered over
-    ``intra_group``. Then they are reduce-scattered over ``inter_group``, or all-reduced over
-    ``replicate``, if one of these groups has several ranks.
+    ``intra_group``. If ``inter_group`` or ``replicate`` has several ranks, gradients are then
+    reduce-scattered over ``inter_group``, or all-reduced over ``replicate``.
     """
 
     world: Communicator  # all ranks of the model

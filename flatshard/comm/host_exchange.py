@@ -164,10 +164,10 @@ class HostExchange:
             self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError, with the name of each rank's exchange and its program line.
+        """Raise CollectiveError, whose text has each rank's exchange and line of the program.
 
-        Collective: all ranks see different names in a frame at the same time. ``name``: the name of
-        this rank's exchange.
+        ``name``: the name of this rank's exchange. Collective: all ranks find the difference in the
+        same frame.
         """
         line = watch().program_line()
         places = self._gather(

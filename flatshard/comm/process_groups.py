@@ -77,7 +77,7 @@ def new_group(
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
     # If the default group is bound to a device, torch makes a group by splitting the default
-    # group's NCCL communicator, for which all ranks must call this function, not only the members.
+    # group's NCCL communicator, but a split needs all ranks, not only the members of the new group.
     # So unbind the default group for now.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)

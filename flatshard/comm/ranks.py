@@ -26,7 +26,7 @@ class Ranks:
     ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
 
-    # Results of `resolve`, by strategy.
+    # Results of `resolve`, keyed by the properties of the strategy.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:

@@ -393,7 +393,7 @@ class AsyncWork(named):
             failure = self.failure(error)
             if failure is None:
                 raise
-            self.sends = ()  # do not wait for the sends later, because they would not end either
+            self.sends = ()  # do not wait for the sends later: the sends would not end either
             raise failure from error
         finally:
             _own.waits.pop()
@@ -436,8 +436,8 @@ class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
     # A collective is complete on this rank when all data from the other ranks has arrived, perhaps
-    # before the other ranks have received this rank's data. A wait for that would slow down the
-    # fastest rank at every unit. So the engine waits only at the end of a forward or backward,
+    # before the other ranks have received this rank's data. A wait for the sends would slow down
+    # the fastest rank at every unit. So the engine waits only at the end of a forward or backward,
     # because an optimizer may write the sent shards next.
 
     def __init__(self) -> None:

@@ -235,7 +235,7 @@ class Backward:
 
     @untraced
     def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
-        """Count a gradient of an input of ``call``, and reshard the unit if this was the last."""
+        """Count a gradient of an input of ``call``. After the last gradient, reshard the unit."""
         if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 

@@ -129,8 +129,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
     """Exchange flags of a flat parameter between the ranks that train its unit. Collective.
 
-    Returns a list that says for each original parameter whether any of these ranks used it, and a
-    flag: whether all of these ranks have frozen the same parameters.
+    Returns a list and a flag. The list says for each original parameter whether any of these ranks
+    used the parameter. The flag says whether all of these ranks have frozen the same parameters.
     """
     number, used = len(handle.params), handle.grads.used_by_rank
     flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)

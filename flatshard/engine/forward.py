@@ -332,8 +332,8 @@ class Forward:
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        # A reentrant checkpoint runs the original forward with gradients disabled. So `begin` has
-        # not set how backward reduces gradients.
+        # Set how backward reduces gradients. `begin` has not done so, because a reentrant
+        # checkpoint runs the original forward with gradients disabled.
         self._state.plan_syncs()
         return self._backward.begin()
 

@@ -72,7 +72,7 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Return how many flat parameters, from the beginning of the order, are ready."""
+        """Return how many flat parameters precede the first one, in order, that is not ready."""
         rest = (n for n, number in enumerate(self.sequence) if number not in self._ready)
         return next(rest, len(self.sequence))
 
@@ -151,7 +151,7 @@ class ReduceQueue:
         self._finish_old()
 
     def start_ready(self) -> None:
-        """Start the reductions whose turn it is, in order. Collective."""
+        """Start, in order, the reductions that may start now. Collective."""
         if not self._must_wait:
             for number in self.order.turns(self._allows):
                 if self._handles[number].reduces:

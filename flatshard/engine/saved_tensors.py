@@ -219,7 +219,7 @@ class SavedTensors:
         self.has_hooks = bool(self._owners)
 
     def push(self, *, needed: bool = True) -> bool:
-        """Put this model's saved-tensor hooks on top of autograd's stack, unless they are there.
+        """Put this model's saved-tensor hooks on top of autograd's stack, unless already on top.
 
         Returns whether hooks of other code (an activation checkpoint, for example) were on top.
         With ``needed=False``, hooks are installed only in this case. Call ``pop`` afterwards.

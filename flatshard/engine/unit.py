@@ -78,8 +78,8 @@ class Call:
     # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
     has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
-    # Versions, at the end of a forward without hooks, of the unsharded buffers that backward reads
-    # through views in the graph.
+    # If the forward runs without hooks: the versions, at the end of the forward, of the unsharded
+    # buffers that backward reads through saved views.
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
@@ -94,8 +94,8 @@ class Unit:
     state_dict: Any  # `UnitStateDict`
     reasons: Sequence[str]  # why the wrap policy chose each module, for `unit_report`
 
-    # If tensors were left without values at wrapping (`leave_empty`): called before the first
-    # forward, and raises if a tensor still has no values. Otherwise None.
+    # If tensors were left without values at wrapping (`leave_empty`): a function that runs before
+    # the first forward, and raises if a tensor still has no values. Otherwise None.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether the user's `param_init_fn` is running: in this function, `module.apply()`, `to()` and
     # other conversions skip wrapped submodules.
@@ -150,7 +150,7 @@ class Unit:
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in the model's present or latest forward
 
-        # Number of calls still expected in the present forward: as many as in the last forward.
+        # Number of calls expected in the rest of this forward, if it calls as often as the last.
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
@@ -295,7 +295,7 @@ class Unit:
             return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
-        # A backward with create_graph added nodes to the graph that read the buffer later.
+        # A backward with create_graph has added graph nodes, which will read the buffer later.
         if self._kept_version >= 0 and self._is_kept_unsharded:
             return BufferAction.SNAPSHOT
         shows_shards = handle.memory.shows_shards
@@ -367,7 +367,7 @@ class Unit:
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # Finish the all-gather, which reads the shard: the optimizer may write the shard.
+                # Finish the all-gather, which reads the shard, before an optimizer may write it.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward

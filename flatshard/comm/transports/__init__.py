@@ -43,7 +43,7 @@ class Members:
         """
         self.group, self.options = group, options
         self.rank, self.global_rank = 0, 0
-        # A tuple, because records of collectives keep a reference, and must not change.
+        # Use a tuple, which cannot change, because records of collectives keep a reference to it.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()

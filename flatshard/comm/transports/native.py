@@ -65,8 +65,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # Leave out the purpose from the description, which ranks compare: if one rank unshards
-            # a unit for forward and another rank for backward, both take part in one all-gather.
+            # Ranks compare `what`, so leave out the purpose of the all-gather: one rank may unshard
+            # the unit for forward, and another rank for backward, in the same all-gather.
             unit = request.unit_fqn or "the root unit"
             what = f"all-gather of {unit!r}, flat parameter {request.tag}"
             if is_gloo:

@@ -72,8 +72,7 @@ AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-# For each process group of flatshard, by name: a record of the collectives that this rank has
-# begun.
+# Records of the collectives that this rank has begun, keyed by the process group's name.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
@@ -110,8 +109,8 @@ class _Finding(NamedTuple):
     """The reason why some waits never end, published by the rank that has found it."""
 
     text: str
-    # The group, kind and number of each of these waits. None: all waits in the groups under whose
-    # names the finding is published, except waits for collectives of the user's program.
+    # The waits that never end, each as group, kind and number. None: all waits in the groups under
+    # whose names the finding is published, except waits for collectives of the user's program.
     waits: list[list[Any]] | None
 
 
@@ -144,7 +143,7 @@ class _Report(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Reports are JSON: unpickling could run the code of anybody who can write to the store.
+        # Use JSON: unpickling would run the code of anybody who can write to the store.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -203,8 +202,8 @@ class Deadlock:
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error. In a collective of the user's
-            # program, ranks get an error of the backend, without the reason, so they must log the
-            # finding first. So delay this rank's error if such a collective is concerned.
+            # program, ranks get an error of the backend without the reason, so the ranks must log
+            # the finding first. So delay this rank's error if the finding names such a collective.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:

@@ -278,7 +278,7 @@ class StateWrites(WriteThrough):
 
     def _mark(self, differences: _Differences) -> None:
         for given in differences.written():
-            given.state = None  # None differs from every state, so the values count as written
+            given.state = None  # unequal to every state, so that the values count as written
             self._keep(given)
 
 

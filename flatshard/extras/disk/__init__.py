@@ -317,7 +317,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield parameter, state and gradient of each of ``params`` whose state is on a disk."""
+    """For each of ``params`` with state on a disk, yield the parameter, state and gradient."""
     for param in params:
         if state_disk(param) is None:
             continue

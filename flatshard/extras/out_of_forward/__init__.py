@@ -174,7 +174,7 @@ class OutOfForwardUse(ParamOwner):
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
             # Between forwards (`is_outermost`), return copies of views, because the unit is
-            # resharded when this context ends. Inside of a forward, views are valid until its end.
+            # resharded when this context ends. In a forward, views stay valid until it ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:

@@ -41,7 +41,7 @@ from flatshard.memory import BufferMemory, allocate
 from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import as_bytes
 
-# Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.
+# Offset of the tags of reduce-scatters, because all-gathers of a flat parameter have the same tag.
 _REDUCING = peer_memory.TAGS // 2
 # Number of elements to read and add at a time. So few elements stay in the CPU's cache.
 _PIECE_NUMEL = 1 << 16
@@ -162,8 +162,8 @@ class SharedMemoryTransport(transports.Transport):
         """Publish an address, and an open file if ``file`` is not -1, for the other ranks to read.
 
         First waits until the other ranks have read the tag's previous publication. The returned
-        work waits for the publications of the other ranks. It keeps ``kept`` alive until the other
-        ranks have read this rank's memory. The file is closed after all ranks have mapped it.
+        work waits for the publications of the other ranks, and keeps ``kept`` alive until the other
+        ranks have read this rank's memory. The file is closed after all ranks have mapped the file.
         Collective: all ranks of the group.
         """
         # A mailbox has only one record per tag. So before overwriting the previous record, wait
@@ -198,7 +198,7 @@ class SharedMemoryTransport(transports.Transport):
         )
 
     def _take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read all other ranks' publications ``number`` of a tag."""
+        """Publish that this rank has read publication ``number`` of ``tag`` from every rank."""
         self.members.history.begun["take", tag] = number
         self._mailbox.take(tag, number)
 

@@ -58,7 +58,7 @@ class RankAddress(NamedTuple):
     launcher: int = 0  # process id of the parent process
     alive: int = 0  # an address, readable for other processes as long as the process runs
     file: int = -1  # file descriptor of the mailbox
-    nonce: int = 0  # random number, also published under tag 0: shows that `pid` is this process
+    nonce: int = 0  # random number, also in the mailbox: other ranks verify the process by it
 
 
 class Mailbox:
@@ -140,7 +140,7 @@ class PeerProcess:
 
     def taken(self, tag: int, number: int) -> Awaited:
         """Return a wait until the process has read data for collective ``number`` of ``tag``."""
-        # The wait also ends if the process has ended, because it reads nothing any more.
+        # The wait also ends if the process has ended, because then the process reads no more data.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 

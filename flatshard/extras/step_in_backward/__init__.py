@@ -370,7 +370,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # No `__torch_function__`, which would make every attribute access slow.
+    # Disable `__torch_function__`, which would make every attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
