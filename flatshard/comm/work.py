@@ -64,7 +64,7 @@ class CollectiveWatch:
 
 @cache
 def watch() -> CollectiveWatch:
-    """Return the ``CollectiveWatch`` of this process: the extra ``deadlock`` if it is installed."""
+    """Return the ``CollectiveWatch`` of this process, from the extra ``deadlock`` if installed."""
     found = default_extra("deadlock")
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ class History:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
         # Another rank may still wait in a collective of the flat parameter. Deadlock detection
         # needs the counts until this wait is over: at the latest, after the next meeting (a
-        # collective of kind `_meeting`). The next meeting is over once this rank has begun two.
+        # collective of kind `_meeting`), which is over once this rank has begun two more meetings.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)

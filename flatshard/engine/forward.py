@@ -306,7 +306,7 @@ class Forward:
         self._used_outside.clear()
         for unit in state.units:
             unit.running.clear()
-        if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
+        if self._backward.is_running:  # in a recomputed forward; the backward will fail, too
             return
         # First put sharded parameters into all modules, which needs no wait. Resharding waits for
         # all-gathers, and the user may interrupt these waits, too.

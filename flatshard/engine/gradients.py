@@ -187,7 +187,7 @@ class Gradients:
                     # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
-                del shown, present  # so that the object may be reused (`FlatShardTensor.grad`)
+                del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped:

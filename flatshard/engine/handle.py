@@ -123,7 +123,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Use ``shard``, ``(layout.shard_numel,)``, after moving it to its device, host or disk.
+        """Use ``shard``, ``(layout.shard_numel,)``, after a move to its device, host or disk.
 
         The sharded parameters become views of the new shard. The full parameters become views of a
         new unsharded buffer, which has memory only between unshard and reshard.

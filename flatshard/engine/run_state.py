@@ -78,8 +78,8 @@ class RunState:
         # Finds edits of unsharded parameters in forward. On accelerators, the extra `device_checks`
         # replaces this object by checks that do not wait for the device.
         self.edits = ForwardEdits()
-        # Unfinished sends of this rank, from shards that may not be written yet. There is one list
-        # for all handles, so that the end of a forward or backward waits only once.
+        # Unfinished sends of this rank's shards, which must not be written until the sends are
+        # complete. All handles share this object: the end of a forward or backward waits only once.
         self.pending_sends = PendingSends()
         for number, handle in enumerate(self.handles):
             handle.plan.pending_sends, handle.number = self.pending_sends, number

@@ -90,9 +90,9 @@ class SavedTensors:
 
     def __init__(self, state: RunState, backward: Backward) -> None:
         self._state, self._backward = state, backward
-        # For each storage of an unsharded buffer: the flat parameter, and whether to save copies
-        # (`Unit.copies_saved`). The storage's address identifies it, because freeing a buffer only
-        # resizes the storage to zero.
+        # The keys are the addresses of unsharded buffers' storage objects, which stay the same:
+        # freeing a buffer only resizes its storage to zero. The values are the flat parameter, and
+        # whether to save copies (`Unit.copies_saved`).
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (handle, handle.unit.copies_saved(handle))
             for handle in state.handles

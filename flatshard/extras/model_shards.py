@@ -62,7 +62,7 @@ class ModelShards:
         for unit in self._units:
             unit.count_load("a checkpoint")
         for handle in self._handles:
-            # Reading a file directly into memory does not increase the version counters.
+            # Increase the version counters: reading a file directly into memory leaves them as is.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()

@@ -67,7 +67,7 @@ class AverageOver(StepExtension):
         return [(id(slot), slot._version) for slot in slots]
 
     def _counts(self) -> list[Any]:
-        """Return the counts of this backward, and of earlier ones whose gradients still exist."""
+        """Return the counts of this backward, and of earlier backwards whose gradients remain."""
         backward = self._state.backward
         earlier = self._earlier if backward.had_accumulated else []
         return earlier if backward.is_empty else [*earlier, self._present]

@@ -104,7 +104,7 @@ class ComparedSteps:
         facts: Facts = {}
         for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
-            if ids not in self._groups:  # slow; a scheduler changes the options in each step
+            if ids not in self._groups:  # cached: a scheduler may change the options in each step
                 # A program may collect parameters in a set, in any order.
                 inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())

@@ -69,7 +69,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
-    # Inside of `no_sync(uneven=True)`, `check_between_steps` has refused a conversion with effect.
+    # Inside of `no_sync(uneven=True)`, `check_between_steps` refuses any conversion with an effect.
     for handle in () if context.root.stays_unsharded else handles:
         _convert_handle(handle, fn)
     context.refresh()

@@ -389,8 +389,8 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     """Return a finding if an NCCL collective of the program was matched with one of the model.
 
-    In an NCCL process group, the n-th collective of a rank is matched with the n-th collective of
-    every other rank. If one belongs to the program and another to the model, both wait forever.
+    NCCL matches the n-th collective of a rank in a process group with the n-th collective of every
+    other rank. If a collective of the program is matched with one of the model, both wait forever.
     ``reports``: the reports of other ranks.
     """
     for rank, report in reports.items():

@@ -56,8 +56,8 @@ class OwnCollective(NamedTuple):
         # Suppress the error of a group that has no backend for CPU tensors.
         with contextlib.suppress(RuntimeError):
             # Check that the group's last record is about this collective: its `op_id` must be the
-            # group's present sequence number, and it must not be completed. Otherwise the thread
-            # waits in another backend (NCCL), whose collectives are not in this recorder.
+            # group's present sequence number, and its state must not be "completed". Otherwise the
+            # thread waits in another backend (NCCL), whose collectives are not in this recorder.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])

@@ -4,7 +4,7 @@ Two kinds of tensors are checked for writes: parameters that a forward may edit 
 and tensors of state dicts that the program may write (``StateWrites``). Some writes do not change a
 tensor's version: a write through ``p.data``, or a collective of the program. On CPUs, the core
 finds such writes by reading some values. On an accelerator, this extra compares the values on the
-device. The host reads only the results, so late that the device has usually computed them.
+device. The host reads only the results, at a time when the device has usually computed them.
 
 In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
 
@@ -75,7 +75,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
     """Checks the forwards of one model on an accelerator.
 
     If a forward has edited parameters, the end of the next backward raises on all ranks. If no
-    backward follows, the beginning of the second forward from then raises.
+    backward follows, the second forward after the edit raises when it begins.
     """
 
     name, is_made_anew = "device_checks", True
@@ -207,7 +207,7 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 
 
 def _spoil(tensor: Tensor, where: Tensor) -> None:
-    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true and it has memory."""
+    """Overwrite ``tensor``, if it has memory, with NaN (-1 for integers) if ``where`` is true."""
     has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not has_memory or tensor.layout is not torch.strided:
         return

@@ -305,7 +305,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for param in group["params"]:
             if state_disk(param) is None or param.grad is None:
                 continue
-            # The whole shard is stepped as a single tensor.
+            # Keep the parameters of a shard in one part: a shard is stepped as a single tensor.
             own = getattr(param, "shard_flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append({**group, "params": []})

@@ -102,6 +102,6 @@ class DivergentUnits(StepExtension):
             # An earlier backward may have resharded the unit.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                # Under create_graph, the second backward needs the unsharded buffers. Decide the
-                # same on all ranks: a rank that reshards the unit begins another all-gather later.
+                # Under create_graph, the second backward needs the unsharded buffers. Keep them on
+                # all ranks: a rank without a buffer would begin another all-gather, and deadlock.
                 unit.keep_unsharded()

@@ -96,7 +96,7 @@ class PagePool:
         Called when a buffer was deleted, and the system has freed the pages with its addresses.
         """
         while leases:
-            # `lend` takes chunks from the back, so put those without pages at the front.
+            # `lend` takes chunks from the back, so put chunks without pages at the front.
             self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:

@@ -183,7 +183,7 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
     The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
     """
     # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
-    # torch's modules of hooks, which need numpy: from a module not imported, `hook` cannot be.
+    # torch's modules of hooks, which need numpy: `hook` cannot be from a module not yet imported.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):

@@ -62,7 +62,7 @@ class SharedMemoryTransport(transports.Transport):
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
         # For each tag: the arguments of a wait until all ranks have read this rank's latest data.
-        # This rank waits for them before it publishes other data under the same tag.
+        # Before this rank publishes other data under the tag, it must complete this wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -127,7 +127,7 @@ class SharedMemoryTransport(transports.Transport):
         return publication
 
     def _average(self, full: Tensor, records: dict[int, Awaited], out: Tensor) -> None:
-        """Fill ``out`` with this rank's part of the average, added in rank order."""
+        """Fill ``out`` with this rank's part of the average. Ranks' values are added in order."""
         members, itemsize = self.members, full.itemsize
         own, first = full.chunk(members.size)[members.rank], members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=full.dtype, device="cpu")

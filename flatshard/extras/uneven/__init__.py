@@ -80,7 +80,7 @@ def _reduce(state: RunState) -> None:
     for unit in state.units:
         unit.sync = GradSync.FULL
         unit.forget_calls()
-        unit.wait_unshard()  # also finds the parameters that train, on a rank without a forward
+        unit.wait_unshard()  # on a rank without a forward, this counts the trainable parameters
         unit.put_back()
     state.accumulates = False
     if state.buffers is not None:
