@@ -57,7 +57,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     Args:
         state: the state of the model's steps.
         rest: indices of the flat parameters whose reduction this rank has not started. These
-            reductions follow the exchange, so such gradients do not count as left over.
+            reductions follow the exchange, so their gradients do not count as left over.
 
     Raises:
         RuntimeError: the ranks do not run the same program, all-gathered units in different

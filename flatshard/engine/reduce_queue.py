@@ -192,8 +192,8 @@ class ReduceQueue:
             if not reduction.done():
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
                 # A wait is useless if another rank lacks a gradient, because that rank starts this
-                # reduction only at the end of its backward. This is likely if a rank lacked such a
-                # gradient lately, or if some ranks have no more input (`join`).
+                # reduction only at the end of its backward. Expect so if a rank lacked a gradient
+                # in a recent backward (`_uneven`), or if some ranks have no more input (`join`).
                 is_late = self._state.lacks_ranks or handle.number in self._uneven
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return

@@ -5,9 +5,9 @@ of flatshard still raise (see ``HostExchange``). But ranks in different collecti
 process group's timeout, and errors do not name lines of the program.
 
 In each process, a thread (``Watchdog``) checks about once a second all waits for collectives, on
-the host and on the GPU. It logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
-``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. It
-ends a wait only if the wait would certainly never end (see ``detector.py``).
+the host and on the GPU. The thread logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
+``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. The
+thread ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
 from __future__ import annotations

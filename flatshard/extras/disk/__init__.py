@@ -9,7 +9,7 @@ deletes the files when the process ends, even if the process is killed.
 
 If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
 the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files
-that are created later, so that a full disk raises an exception before the first step.
+that are created later, so that a full disk raises an exception before a step begins.
 
 [Note: optimizer steps a part at a time]
 An ordinary optimizer step would load the files of all parameters into memory at once. So when

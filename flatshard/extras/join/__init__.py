@@ -348,7 +348,7 @@ class Join(StepExtension):
                 else:
                     group[name] = value
         params = (param for group in groups for param in group["params"])
-        # Hide gradients of parameters outside of the model: on this rank, they are out of date.
+        # Hide gradients of parameters outside of the model: here, these are from earlier steps.
         with temporarily((one for one in params if one not in self._numbers), grad=None):
             found[0].step()
 

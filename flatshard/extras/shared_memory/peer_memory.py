@@ -329,7 +329,7 @@ _readv = mapped_files.c_function(
     *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
     ctypes.c_ulong,
 )
-# Any call through `ctypes` acts as a memory barrier, because it releases and takes the GIL.
+# Any call through `ctypes` is a memory barrier, because the call releases and takes the GIL.
 _order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 
