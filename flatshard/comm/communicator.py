@@ -245,7 +245,7 @@ class Communicator(Members):
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
         # Send the marks and the values in one message. But send a large tensor separately, because
-        # it would be slow to concatenate.
+        # a concatenation would be slow.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         self.history.begin(self.gather_group, what=compared_name(op_name))

@@ -199,7 +199,7 @@ class Backward:
 
         Autograd calls this hook after filling ``full.grad``, where ``full`` is the unsharded
         parameter number ``index`` of the flat parameter ``owner()``. After the flat parameter's
-        last gradient, its reduction starts, if all reductions before it in the order have started.
+        last gradient, the reduction starts, if all earlier reductions in the order have started.
         """
         handle, grad = owner(), full.grad
         if handle is None or grad is None:

@@ -107,8 +107,8 @@ class Forward:
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
-            # As in DistributedDataParallel, `no_sync` around the forward (not around the backward)
-            # decides whether backward reduces.
+            # As in DistributedDataParallel, backward does not reduce if `no_sync` was around the
+            # forward. (`no_sync` around the backward has no effect.)
             state.plan_syncs()
         else:
             # Evaluation needs no memory for gradients, but often runs larger batches.

@@ -40,9 +40,9 @@ class ParamGather:
         # flat parameter on different ranks.
         tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
         # `tags` are for all-gathers and reductions in a step. `_full_tags` are for state_dict(): if
-        # only one rank calls it by mistake, its all-gather must not match the all-gather in the
-        # other ranks' forward. `read_tags` are for full_tensors(), because a program may call
-        # state_dict() while an all-gather of full_tensors() is unfinished.
+        # only one rank calls state_dict() by mistake, the all-gather must not match the all-gather
+        # in the other ranks' forward. `read_tags` are for full_tensors(), because a program may
+        # call state_dict() while an all-gather of full_tensors() is unfinished.
         self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:

@@ -572,7 +572,7 @@ class Gradients:
         reduction, self.reduction = self.reduction, None
         if reduction is not None and not reduction.is_finished:
             # Wait, because a running collective may still write into the memory that is freed next.
-            # Suppress its error, which would hide the error that made the backward fail.
+            # Suppress an error of the wait, which would hide the error that ended the backward.
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
         self._empty()

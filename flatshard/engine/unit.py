@@ -378,7 +378,7 @@ class Unit:
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
         # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
-        # reshard the unit on this rank too: otherwise other ranks would all-gather without it.
+        # reshard the unit on this rank too: otherwise only the other ranks would all-gather.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:

@@ -22,7 +22,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.units.module_tree import unit_text
 
 _NAME = "average_over()"
-# Sent in place of a count by a rank that ran a backward without a count. No program passes it.
+# Number that a rank sends if it ran a backward without a count. No program passes this number.
 _MISSING = -math.ulp(0.0)
 
 

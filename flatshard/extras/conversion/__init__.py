@@ -89,7 +89,7 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
     ``fn`` takes a tensor; ``model.to()`` passes this function to ``Module._apply``.
     """
     handle.reshard()
-    # Wait for the all-gather that refreshes the secondary shard: until it is complete, other ranks
+    # Wait for the all-gather that refreshes the secondary shard. In this all-gather, other ranks
     # read the memory of this rank's shard, which the code below frees.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
