@@ -340,7 +340,7 @@ class AsyncWork(named):
     This object keeps the collective's tensors alive until no rank needs them any more.
     """
 
-    # Objects with the interface of ``dist.Work``. Once all are complete, the result is complete.
+    # Objects with the interface of ``dist.Work``. ``wait`` waits for each, and then calls ``then``.
     works: Sequence[Any]
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything

@@ -323,7 +323,7 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Tell the other ranks that this rank no longer reads their shards: they may write now.
+        # Publish that this rank has read all other ranks' shards: their owners may write them now.
         if self._publication is not None:
             self._publication.take()
             self._publication = None
