@@ -66,7 +66,7 @@ _ALL_REDUCING = "all-reducing gradients in backward"
 
 @cache  # because each all-gather and reduction of each step needs such a context
 def _beginning(unit_fqn: str, action: str, rank: int, ranks_text: str) -> named:
-    """Return a context in which to begin a collective. Errors in it name the collective."""
+    """Return a context in which to begin a collective, so that errors name the collective."""
     return named(f"{unit_text(unit_fqn)}, rank {rank}: {action} over ranks {ranks_text}")
 
 
@@ -100,8 +100,8 @@ class Communicator(Members):
         # The next tags of flat parameters (`new_tag`): even tags in models, odd tags in deep copies
         # of models (`is_copying`).
         self._tags = count(2, 2), count(3, 2)
-        # Returns the number of a new model. Ranks compare it in each backward, to check that all
-        # run the same model. So all ranks must make models in the same order.
+        # Returns the number of a new model. Ranks compare the number in each backward, to check
+        # that all ranks run the same model. So all ranks must make models in the same order.
         self.new_model = count(1).__next__
         if self.size > 1:
             # `connect` may be a collective, so every rank calls it for the same classes, in the
@@ -116,8 +116,8 @@ class Communicator(Members):
     def side_group(self) -> Communicator:
         """A second communicator of the same ranks, for small exchanges in the middle of a backward.
 
-        A separate communicator, because small exchanges need not be in order with all-gathers and
-        reductions. Collective at the first access, which makes the process groups.
+        The communicator is separate, because small exchanges need not be in order with all-gathers
+        and reductions. Collective at the first access, which makes the process groups.
         """
         if self.group is None or self.size == 1:
             return self
@@ -236,16 +236,16 @@ class Communicator(Members):
         return values
 
     def _reduce_on_stream(self, values: Tensor, op: str, op_name: str) -> None:
-        # All-reduce `values`, and compare `op_name` between ranks. The host would have to wait for
-        # the stream to compare. So each rank computes a few numbers (marks) from the name, and
-        # reduces them together with the values. If the reduced marks show that names differ, the
-        # device overwrites the result with NaN or -1.
+        # All-reduce `values`, and compare `op_name` between ranks on the device, so that the host
+        # need not wait. Each rank computes a few numbers (marks) from the name, and reduces the
+        # marks together with the values. If the reduced marks show that names differ, the device
+        # overwrites the result with NaN or -1.
         dtype = torch.float64 if values.is_floating_point() else torch.int64
         numbers = _marks(op_name, op)
         marks = torch.cat([values.new_full((1,), number, dtype=dtype) for number in numbers])
         expected = marks * self.size if op == "SUM" else marks.clone()
-        # Reduce the marks in one message with the values, but not with a large tensor, which would
-        # be slow to concatenate.
+        # Send the marks and the values in one message. But send a large tensor separately, because
+        # a concatenation would be slow.
         are_few = values.numel() <= _FEW
         sent = torch.cat([values.reshape(-1).to(dtype), marks]) if are_few else values
         self.history.begin(self.gather_group, what=compared_name(op_name))
@@ -341,8 +341,8 @@ class Topology:
 
     A flat parameter is divided into ``shard.size`` shards, and this rank holds shard ``index``.
     Parameters are all-gathered over ``intra_group``. Gradients are reduce-scattered over
-    ``intra_group``. Then they are reduce-scattered over ``inter_group``, or all-reduced over
-    ``replicate``, if one of these groups has several ranks.
+    ``intra_group``. If ``inter_group`` or ``replicate`` has several ranks, gradients are then
+    reduce-scattered over ``inter_group``, or all-reduced over ``replicate``.
     """
 
     world: Communicator  # all ranks of the model

@@ -32,7 +32,7 @@ def raise_everywhere(
             communicator sends the error to the ranks of the next communicators.
         op_name: name of this exchange, for the error about a rank that does not arrive.
     """
-    # All communicators give the rank of this process, except `ALONE`, which gives 0.
+    # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max(comm.global_rank for comm in comms)
     told = None if error is None else (*sendable(error), me)
     for comm in comms:
@@ -47,7 +47,7 @@ def sendable(error: Exception) -> tuple[type[Exception], str]:
     try:
         kind, text = pickle.loads(pickle.dumps((type(error), str(error))))
         kind(text)
-    except Exception:  # the class is local to a function, or takes other arguments than a text
+    except Exception:  # the class cannot be pickled, or needs other arguments than a text
         return RuntimeError, f"{type(error).__name__}: {error}"
     return kind, text
 
@@ -62,7 +62,7 @@ def agreed(
 ) -> T:
     """Run ``prepare`` on each rank, and return its result if all ranks succeed with equal facts.
 
-    Collective: all ranks of each of ``comms``; without any, nothing is communicated.
+    Collective: all ranks of each of ``comms``. If ``comms`` is empty, nothing is communicated.
 
     Args:
         prepare: function that returns a pair: the result for this rank, and facts (texts keyed by
@@ -86,7 +86,7 @@ def agreed(
         problem = error
     # Compare digests first: the facts of a large model take megabytes, and are almost always equal.
     digest = digest_of(repr(sorted(facts.items())).encode())
-    # All communicators give the rank of this process, except `ALONE`, which gives 0.
+    # `global_rank` is the rank of this process in every communicator except `ALONE`, where it is 0.
     me = max((comm.global_rank for comm in comms), default=0)
     text = None if problem is None else f"{op_name}, rank {me}: {problem}"
     for comm in comms:

@@ -31,7 +31,7 @@ from flatshard.comm.work import CollectiveError, History, describe_difference, n
 HOST = torch.device("cpu")
 FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
-# Maximum number of bytes of values in the frame, which also has the digest and its complements.
+# Maximum number of bytes of values in a frame, next to the digest and the digest's complements.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
@@ -164,10 +164,10 @@ class HostExchange:
             self.history.learn(what)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Raise CollectiveError, with the name of each rank's exchange and its program line.
+        """Raise CollectiveError, whose text has each rank's exchange and line of the program.
 
-        Collective: all ranks see different names in a frame at the same time. ``name``: the name of
-        this rank's exchange.
+        ``name``: the name of this rank's exchange. Collective: all ranks find the difference in the
+        same frame.
         """
         line = watch().program_line()
         places = self._gather(

@@ -44,8 +44,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{first}, ..., {listed[-1]} ({len(listed)} ranks)"
 
 
-# Groups made by ``new_group``, with the ID of the process that made each. A forked process inherits
-# groups, but not their threads, so it must not abort the groups.
+# Maps each group made by ``new_group`` to the ID of the process that made the group. A forked
+# process inherits groups, but not their threads, so a forked process must not abort the groups.
 _made_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -67,8 +67,8 @@ def new_group(
         parent: the group whose timeout, backend and, by default, ranks the new group gets.
         ranks: members of the new group, as ranks in the default group. None: all ranks of
             ``parent``.
-        on_host: whether the new group should be able to send CPU tensors. If ``parent`` is not,
-            the new group uses gloo, unless torch was built without gloo.
+        on_host: whether the new group must be able to send CPU tensors. If ``parent`` cannot send
+            CPU tensors, the new group uses gloo, unless torch was built without gloo.
     """
     ranks = dist.get_process_group_ranks(parent) if ranks is None else ranks
     is_world = parent is dist.group.WORLD
@@ -77,7 +77,7 @@ def new_group(
         backend = "fake" if is_fake(parent) else "gloo"
     has_all_ranks = is_world and len(ranks) == dist.get_world_size()
     # If the default group is bound to a device, torch makes a group by splitting the default
-    # group's NCCL communicator, for which all ranks must call this function, not only the members.
+    # group's NCCL communicator, but a split needs all ranks, not only the members of the new group.
     # So unbind the default group for now.
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
@@ -109,7 +109,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return the name of the group's backend for ``"cpu"`` or another device. None: it has none."""
+    """Return the name of the group's backend for a device type such as ``"cpu"``, or None."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device(device_type)).name()
     return None
@@ -141,7 +141,7 @@ def control_of(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.devic
 
 
 def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU to which the group is bound. If there is none, this thread's current GPU."""
+    """Return the GPU to which the group is bound, or this thread's current GPU if there is none."""
     bound: torch.device | None = getattr(group, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return bound
@@ -151,7 +151,7 @@ def current_cuda(group: dist.ProcessGroup | None) -> torch.device:
 # ---------------------------------------------------------------- the end of the program
 
 # [Note: end of the program]
-# While Python shuts down, it ends every other thread that requests the GIL, by unwinding the
+# While Python shuts down, Python ends every other thread that requests the GIL, by unwinding the
 # thread's stack (from Python 3.14 on, the thread blocks forever). If the thread is in a backend's
 # C++ code, the process ends with SIGABRT, even if the program was successful. Two kinds of threads
 # request the GIL: flatshard's threads, when a wait for other ranks ends, and gloo's threads, when
@@ -193,8 +193,8 @@ def come_to_rest(groups: Iterable[dist.ProcessGroup]) -> None:
 def _what_threads_did() -> list[list[str]]:
     """Return the states and numbers of context switches of flatshard's and gloo's threads.
 
-    If two results are equal, none of the threads has run in between. Empty on systems other than
-    Linux.
+    If two results are equal, none of the threads has run in between. On systems other than Linux,
+    the result is empty.
     """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OUR_THREADS)}
     found = []

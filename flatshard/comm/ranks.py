@@ -20,13 +20,13 @@ class Ranks:
 
     world: Communicator  # all ranks that train the model
 
-    # The shard group and replicate group that the user has passed. None: HYBRID strategies shard
-    # within a node, and replicate across nodes.
+    # The shard group and the replicate group that the user has passed. None: the user has passed
+    # no groups, so HYBRID strategies shard within a node, and replicate across nodes.
     grid: tuple[Communicator, Communicator] | None
     ranks_per_node: int | None  # number of ranks on each node; None: unknown
     mode: TransportOptions  # the user's choice of transport
 
-    # Results of `resolve`, by strategy.
+    # Results of `resolve`, keyed by the properties of the strategy.
     _known: dict[Placement, Topology] = field(default_factory=dict, repr=False)
 
     def describe(self) -> str:
@@ -122,8 +122,8 @@ def _rows_and_columns(
 ) -> tuple[Communicator, Communicator]:
     """Return the communicators of this rank's row and of this rank's column in a grid of ranks.
 
-    Collective: all ranks of the grid. ``parent``: communicator of all ranks of the grid. ``rows``:
-    the ranks of each row, as ranks in the default group.
+    ``parent``: communicator of all ranks of the grid. ``rows``: the ranks of each row, as ranks in
+    the default group. Collective: all ranks of the grid.
     """
     me = dist.get_rank()
     row = next(row for row in rows if me in row)

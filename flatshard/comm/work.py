@@ -1,12 +1,12 @@
 """Unfinished collectives (``AsyncWork``), and records that explain a deadlock.
 
-There are two kinds of records: For each process group, a ``History`` of the collectives that this
-rank has begun. For each thread, a list of its present waits for other ranks (``watched``).
+There are two kinds of records. Each process group has a ``History`` of the collectives that this
+rank has begun. Each thread has a list of its present waits for other ranks (``watched``).
 
 The extra ``deadlock`` (``flatshard/extras/deadlock``, with the interface ``CollectiveWatch``) reads
 these records in a separate thread. Histories have a second use: if a backend matches collectives
 only by order, ranks compare histories at the end of backward (``engine/end_of_backward.py``). If
-histories differ, a rank may have received data of a wrong collective.
+histories differ, a rank may have received the data of another collective.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CollectiveWatch:
 
 @cache
 def watch() -> CollectiveWatch:
-    """Return the ``CollectiveWatch`` of this process: the extra ``deadlock`` if it is installed."""
+    """Return the ``CollectiveWatch`` of this process, from the extra ``deadlock`` if installed."""
     found = default_extra("deadlock")
     return CollectiveWatch() if found is None else found.WATCH  # type: ignore[no-any-return]
 
@@ -107,12 +107,11 @@ class History:
         self.name, self._meeting = name, meeting
         self.others = tuple(other for other in ranks if other != rank)
         self.begun: dict[Hashable, int] = {}  # how many collectives of each kind have begun
-        # Kinds that will be dropped from `begun`. For each: how many meetings (collectives of kind
-        # `_meeting`) had begun when `forget` was called, and the kind.
+        # Kinds that will be dropped from `begun`. Each entry has the number of meetings
+        # (collectives of kind `_meeting`) that had begun when `forget` was called, and the kind.
         self._forgotten: deque[tuple[int, Hashable]] = deque()
 
-        # Set if ranks began different collectives: makes the error that every later collective
-        # raises.
+        # If ranks began different collectives: makes the error that all later collectives raise.
         self.make_error: Callable[[], CollectiveError] | None = None
         # Whether ranks may compare descriptions before they begin a collective. False inside of
         # `join()`: a rank without input begins a collective only after another rank has begun it.
@@ -125,8 +124,8 @@ class History:
         self._recent: deque[Begun] = deque(maxlen=_KEPT)
         self._last_two = "", ""  # descriptions of the last two collectives
 
-        # For each pair of consecutive descriptions, the description that has always come next. "":
-        # different descriptions have come next.
+        # For each pair of consecutive descriptions: the description that has always come next, or
+        # "" if different descriptions have come next.
         self._next: dict[tuple[str, str], str] = {}
         watch().add_group(self)
 
@@ -162,8 +161,8 @@ class History:
     def forget(self, *kinds: Hashable) -> None:
         """Drop the counts of a freed flat parameter's ``kinds``, as soon as no rank needs them."""
         # Another rank may still wait in a collective of the flat parameter. Deadlock detection
-        # needs the counts until this wait is over. It is over after the next meeting (a collective
-        # of kind `_meeting`), which has ended when this rank has begun two more.
+        # needs the counts until this wait is over: at the latest, after the next meeting (a
+        # collective of kind `_meeting`), which is over once this rank has begun two more meetings.
         now = self.begun.get(self._meeting, 0)
         while self._forgotten and self._forgotten[0][0] + 2 <= now:
             self.begun.pop(self._forgotten.popleft()[1], None)
@@ -172,9 +171,9 @@ class History:
     def is_usual(self, what: str) -> bool:
         """Whether collective ``what`` may begin without a comparison between ranks.
 
-        True if ``what`` has always followed the last two collectives. All ranks have learned the
-        same (``learn``). So every other rank either also begins ``what``, or gets False for its
-        collective, and first compares the collective with all ranks.
+        True if ``what`` has always followed the last two collectives. All ranks have called
+        ``learn`` with the same arguments. So every other rank either begins ``what`` as well, or
+        gets False for its collective, and first compares the collective with all ranks.
         """
         return not self.announces or self._next.get(self._last_two) == what
 
@@ -341,7 +340,7 @@ class AsyncWork(named):
     This object keeps the collective's tensors alive until no rank needs them any more.
     """
 
-    # Objects with the interface of ``dist.Work``. The result is complete after a wait for each.
+    # Objects with the interface of ``dist.Work``. ``wait`` waits for each, and then calls ``then``.
     works: Sequence[Any]
     op_name: str  # text for errors that names the unit, the rank and the collective
     kept: Sequence[object] = ()  # objects to keep alive until all ranks have received everything
@@ -379,7 +378,7 @@ class AsyncWork(named):
         # the error. After success, a second `then` would average or cast twice.
         self._awaited, then = self.works, self.then
         self.works, self.then = (), None
-        # Do not write `with self`: that would cost two Python calls for each collective of a step.
+        # Do not write `with self`, which would cost two Python calls for each collective of a step.
         _own.waits.append(self)
         try:
             for work in self._awaited:
@@ -387,14 +386,14 @@ class AsyncWork(named):
             if then is not None:
                 then()
         except KeyboardInterrupt:
-            # Keep the rest for the next call: the collective may still write to its tensors.
+            # Keep unfinished works for the next call: they may still write to the tensors.
             self.works = [work for work in self._awaited if not work.is_completed()]
             raise
         except RuntimeError as error:
             failure = self.failure(error)
             if failure is None:
                 raise
-            self.sends = ()  # do not wait for the sends later, because they would not end either
+            self.sends = ()  # do not wait for the sends later: the sends would not end either
             raise failure from error
         finally:
             _own.waits.pop()
@@ -437,8 +436,8 @@ class PendingSends:
     """Collectives that are complete on this rank, but whose sends to other ranks are unfinished."""
 
     # A collective is complete on this rank when all data from the other ranks has arrived, perhaps
-    # before the other ranks have received this rank's data. A wait for that would slow down the
-    # fastest rank at every unit. So the engine waits only at the end of a forward or backward,
+    # before the other ranks have received this rank's data. A wait for the sends would slow down
+    # the fastest rank at every unit. So the engine waits only at the end of a forward or backward,
     # because an optimizer may write the sent shards next.
 
     def __init__(self) -> None:

@@ -60,9 +60,9 @@ class Backward:
         self.is_empty = False  # whether this rank computes no gradients (`run_empty`)
         self._graph_task = -1  # autograd's ID of this backward's graph task
 
-        # Weak reference to the callback (`_end`) that autograd calls after the last node. Returns
-        # None if autograd has dropped the callback, because the backward is over or has failed.
-        # Before the first backward, `NoneType`, which also returns None when called.
+        # Weak reference to the callback (`_end`) that autograd calls after the last node. A call of
+        # the reference returns None if autograd has dropped the callback, because the backward is
+        # over or has failed. Before the first backward, `NoneType()` returns None, too.
         self._end_callback: Callable[[], object] = NoneType
         # Whether gradients had been accumulated under no_sync when the backward began. If the
         # backward fails, these gradients are lost, with a warning.
@@ -118,11 +118,10 @@ class Backward:
         """Whether this model may start reductions before the end of its backward.
 
         One call of ``backward()`` may compute gradients of two models. A rank that lacks a gradient
-        of the first model starts the first model's reductions only at the end. If this rank had
-        already started reductions of the second model, its order would differ from the other ranks,
-        and a transport that matches reductions by order (NCCL) would mix the two models. So the
-        second model starts all reductions in ``_end``, which autograd calls for the first model
-        first.
+        of the first model starts the first model's reductions only at the end. If such a rank had
+        already started reductions of the second model, the rank's order would differ from the other
+        ranks, and a transport that matches reductions by order (NCCL) would mix the two models. So
+        the second model starts all reductions in its ``_end``, after the ``_end`` of the first.
         """
         return all(not other.is_running for other in _running if other is not self) or all(
             handle.grads.plan.is_unordered for handle in self._state.handles
@@ -198,9 +197,9 @@ class Backward:
     def receive(owner: weakref.ref[FlatParamHandle], index: int, full: Tensor) -> None:
         """Move the gradient in ``full.grad`` to the flat parameter, and start reductions.
 
-        Autograd calls this hook after it has filled ``full.grad``, where ``full`` is the unsharded
-        parameter number ``index`` of the flat parameter ``owner()``. After the last gradient of the
-        flat parameter, the reduction starts, if its turn in the order of reductions has come.
+        Autograd calls this hook after filling ``full.grad``, where ``full`` is the unsharded
+        parameter number ``index`` of the flat parameter ``owner()``. After the flat parameter's
+        last gradient, the reduction starts, if all earlier reductions in the order have started.
         """
         handle, grad = owner(), full.grad
         if handle is None or grad is None:
@@ -236,7 +235,7 @@ class Backward:
 
     @untraced
     def receive_of_input(self, unit: Unit, call: weakref.ref[Call], _: Tensor) -> None:
-        """Count a gradient of an input of ``call``, and reshard the unit if this was the last."""
+        """Count a gradient of an input of ``call``. After the last gradient, reshard the unit."""
         if unit.receive_input_gradient(call()):
             self._reshard_if_over(unit)
 
@@ -265,7 +264,7 @@ class Backward:
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}
         try:
-            # Receive the gradients that still wait because their flat parameter lacks a gradient.
+            # Receive pending gradients of flat parameters that lack another gradient.
             for handle in state.handles:
                 handle.grads.receive_pending(more_to_come=handle.unit.sync is GradSync.ACCUMULATE)
             if any(unit.sync is not GradSync.ACCUMULATE for unit in state.units):

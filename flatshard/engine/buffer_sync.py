@@ -53,7 +53,7 @@ class BufferSync:
         # The buffers for which all ranks last had the same dtypes, shapes and devices. Broadcasts
         # have the sizes of these buffers.
         self._agreed = buffers()
-        # The buffers that ranks compared last, their dtypes and shapes, and a digest of these.
+        # The buffers that ranks compared last, the buffers' kinds, and a digest of the kinds.
         self._compared, self._compared_kinds, self._digest = self._agreed, _kinds(self._agreed), b""
         # Whether a forward ran since the ranks last compared their buffers. If no forward ran and a
         # buffer was replaced, the user's program replaced it, on all ranks.
@@ -81,7 +81,7 @@ class BufferSync:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._compared_kinds:
-            # The program replaced buffers between two forwards, on all ranks. Compare the new ones.
+            # The program replaced buffers between two forwards, on all ranks. Compare new buffers.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():
@@ -98,7 +98,7 @@ class BufferSync:
         return with_complements(self._digest)
 
     def tally(self, maxima: bytes) -> None:
-        """Adopt the present buffers' sizes for later broadcasts, if all ranks have the same.
+        """Use the present buffers' sizes for later broadcasts, if the sizes are equal on all ranks.
 
         ``maxima``: the maximum over the ranks for each byte of ``votes``.
         """

@@ -37,9 +37,8 @@ class Agreement:
 
     # For each flat parameter, a list of flags: whether any rank used each original parameter.
     used: dict[FlatParamHandle, list[bool]]
-    # Flat parameters for which some rank has gradients that need an additional reduction, because
-    # the gradients were computed after the reduction, or accumulated before the user froze the
-    # parameters.
+    # Flat parameters for which some rank has gradients that need an additional reduction: gradients
+    # that were computed after the reduction, or accumulated before the user froze the parameters.
     left_over: list[FlatParamHandle]
     # Indices of the flat parameters whose reduction some ranks, but not all ranks, have started
     # before the end of backward.
@@ -58,7 +57,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     Args:
         state: the state of the model's steps.
         rest: indices of the flat parameters whose reduction this rank has not started. These
-            reductions follow the exchange, so such gradients do not count as left over.
+            reductions follow the exchange, so their gradients do not count as left over.
 
     Raises:
         RuntimeError: the ranks do not run the same program, all-gathered units in different
@@ -69,11 +68,11 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     # of these parts is the same on all ranks.
     buffers = [state.buffers] if state.buffers else []
     voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
-    # Collect these votes before the exchange below, because `votes()` may itself run a collective.
+    # Collect votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
     # Units in which this rank's program edited accumulated gradients, or parameters in forward. Do
-    # not raise here: the other ranks would wait for this rank's reductions. Vote, so that all ranks
-    # raise after the exchange.
+    # not raise here: the other ranks would wait for this rank's reductions. Send a vote instead, so
+    # that all ranks raise after the exchange.
     edited_here = {h.unit for h in handles if h.grads.was_edited or h in state.edits.found}
     # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks have
     # a different unit at the same index, so for such units the maxima over all ranks are useless.
@@ -130,8 +129,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
 def _used_within(handle: FlatParamHandle) -> tuple[list[bool], bool]:
     """Exchange flags of a flat parameter between the ranks that train its unit. Collective.
 
-    Returns a list that says for each original parameter whether any of these ranks used it, and a
-    flag: whether all of these ranks have frozen the same parameters.
+    Returns a list and a flag. The list says for each original parameter whether any of these ranks
+    used the parameter. The flag says whether all of these ranks have frozen the same parameters.
     """
     number, used = len(handle.params), handle.grads.used_by_rank
     flags = bytes(index in used for index in range(number)) + with_complements(handle.trained)
@@ -219,8 +218,8 @@ def _order(state: RunState) -> bytes:
     world, device = state.world, state.device
     if world.size == 1 or device is None or not world.transport_for(device).is_ordered:
         return b""
-    # Compare the order of all-gathers of a smaller group within this group. If all ranks compared
-    # the orders of all groups, their message would grow with the number of groups.
+    # The ranks of each smaller group compare their order of all-gathers among themselves. If all
+    # ranks compared the orders of all groups, the message would grow with the number of groups.
     differs = [
         len({*group.host.gather(group.history.to_compare(), "the order of all-gathers")}) > 1
         for group in state.gather_groups

@@ -20,9 +20,9 @@ Extensions are optional features that act in a step; watchers are extensions tha
 
 [Note: recomputation]
 Activation checkpointing recomputes forwards inside backward. A recomputed forward unshards its
-unit, but does not reshard the unit, because backward needs the parameters next. It does not record
-the order of units. It also prefetches no unit: a non-reentrant checkpoint stops the forward with an
-exception once all saved tensors are recomputed, so later units perhaps do not run.
+unit, but does not reshard the unit, because backward needs the parameters next. A recomputed
+forward neither records the order of units nor prefetches. The next unit perhaps does not run: a
+non-reentrant checkpoint stops the forward by an exception once all saved tensors are recomputed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Forward:
         self._state = state
         self._backward, self._prefetch = backward, prefetch
         self._root_module = root_module  # `RootChecks` (`module.run`)
-        # Units that were unsharded for an operation outside of their own forward, in order. For
-        # each: the number of nested forwards around the operation, and the unit.
+        # Units that were unsharded for an operation outside of their own forward, in order. Each
+        # entry: the number of nested forwards around the operation, and the unit.
         self._used_outside: list[tuple[int, Unit]] = []
 
     def refresh(self) -> None:
@@ -107,8 +107,8 @@ class Forward:
         self._prefetch.order.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
-            # As in DistributedDataParallel, backward does not reduce if the forward ran under
-            # `no_sync`.
+            # As in DistributedDataParallel, backward does not reduce if `no_sync` was around the
+            # forward. (`no_sync` around the backward has no effect.)
             state.plan_syncs()
         else:
             # Evaluation needs no memory for gradients, but often runs larger batches.
@@ -148,9 +148,9 @@ class Forward:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 call.num_inputs += 1
                 hook = tensor.register_hook(receive)
-                # The tensor may be the output of another unit, whose hook on the tensor unshards
-                # the other unit in backward (`Backward.enter`). Call `receive` before that hook, so
-                # that this unit is resharded first: less memory is in use.
+                # The tensor may be the output of another unit. Then the other unit's hook on the
+                # tensor (`Backward.enter`) unshards the other unit in backward. Call `receive`
+                # before the other unit's hook: this unit is resharded first, which saves memory.
                 call_first(hook, tensor)
                 # A leaf tensor outlives the graph, and may be an input in every step. Then the
                 # hooks would pile up. So remove the hook when the call is freed.
@@ -225,8 +225,8 @@ class Forward:
             self.unshard(unit)
             if len(unit.running) == 1:
                 state.edits.begin(unit)
-            # Prefetch the next unit only after this unit's all-gather, so that this all-gather had
-            # the full bandwidth. The next one overlaps with this unit's computation.
+            # Prefetch the next unit only after this unit's all-gather, which needs the full
+            # bandwidth. The next unit's all-gather overlaps with this unit's computation.
             self._prefetch.in_forward()
         return call
 
@@ -259,7 +259,7 @@ class Forward:
         self._state.edits.check(unit, module)
         for depth, used in self._used_outside:
             # Also check the units that this module's forward used outside of their own forward. A
-            # unit that was used at another depth is checked at the end of the forward there.
+            # unit that was used at another depth is checked when the forward of that depth ends.
             is_ours = depth == self._state.depth and used.phase is Phase.FORWARD
             if is_ours and not used.running:
                 for used_module in used.modules:
@@ -306,7 +306,7 @@ class Forward:
         self._used_outside.clear()
         for unit in state.units:
             unit.running.clear()
-        if self._backward.is_running:  # a recomputed forward; the backward ends with the exception
+        if self._backward.is_running:  # in a recomputed forward; the backward will fail, too
             return
         # First put sharded parameters into all modules, which needs no wait. Resharding waits for
         # all-gathers, and the user may interrupt these waits, too.
@@ -332,8 +332,8 @@ class Forward:
         """
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
-        # A reentrant checkpoint runs the original forward with gradients disabled. So `begin` has
-        # not set how backward reduces gradients.
+        # Set how backward reduces gradients. `begin` has not done so, because a reentrant
+        # checkpoint runs the original forward with gradients disabled.
         self._state.plan_syncs()
         return self._backward.begin()
 
@@ -353,7 +353,7 @@ class Forward:
         for unit in self._units_of_several:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # If all units ran in the order of the last forward, unfinished all-gathers are prefetches
-        # of the first units of backward. Otherwise a unit may be prefetched that did not run.
+        # for the first units of backward. Otherwise a prefetched unit may not have run.
         if failed or not self._prefetch.order.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards: the optimizer may write the shards

@@ -25,9 +25,9 @@ for the device, so the extra ``device_checks`` compares there.
 [Note: changed versions]
 If a forward changes the version counter, and all values were read before the forward, all values
 are compared. If only some values were read, each rank compares its range of the buffer with its
-shard. Only the ranks that hold the edited elements see the edit this way. So all ranks raise
-together, at the end of backward. From the next forward on, all values of the flat parameter are
-compared in every forward.
+shard. Then only the ranks that hold the edited elements find the edit. So the ranks tell each other
+at the end of backward, where all ranks raise. From the next forward on, all values of the flat
+parameter are compared in every forward.
 """
 
 from __future__ import annotations

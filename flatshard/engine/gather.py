@@ -39,16 +39,16 @@ class ParamGather:
         # A tag is a number by which some transports (sockets, for example) match the messages of a
         # flat parameter on different ranks.
         tags = [(intra_group.new_tag(self), inter_group.new_tag(self)) for _ in range(3)]
-        # `tags`: for all-gathers and reductions in a step. `_full_tags`: for state_dict(): if by
-        # mistake only one rank calls state_dict(), its all-gather must not match the all-gather in
-        # the other ranks' forward. `read_tags`: for full_tensors(), because a program may call
-        # state_dict() while an all-gather of full_tensors() is unfinished.
+        # `tags` are for all-gathers and reductions in a step. `_full_tags` are for state_dict(): if
+        # only one rank calls state_dict() by mistake, the all-gather must not match the all-gather
+        # in the other ranks' forward. `read_tags` are for full_tensors(), because a program may
+        # call state_dict() while an all-gather of full_tensors() is unfinished.
         self.tags, self._full_tags, self.read_tags = tags
         self._float8: Any = None
         if gather_dtype is not None and topology.shard.size > 1:
             reduction = extra("reduction", "MixedPrecision(gather_dtype=...)")
             self._float8 = reduction.Float8Shard(gather_dtype, plan.layout.shard_numel)
-        # The larger part that this rank keeps for all-gathers with nearby ranks, or None.
+        # The `SecondaryShard` that this rank keeps for all-gathers with nearby ranks, or None.
         self.secondary: Any = None
         if topology.post_forward_group is not None or inter_group.size > 1:
             options = "HYBRID_SHARD_OP or reshard_after_forward=k"
@@ -63,9 +63,9 @@ class ParamGather:
         # `compute_dtype`: dtype of the unsharded buffer. `_sent_dtype`: dtype of the sent shard.
         self.compute_dtype = self._sent_dtype = self._precision.unsharded_dtype(dtype)
         is_alone = self._topology.shard.size == 1
-        # Do not cast the shard before the all-gather if every rank holds the whole parameter (then
-        # the all-gather is a local copy, which casts), or for float8 (computed from the uncast
-        # shard).
+        # Do not cast the shard before the all-gather in two cases: if every rank holds the whole
+        # parameter, the all-gather is a local copy, which casts. And float8 values are computed
+        # from the uncast shard.
         if (is_alone and not self._targets.keeps_copy) or self._float8 is not None:
             self._sent_dtype = dtype
         # Whether all-gathers send the shard itself, from host memory, and not a copy of the shard.
@@ -162,8 +162,8 @@ class ParamGather:
             self._work.wait(self._plan.pending_sends)
             self._work = None
         if self._is_offloaded:
-            # The compute stream must wait until the copy stream has filled the buffer. Wait as late
-            # as this, so that kernels that do not need the parameters run before.
+            # Make the compute stream wait until the copy stream has filled the buffer. Wait only
+            # now, so that kernels that do not need the parameters run before.
             torch.cuda.current_stream(self._device).wait_stream(copy_stream(self._device))
         if self._packed is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -174,7 +174,7 @@ class ParamGather:
         """Start to all-gather ``part``, ``(shard_numel,)``, into ``out``, outside of a step.
 
         ``out``: ``(padded_numel,)``, in the dtype of ``part``. ``tags``: ``read_tags``, if other
-        all-gathers of the flat parameter may run before this one has finished. Otherwise empty.
+        all-gathers of the flat parameter may run at the same time. Otherwise empty.
 
         Collective: all ranks that share the flat parameter.
         """

@@ -38,10 +38,10 @@ class CommHook:
 
     # Dtype in which gradients are reduced. None: the same dtype as without a hook.
     reduce_dtype: torch.dtype | None = None
-    # Called with the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
-    # the flat parameter. Waits, and returns this rank's shard of the average over all ranks,
-    # `(shard_numel,)` in any dtype, with zeros in the padding. Collective. None: the usual
-    # reduction.
+    # A function of the unsharded gradients, `(padded_numel,)` in the reduce dtype, and the plan of
+    # the flat parameter. The function waits, and returns this rank's shard of the average over all
+    # ranks, `(shard_numel,)` in any dtype, with zeros in the padding. Collective. None: reduce the
+    # gradients as usual.
     reduce: Callable[[Tensor, FlatParamPlan], Tensor] | None = None
 
 
@@ -69,7 +69,7 @@ class ReducePlan:
         # Memory of earlier results, to be reused once users have dropped the gradients. None:
         # gradients are offloaded.
         self.output = BufferCache() if flat.targets.gradient.is_device else None
-        # whether flatshard, not the backend, adds gradients, in rank order
+        # Whether flatshard, not the backend, adds gradients, in rank order.
         self.fixed_order = flat.precision.fixed_order
         intra_group, replicate = flat.topology.intra_group, flat.topology.replicate
         # This rank's part after the first stage: the number of elements, and the index of the first
@@ -132,8 +132,8 @@ class GradReduce:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False
         self._plan, self._intra_reduced = plan, intra_reduced
-        # The device has computed the gradients once this event has passed. The host may only have
-        # queued kernels. None: they are computed.
+        # Event after which the device has computed the gradients: the host may only have queued the
+        # kernels that compute them. None: the gradients are computed already.
         self.computed: torch.Event | None = None
         if plan.device.type == "cuda":
             self.computed = torch.Event(plan.device)
@@ -141,8 +141,8 @@ class GradReduce:
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
         # Functions that start the remaining stages.
         self.later_stages: deque[Callable[[], AsyncWork]] = deque()
-        # All reductions, also of other models, whose second stage will use the same group and has
-        # not started, in the order in which their first stages started.
+        # The reductions of all models whose second stage will use the same group and has not
+        # started. They are in the order in which their first stages started.
         self._second_stages = second.second_stages
         self._read_on_side_stream: list[object] = []
         if intra_group.size > 1:
@@ -160,8 +160,8 @@ class GradReduce:
         # Second stages start in the order of this queue, which is the same on all ranks. First
         # stages may end in another order on each rank.
         self._second_stages.append(self)
-        # If a stream waits for collectives (NCCL), queue all stages now. With gloo, the host would
-        # wait here, also for tensors on an accelerator. So ask the transport, not the device.
+        # If a stream waits for collectives (NCCL), queue all stages now. Ask the transport, not the
+        # device: with gloo, the host would wait here, even for tensors on an accelerator.
         device = self._out.device
         if second.transport_for(device).stream_waits(device):
             self._queue_later_stages(full)
@@ -189,7 +189,7 @@ class GradReduce:
     def start_second_stage(self) -> None:
         """Wait for the first stage, and start the second stage, if it has not started.
 
-        Starts the second stages of earlier reductions before, so that all ranks start second stages
+        First starts the second stages of earlier reductions, so that all ranks start second stages
         in the same order.
         """
         while self in self._second_stages:
@@ -205,7 +205,8 @@ class GradReduce:
     def _second_stage(self) -> AsyncWork:
         """Start the second stage: average over the ranks of the group ``second_group``.
 
-        An all-reduce if the backend adds up the replicas, otherwise a reduce-scatter.
+        The stage is an all-reduce if the backend adds gradients over the replicate group. Otherwise
+        the stage is a reduce-scatter.
         """
         plan, second = self._plan, self._plan.second_group
         self._second_stages.popleft()

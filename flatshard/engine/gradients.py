@@ -70,12 +70,12 @@ class Gradients:
         # Whether the flat parameter is a single parameter without padding, such as an embedding.
         self._is_single = self._layout.padded_numel == self._layout.spans[0].numel
         self._is_contiguous = all(span.is_contiguous for span in self._layout.spans)
-        # Accumulated gradients, by index of the original parameter. A gradient whose index is in
-        # `_separate` has memory of its own. All other gradients are views of `_buffer`.
+        # Accumulated gradients, keyed by the index of the original parameter. A gradient whose
+        # index is in `_separate` has separate memory. All other gradients are views of `_buffer`.
         self.slots: dict[int, Tensor] = {}
         self._separate: set[int] = set()
         self._buffer: Tensor | None = None
-        # Gradients that wait for `receive_pending`, by index of the original parameter.
+        # Gradients that wait for `receive_pending`, keyed by the index of the original parameter.
         self.pending: dict[int, Tensor] = {}
         # Indices of the parameters whose gradients were received in this backward.
         self.arrived: set[int] = set()
@@ -90,9 +90,10 @@ class Gradients:
         # Whether the user edited an accumulated gradient in `.grad` on this rank. Then all ranks
         # raise at the end of the next backward that reduces.
         self.was_edited = False
-        # Parameters whose `.grad` contains unreduced gradients, put there by `show`. For each: the
-        # tensor in `.grad`, its version, and whether `show` made the tensor. False: the tensor is
-        # a reduced gradient of an earlier step, and the unreduced gradients are only in `slots`.
+        # The keys are parameters that have unreduced gradients and that `show` has treated. The
+        # values: the tensor in `.grad`, the tensor's version, and whether `show` made the tensor.
+        # If `show` did not, the tensor is a reduced gradient of an earlier step, and the unreduced
+        # gradients are only in `slots`.
         self.shown: dict[OriginalParam, tuple[Any, int, bool]] = {}
         # `_target`: whether `.grad` is in device memory, host memory or on disk. For host and disk,
         # `_cache` reuses memory there, and `_copies` has an event for each unfinished copy.
@@ -175,7 +176,7 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             while self.shown:
                 original, (shown, version, is_view) = self.shown.popitem()
-                # The user may have kept the tensor, which is an ordinary tensor outside of `.grad`.
+                # Remove the mark: the user may keep the tensor, and use it outside of `.grad`.
                 UNREDUCED.pop(shown, None)
                 param, present = original.sharded, get_grad(original.sharded)
                 is_dropped, is_replaced = present is None, present is not shown
@@ -186,7 +187,7 @@ class Gradients:
                     # computed later, so the edit changed only this rank's contribution.
                     is_dropped = not is_replaced and not local_range(shown).any()
                     self.was_edited |= not is_dropped
-                del shown, present  # so that the object may be reused (`FlatShardTensor.grad`)
+                del shown, present  # lets `FlatShardTensor.grad` reuse the tensor object
                 if is_view and not is_replaced:
                     param.grad = None
                 if is_dropped:
@@ -200,9 +201,9 @@ class Gradients:
     def take_assigned_of_whole(self) -> None:
         """Take gradients that the program assigned to ``.grad``, to average them in this backward.
 
-        Called when a backward begins, if every rank holds the whole parameters. These are plain
-        parameters, which do not record assignments. So every ``.grad`` that ``publish`` did not put
-        there counts as assigned.
+        Called when a backward begins, if every rank holds the whole parameters. Then users see
+        plain parameters, which do not record assignments. So every ``.grad`` counts as assigned,
+        except a ``.grad`` from ``publish``.
         """
         for param in self._params:
             if param.sharded.grad is not param.published():
@@ -275,8 +276,8 @@ class Gradients:
             self.slots[index] = view_of(buffer, span).copy_(grad)
             return
         # `take` reads the gradient's memory in order. So copy a gradient with other strides (an
-        # expanded tensor, for example), and one whose memory has other values than the tensor
-        # (lazily conjugated or negated).
+        # expanded tensor, for example), and a gradient whose memory has other values than the
+        # tensor (a lazily conjugated or negated tensor).
         fits = grad.stride() == span.strides and not (grad.is_conj() or grad.is_neg())
         if not fits:
             grad = grad.new_empty_strided(span.shape, span.strides).copy_(grad)
@@ -373,7 +374,7 @@ class Gradients:
         """
         spans, dtype = self._layout.spans, self.dtypes.reduce_dtype
         if self._is_single and self.slots:
-            # The only parameter's gradient is the flat gradient. Avoid a copy: it may be large.
+            # The only gradient is the flat gradient. Do not copy the gradient, which may be large.
             whole = self.slots[0].as_strided((self._layout.padded_numel,), (1,))
             self._empty()
             return whole.to(dtype)
@@ -448,8 +449,8 @@ class Gradients:
     def take_back(self, param: OriginalParam, grad: Tensor) -> Tensor:
         """Return the tensor for ``receive``, after autograd has put ``grad`` into ``.grad``.
 
-        Usually this is ``grad``. But if ``.grad`` still had a tensor from ``show``, autograd has
-        added the new gradient to it in place. Then return a copy of this sum.
+        Usually, this tensor is ``grad``. But if ``.grad`` still had a tensor from ``show``,
+        autograd has added the new gradient to that tensor in place. Then return a copy of the sum.
         """
         if param not in self.shown or self.shown[param][0] is not grad:
             return grad
@@ -487,8 +488,9 @@ class Gradients:
                 event.record()
             self._copies.append(event)
             # The caller drops `reduced` while the copy still reads its memory. `record_stream`
-            # delays the reuse until the copy is complete. (A reference until `_finish_copies` would
-            # keep all gradients of the model on the device until the end of backward.)
+            # delays the reuse of this memory until the copy is complete. (If this object kept
+            # `reduced` until `_finish_copies`, all gradients of the model would stay on the device
+            # until the end of backward.)
             reduced.record_stream(copy_stream(reduced.device))
         self._target.page_out(place)
         return place
@@ -569,8 +571,8 @@ class Gradients:
         """After a backward that failed, drop all gradients that are not published in ``.grad``."""
         reduction, self.reduction = self.reduction, None
         if reduction is not None and not reduction.is_finished:
-            # A running collective may still write into the memory that is freed next. An error of
-            # the collective would hide the error that made the backward fail.
+            # Wait, because a running collective may still write into the memory that is freed next.
+            # Suppress an error of the wait, which would hide the error that ended the backward.
             with contextlib.suppress(CollectiveError):
                 reduction.finish()
         self._empty()

@@ -63,8 +63,8 @@ class FlatParamHandle:
     """Owns one flat parameter: a unit's parameters with the same dtype and ``requires_grad``."""
 
     # For each original parameter, the unsharded parameter that modules hold now. None: modules hold
-    # the sharded parameters. Then do not call `put_back`: if the user has replaced a parameter
-    # after a failed step, `check_places` must see the new parameter, and raise.
+    # the sharded parameters. If None, do not call `put_back`, which would overwrite a parameter
+    # that the user has replaced after a failed step. Then `check_places` would not raise.
     installed: Sequence[Any] | None = None
 
     def __init__(self, plan: FlatParamPlan, params: Sequence[OriginalParam], shard: Tensor) -> None:
@@ -83,7 +83,7 @@ class FlatParamHandle:
         # by `count_trainable` at each unshard.
         self.trained: list[bool] = []
         self.num_trainable = 0
-        # How often users had set a `requires_grad` flag when `trained` was updated.
+        # Number of times that users had set a `requires_grad` flag when `trained` was last updated.
         self._num_flag_writes = -1
         self.unit: Any = None  # the `Unit` that owns the flat parameter
         self.number = -1  # index among the model's flat parameters
@@ -95,8 +95,8 @@ class FlatParamHandle:
         ]
         # Whether backward does not read the parameters, because all are embedding tables.
         self.is_lookup = all(type(module) in LOOKUPS for module, _, _ in self.places)
-        # For each parameter that was a DTensor, how tensor parallelism splits the parameter. None
-        # in the list for other parameters, and None in place of the list if there are no DTensors.
+        # For each parameter: how tensor parallelism splits the parameter if it was a DTensor,
+        # otherwise None. If no parameter was a DTensor, `_splits` is None.
         splits = [param.spec.tensor_parallel for param in self.params]
         self._splits = splits if any(splits) else None
         self._rnns = {module for module, _, _ in self.places if isinstance(module, nn.RNNBase)}
@@ -123,7 +123,7 @@ class FlatParamHandle:
     # ------------------------------------------------------------ memory
 
     def adopt(self, shard: Tensor) -> None:
-        """Use ``shard``, ``(layout.shard_numel,)``, after moving it to its device, host or disk.
+        """Use ``shard``, ``(layout.shard_numel,)``, after a move to its device, host or disk.
 
         The sharded parameters become views of the new shard. The full parameters become views of a
         new unsharded buffer, which has memory only between unshard and reshard.
@@ -207,8 +207,8 @@ class FlatParamHandle:
             # Set these after `start`: if `start` raises (out of memory), the buffer is still stale.
             self.gathered_version, self.clean_version = version, -1
         self.state = ShardState.UNSHARDING
-        # Nodes of the graph that have saved a view of the buffer read it without a call of
-        # `wait_unshard`, so wait here.
+        # Wait now: nodes of the graph that have saved a view of the buffer read the view without a
+        # call of `wait_unshard`.
         if self.is_free_deferred:
             self.is_free_deferred = False
             self.wait_unshard()
@@ -294,9 +294,9 @@ class FlatParamHandle:
                 self.memory.snapshot()
 
     def is_edited_here(self) -> Tensor:
-        """Whether this rank's range of the buffer was edited, so that it differs from the shard.
+        """Whether this rank's range of the buffer was edited, and differs from the shard.
 
-        A tensor with one element. False if the shard was written after the all-gather.
+        Returns a tensor with one element: False if the shard was written after the all-gather.
         """
         with torch.inference_mode(False), torch.no_grad():
             expected = self.gather.as_gathered(self.flat_param.detach())
@@ -306,8 +306,8 @@ class FlatParamHandle:
     def absorb_replaced(self) -> None:
         """Copy tensors that users assigned to ``p.data`` into the shard.
 
-        Only if every rank holds the whole flat parameter: then users see plain parameters, which
-        are views of the shard until the user assigns to ``p.data``.
+        Does nothing unless every rank holds the whole flat parameter. Then users see plain
+        parameters, which are views of the shard until the user assigns to ``p.data``.
         """
         if not self.is_whole:
             return
@@ -317,7 +317,7 @@ class FlatParamHandle:
             for param in self.params
         ):
             return
-        # New memory: the user may have kept the previous `p.data`, to assign it again later.
+        # Use new memory: the user may have kept the previous `p.data`, to assign it again later.
         with torch.inference_mode(False), torch.no_grad():
             self._set_shard(self._targets.shard.take_in(self.flat_param.clone()))
             if self.shard_is_buffer:
@@ -372,8 +372,8 @@ class FlatParamHandle:
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
         num_flag_writes = sharded_tensor.num_flag_writes
-        # Skip if no flag was set since the last call. With `is_whole`, users see plain parameters,
-        # which count no flag writes, so read the flags each time.
+        # Skip if no flag was set since the last call. With `is_whole`, read the flags each time:
+        # users see plain parameters, for which nothing counts how often a flag was set.
         if num_flag_writes == self._num_flag_writes and not self.is_whole:
             return
         self._num_flag_writes = num_flag_writes

@@ -17,7 +17,7 @@ class ExecutionOrder:
 
     def __init__(self) -> None:
         self._previous: list[int] = []  # indices of units, in the order of the last forward
-        self._current: list[int] = []  # the same for the present forward, up to now
+        self._current: list[int] = []  # indices of the units that the present forward has run
 
     def begin_forward(self) -> None:
         """Start a new recording. The last recording becomes the prediction."""
@@ -70,8 +70,8 @@ class Prefetch:
         self.order = ExecutionOrder()
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
-        # Units with a transport that sends in the background, whose all-gather was started by a
-        # prefetch. `_under_way` leaves out the units that have run since.
+        # Units whose all-gather was started by a prefetch, on a transport that sends in the
+        # background. `_under_way` leaves out the units that have run since.
         self._prefetched: list[Unit] = []
 
     def refresh(self) -> None:

@@ -25,8 +25,8 @@ _STALL_SECONDS = 1.0
 
 _POLL_SECONDS = 1e-4
 
-# After a rank lacked a gradient of a flat parameter, no rank waits early for the reduction of this
-# flat parameter (`ReduceQueue._uneven`) in this number of backwards.
+# Number of backwards in which no rank waits early for the reduction of a flat parameter, after a
+# rank lacked a gradient of this flat parameter (`ReduceQueue._uneven`).
 _REMEMBERED = 100
 
 
@@ -72,7 +72,7 @@ class ReduceOrder:
             yield head
 
     def num_ready(self) -> int:
-        """Return how many flat parameters, from the beginning of the order, are ready."""
+        """Return how many flat parameters precede the first one, in order, that is not ready."""
         rest = (n for n, number in enumerate(self.sequence) if number not in self._ready)
         return next(rest, len(self.sequence))
 
@@ -103,15 +103,15 @@ class ReduceQueue:
         self.is_order_agreed = False  # whether the ranks have adopted the real order
         # Uneven flat parameters: in a recent backward, only some ranks had all gradients, and the
         # others started the reduction at the end of backward. So no rank waits for the reduction
-        # before the end. Maps the index of a flat parameter to the number of backwards for which it
-        # stays in this dict.
+        # before the end. The keys are the indices of the flat parameters. The values are the
+        # numbers of backwards for which the entries stay in this dict.
         self._uneven: dict[int, int] = {}
         # Unfinished reductions, in the order of their start.
         self._in_flight: dict[FlatParamHandle, GradReduce] = {}
         self._must_wait = False  # whether all reductions start at the end of backward
         # How many flat parameters, counted from the beginning of the order, may be reduced before
-        # the end of backward. Not all of them if users' communication hooks reduce some: then the
-        # extra `reduction` raises the limit.
+        # the end of backward. If users' communication hooks reduce some of them, the limit begins
+        # at 0, and the extra `reduction` raises the limit.
         self.limit = 0
 
     def refresh(self) -> None:
@@ -151,7 +151,7 @@ class ReduceQueue:
         self._finish_old()
 
     def start_ready(self) -> None:
-        """Start the reductions whose turn it is, in order. Collective."""
+        """Start, in order, the reductions that may start now. Collective."""
         if not self._must_wait:
             for number in self.order.turns(self._allows):
                 if self._handles[number].reduces:
@@ -184,7 +184,7 @@ class ReduceQueue:
             if reduction.later_stages:
                 with self._state.span(Kind.STARTING, purpose="reduce"):
                     second_has_started = reduction.advance()
-                # Second stages (across nodes) start in order, so no later one can start either.
+                # Second stages (across nodes) start in order, so later reductions must wait, too.
                 if not second_has_started:
                     break
         while self._in_flight:
@@ -192,8 +192,8 @@ class ReduceQueue:
             if not reduction.done():
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
                 # A wait is useless if another rank lacks a gradient, because that rank starts this
-                # reduction only at the end of its backward. This is likely if a rank lacked such a
-                # gradient lately, or if some ranks have no more input (`join`).
+                # reduction only at the end of its backward. Expect so if a rank lacked a gradient
+                # in a recent backward (`_uneven`), or if some ranks have no more input (`join`).
                 is_late = self._state.lacks_ranks or handle.number in self._uneven
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return

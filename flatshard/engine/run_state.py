@@ -58,7 +58,7 @@ class RunState:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.world, self.number = world, number
 
-        # The group of all ranks, and all groups in which units all-gather. Without groups of one
+        # The group of all ranks, and all groups in which units all-gather, except groups of one
         # rank.
         groups = [world]
         for topology in (unit.topology for unit in self.units if unit.handles):
@@ -78,8 +78,8 @@ class RunState:
         # Finds edits of unsharded parameters in forward. On accelerators, the extra `device_checks`
         # replaces this object by checks that do not wait for the device.
         self.edits = ForwardEdits()
-        # Unfinished sends of this rank, from shards that may not be written yet. There is one list
-        # for all handles, so that the end of a forward or backward waits only once.
+        # Unfinished sends of this rank's shards, which must not be written until the sends are
+        # complete. All handles share this object: the end of a forward or backward waits only once.
         self.pending_sends = PendingSends()
         for number, handle in enumerate(self.handles):
             handle.plan.pending_sends, handle.number = self.pending_sends, number
@@ -154,8 +154,8 @@ class RunState:
             unit.sync = sync
             if sync is GradSync.SHARD_ONLY:
                 # `SHARD_ONLY` reduces within the intra group (one node), but not across nodes (the
-                # second group). With one node, this is the full reduction. With one rank per node,
-                # there is nothing to reduce.
+                # second group). If there is only one node, this is the full reduction. If each node
+                # has only one rank, there is nothing to reduce.
                 if unit.topology.second_group.size == 1:
                     unit.sync = GradSync.FULL
                 elif unit.topology.intra_group.size == 1:

@@ -66,7 +66,7 @@ class SavedView:
 
     handle: FlatParamHandle  # the flat parameter of the buffer
     version: int  # version of the shard when the view was saved
-    # The saved tensor, if it is a whole unsharded parameter: this object becomes valid again when
+    # The saved tensor, if it is a whole unsharded parameter: the tensor becomes valid again when
     # the buffer is filled again. None: `unpack` makes a new view at `place`.
     param: nn.Parameter | None
     place: tuple[Any, ...] = ()  # size, stride and offset of the view
@@ -90,9 +90,9 @@ class SavedTensors:
 
     def __init__(self, state: RunState, backward: Backward) -> None:
         self._state, self._backward = state, backward
-        # For each storage of an unsharded buffer: the flat parameter, and whether to save copies
-        # (`Unit.copies_saved`). The storage's address identifies it, because freeing a buffer only
-        # resizes the storage to zero.
+        # The keys are the addresses of unsharded buffers' storage objects, which stay the same:
+        # freeing a buffer only resizes its storage to zero. The values are the flat parameter, and
+        # whether to save copies (`Unit.copies_saved`).
         self._owners = {
             handle.buffer.untyped_storage()._cdata: (handle, handle.unit.copies_saved(handle))
             for handle in state.handles
@@ -111,7 +111,7 @@ class SavedTensors:
         # made.
         self._known: set[tuple[Unit, int]] = set()
         self._new: set[tuple[Unit, int]] = set()
-        # number of forwards without hooks that differed from all earlier forwards
+        # Number of forwards without hooks that differed from all earlier forwards.
         self._num_unlike = 0
         # The hooks on modules inside of units, by which the program may keep tensors inside of a
         # unit, or read parameters in backward.
@@ -120,7 +120,7 @@ class SavedTensors:
         # backward yet, plus the number of reads at other times. If it is 0, hooks made no
         # difference. `_step`: number of the present step.
         self._num_unread = self._step = 0
-        # number of consecutive steps, up to now, in which hooks made no difference
+        # Number of consecutive steps, up to now, in which hooks made no difference.
         self._num_clean = 0
         self.backward_has_ended = False  # whether a backward has ended in this step
 
@@ -203,7 +203,7 @@ class SavedTensors:
         if call.has_hooks:
             self._new.add((unit, num_nodes))
             if self._num_clean == CLEAN_STEPS - 1:
-                self._num_unread += _keeps_tensor(unit)  # if so, later forwards have hooks, too
+                self._num_unread += _keeps_tensor(unit)  # an increment keeps the hooks installed
             return
         call.versions = {h: h.clean_version for h in unit.for_backward if h.was_read}
         if self._known and (unit, num_nodes) not in self._known:
@@ -219,7 +219,7 @@ class SavedTensors:
         self.has_hooks = bool(self._owners)
 
     def push(self, *, needed: bool = True) -> bool:
-        """Put this model's saved-tensor hooks on top of autograd's stack, unless they are there.
+        """Put this model's saved-tensor hooks on top of autograd's stack, unless already on top.
 
         Returns whether hooks of other code (an activation checkpoint, for example) were on top.
         With ``needed=False``, hooks are installed only in this case. Call ``pop`` afterwards.
@@ -302,7 +302,7 @@ class SavedTensors:
                 backward.unshard_again(handle.unit)
                 version = handle.version
             if not is_current or handle.unit.phase is not Phase.BACKWARD:
-                self._num_unread += 1  # without hooks, this read would fail, so hooks stay
+                self._num_unread += 1  # keeps the hooks: without hooks, this read would fail
             elif packed.step == self._step:
                 packed.step, handle.was_read = -1, True
                 self._num_unread -= 1

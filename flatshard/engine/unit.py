@@ -78,8 +78,8 @@ class Call:
     # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
     has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
-    # Versions, at the end of a forward without hooks, of the unsharded buffers that backward reads
-    # through views in the graph.
+    # If the forward runs without hooks: the versions, at the end of the forward, of the unsharded
+    # buffers that backward reads through saved views.
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
@@ -94,8 +94,8 @@ class Unit:
     state_dict: Any  # `UnitStateDict`
     reasons: Sequence[str]  # why the wrap policy chose each module, for `unit_report`
 
-    # If tensors were left without values at wrapping (`leave_empty`): called before the first
-    # forward, and raises if a tensor still has no values. Otherwise None.
+    # If tensors were left without values at wrapping (`leave_empty`): a function that runs before
+    # the first forward, and raises if a tensor still has no values. Otherwise None.
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether the user's `param_init_fn` is running: in this function, `module.apply()`, `to()` and
     # other conversions skip wrapped submodules.
@@ -117,8 +117,8 @@ class Unit:
         self.handles: list[FlatParamHandle] = []
         # The flat parameters that backward reads. The others contain only embedding tables.
         self.for_backward: list[FlatParamHandle] = []
-        # For each module of the unit: each flat parameter, with the places (submodule and attribute
-        # name) inside of the module at which its original parameters are.
+        # The keys are the unit's modules. The values list each flat parameter with the places
+        # (submodule, attribute name) of its original parameters inside of the module.
         self.places_in: dict[nn.Module, list[tuple[FlatParamHandle, list[Place]]]] = {}
         self.index, self.phase = -1, Phase.IDLE
         self.settings, self.ignored = settings, ignored
@@ -139,8 +139,8 @@ class Unit:
         self.sync = GradSync.FULL  # how the backward of the latest forward reduces gradients
         self.running: list[Call] = []  # calls whose forward is running, the innermost last
 
-        # Number of calls in the model's latest forward whose own backward has not begun yet. The
-        # count restarts with each forward of the model, so that all ranks have the same count after
+        # Number of calls in the model's latest forward whose backward has not begun yet. The count
+        # restarts with each forward of the model. Otherwise ranks would have different counts after
         # a forward that failed on only some ranks.
         self.outstanding_backwards = 0
         self._outstanding_before = 0  # the same count for all earlier forwards of the model
@@ -150,7 +150,7 @@ class Unit:
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in the model's present or latest forward
 
-        # Number of calls still expected in the present forward: as many as in the last forward.
+        # Number of calls expected in the rest of this forward, if it calls as often as the last.
         self._calls_to_come = 0
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
@@ -295,7 +295,7 @@ class Unit:
             return BufferAction.KEEP
         if point is ReshardPoint.STEP_LEFT:
             return BufferAction.FREE
-        # A backward with create_graph added nodes to the graph that read the buffer later.
+        # A backward with create_graph has added graph nodes, which will read the buffer later.
         if self._kept_version >= 0 and self._is_kept_unsharded:
             return BufferAction.SNAPSHOT
         shows_shards = handle.memory.shows_shards
@@ -357,9 +357,9 @@ class Unit:
                     # out of the buffer before the buffer is freed.
                     secondary.cut(handle.buffer, handle.version)
             if action is BufferAction.FREE:
-                # In backward, a recomputed forward may have saved views of the buffer that are read
-                # later, so the buffer keeps its memory as long as views exist. Without saved-tensor
-                # hooks, a retained graph has views too, but reads them only after an all-gather.
+                # In backward, a recomputed forward may have saved views of the buffer, which are
+                # read later. So the buffer keeps its memory as long as views exist. Without saved-
+                # tensor hooks, a retained graph has views too, but reads only after an all-gather.
                 may_be_viewed = point is ReshardPoint.AFTER_BACKWARD and (
                     handle.had_views or self.forward.saved.has_hooks
                 )
@@ -367,7 +367,7 @@ class Unit:
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
-                # Finish the all-gather, which reads the shard: the optimizer may write the shard.
+                # Finish the all-gather, which reads the shard, before an optimizer may write it.
                 handle.wait_unshard()
 
     # ------------------------------------------------------------ forward
@@ -378,8 +378,7 @@ class Unit:
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
         # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
-        # reshard the unit on this rank too: otherwise the others would all-gather without this
-        # rank.
+        # reshard the unit on this rank too: otherwise only the other ranks would all-gather.
         if self.sync is GradSync.ACCUMULATE and self.phase is Phase.IDLE:
             for handle in self.handles:
                 if self.buffer_action(handle, ReshardPoint.AFTER_BACKWARD) is BufferAction.FREE:

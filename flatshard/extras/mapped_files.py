@@ -39,7 +39,7 @@ def create(nbytes: int, *, reserve: bool = True) -> int:
     try:
         os.ftruncate(number, nbytes)
         if reserve:
-            # If memory runs out, this raises. Otherwise a later write would end the process.
+            # If memory runs out, this call raises. A later write would end the process instead.
             os.posix_fallocate(number, 0, nbytes)
     except OSError:
         os.close(number)
@@ -80,7 +80,7 @@ def create_mapped(target: OffloadTarget, nbytes: int) -> tuple[int, mmap.mmap]:
 
     Returns the descriptor and the mapping.
     """
-    # Only the disk has methods of its own (`DiskMemory` of the extra `disk`).
+    # Only a target on disk (`DiskMemory` of the extra `disk`) has its own methods.
     number = getattr(target, "create", create)(nbytes)
     try:
         return number, getattr(target, "mapped", mapped)(number, nbytes)
@@ -121,14 +121,14 @@ def want_pages(place: int, nbytes: int) -> None:
 
 
 def own_pages(values: Tensor) -> None:
-    """Keep ``values``, which lie in a private mapping, when others write to the mapped file."""
+    """Copy the pages of ``values``, a private mapping, so that writes to the file do not show."""
     touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
     # At the first write to a page of a private mapping, the system copies the page.
     touched.copy_(touched.clone())
 
 
 def fills_pages(nbytes: int) -> bool:
-    """Whether shards of ``nbytes`` each should be mapped next to each other into a buffer.
+    """Whether shards of ``nbytes`` each can be mapped next to each other into a buffer.
 
     Ranks on the same operating system get the same result.
     """

@@ -62,7 +62,7 @@ class ModelShards:
         for unit in self._units:
             unit.count_load("a checkpoint")
         for handle in self._handles:
-            # Reading a file directly into memory does not increase the version counters.
+            # Increase the version counters: reading a file directly into memory leaves them as is.
             written = handle.sharded if handle.is_whole else [handle.flat_param]
             torch.autograd.graph.increment_version(written)
             handle.page_out()
@@ -78,8 +78,8 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
     try:
         units_between_steps(model, caller)
     except RuntimeError as error:
-        # Raise the error below, on all ranks together. If only this rank raised, the other ranks
-        # would wait for this rank in the next collective.
+        # Raise the error on all ranks below. If only this rank raised here, the other ranks would
+        # wait for this rank in the next collective.
         problem = error
     parts = state_dicts_in(model)
     if not parts:

@@ -1,7 +1,7 @@
-"""Steps some parameters of an optimizer, for extras.
+"""Steps only some parameters of an optimizer, for three extras.
 
-``whole_tensors`` steps full parameters, ``disk`` a part of the shards at a time, and
-``step_in_backward`` the parameters of a unit.
+The extra ``whole_tensors`` steps full parameters, ``disk`` steps a part of the shards at a time,
+and ``step_in_backward`` steps the parameters of a unit.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
 
     Args:
         optimizer: the optimizer.
-        parts: copies of parameter groups. Each copy has only consecutive parameters of the group,
-            so that one bucket holds parameters of only one part: a bucket is one range of a flat
-            shard, and other parameters may lie between two parts.
+        parts: copies of parameter groups. Each copy has only consecutive parameters of the group:
+            the optimizer steps neighbouring parameters as a single range (bucket) of a flat shard,
+            and other parameters may lie between two parts.
 
     Raises:
         NotImplementedError: the optimizer changes an option of a group in each step.

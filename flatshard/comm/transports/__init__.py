@@ -1,7 +1,7 @@
 """``Transport``: one way to move flat parameters and gradients between the ranks of a group.
 
-Also ``average``, by which transports add in rank order, so that the results are the same in every
-run and with every transport.
+The function ``average`` is here too. Transports use it to add in rank order, so that the results
+are the same in every run and with every transport.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Members:
         """
         self.group, self.options = group, options
         self.rank, self.global_rank = 0, 0
-        # A tuple, because records of collectives keep a reference, and must not change.
+        # Use a tuple, which cannot change, because records of collectives keep a reference to it.
         self.ranks: tuple[int, ...] = (0,)
         if group is not None:
             self.rank, self.global_rank = dist.get_rank(group), dist.get_rank()
             self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size = len(self.ranks)
-        # Each rank begins with the rank after itself, so that not all ranks send to rank 0 first.
+        # The first peer is the next rank, so that not all ranks send to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.ranks_text = ranks_text(self.ranks)  # the ranks as a text, for messages
         self.connecting = f"ShardedWrapper, rank {self.global_rank}: connecting to the other ranks"
@@ -85,8 +85,8 @@ class Members:
 
 def average(rows: Sequence[Tensor], out: Tensor) -> None:
     """Average the rows (one per rank) into ``out``, in rank order and in the dtype of ``out``."""
-    # Add row by row. A kernel that adds all rows at once would choose the order of additions by the
-    # tensors' sizes, but rounding depends on the order.
+    # Add row by row, because rounding depends on the order. A kernel that adds all rows at once
+    # would choose the order of additions by the tensors' sizes.
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -166,8 +166,7 @@ class Transport(abc.ABC):
     host_only = True
     # The transport moves only flat parameters with a tag below this number.
     max_tag: float = math.inf
-    # Whether the collectives of different ranks match by order, and not by the flat parameter's
-    # tag.
+    # Whether collectives of different ranks match by order, not by the flat parameter's tag.
     is_ordered = False
     # Whether flatshard's code, not the backend, adds gradients ([Note: sums] in `communicator.py`).
     adds_here = True
@@ -176,10 +175,10 @@ class Transport(abc.ABC):
 
     @classmethod
     def connect(cls, members: Members) -> Transport | str:
-        """Return a transport for the group, or a text: why the group cannot use this class.
+        """Return a transport for the group, or a text that says why the group cannot use the class.
 
-        The text is for ``unit_report``. "": the user's options exclude the transport. Collective:
-        either all ranks return a transport, or all ranks return a text.
+        The text is for ``unit_report``, and empty if the user's options exclude the transport.
+        Collective: either all ranks return a transport, or all ranks return a text.
         """
         return ""
 

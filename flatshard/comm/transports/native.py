@@ -18,7 +18,7 @@ from flatshard.units.layout import as_bytes, as_real
 # Dtypes that all backends can all-gather. Tensors of other dtypes are sent as bytes.
 _USUAL = {torch.float32, torch.float64}
 
-# Number of elements that makes every backend use its algorithm for large tensors.
+# With this number of elements, every backend uses its algorithm for large tensors (`warm_up`).
 _LARGE_NUMEL = 1 << 20
 
 
@@ -65,8 +65,8 @@ class NativeTransport(Transport):
         group = members.reduce_group if request.reduced else members.gather_group
         is_gloo = shard.device.type in self._on_gloo
         if not request.reduced:
-            # Leave out the purpose from the description, which ranks compare: if one rank unshards
-            # a unit for forward and another rank for backward, both take part in one all-gather.
+            # Ranks compare `what`, so leave out the purpose of the all-gather: one rank may unshard
+            # the unit for forward, and another rank for backward, in the same all-gather.
             unit = request.unit_fqn or "the root unit"
             what = f"all-gather of {unit!r}, flat parameter {request.tag}"
             if is_gloo:
@@ -85,7 +85,7 @@ class NativeTransport(Transport):
         group, kept = self._members.reduce_group, [buffer, request.out]
         need = self._members.history.begin(group)
         if request.fixed_order:
-            # Keep `arrived` alive: the backend fills it after this method has returned.
+            # Keep `arrived` alive, because the backend fills it after this method has returned.
             arrived = torch.empty_like(buffer)
             work = dist.all_to_all_single(
                 as_bytes(arrived), as_bytes(buffer), group=group, async_op=True
@@ -109,9 +109,10 @@ class NativeTransport(Transport):
         return AsyncWork(works, op_name, [buffer], condition=need)
 
     def warm_up(self, device: torch.device, *, fixed_order: bool, replicas: bool) -> None:
-        # Run each kind of reduction once, so that the backend opens connections now. This blocks
-        # the host until all ranks have started the same reduction. In a backward, another rank
-        # could wait for an all-gather that this rank has not started yet: a deadlock.
+        # Run each kind of reduction once, so that the backend opens connections now. Opening
+        # connections blocks the host until all ranks have started the same reduction. In a
+        # backward, this could be a deadlock: another rank may first wait for an all-gather that
+        # this rank has not started yet.
         kind = device, fixed_order, replicas
         if self._members.is_fake or kind in self._warmed_up:
             return

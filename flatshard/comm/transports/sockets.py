@@ -85,15 +85,15 @@ class _Message:
         """Wait until the tensor is received or sent. Must be called only once."""
         assert self._begun is not None, "waited for once"
         self._begun.result().wait()
-        # Drop both attributes, which keep the tensor alive: this object may live until the whole
-        # collective is complete.
+        # Drop both attributes, which keep the tensor alive. Otherwise the tensor would stay in
+        # memory until the whole collective is complete.
         del self._ask
         self._begun = None
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # If the program drops a model during an all-gather (after a failed backward, for example),
-        # keep the tensor until the message has arrived. If a receive were freed before, gloo would
-        # stop reading from that rank, and all later collectives of the ranks would wait forever.
+        # keep the tensor until the message has arrived. If a receive were freed earlier, gloo would
+        # stop reading from the sender, and all later collectives of the ranks would wait forever.
         if not is_ending() and self._begun is not None and self._begun.done():
             with contextlib.suppress(RuntimeError):  # near the end of Python, no thread can start
                 _dropped.put(partial(_end_dropped, self._begun, self._ask))
@@ -248,8 +248,8 @@ class _Average:
                 _Message(members.reduce_group.recv, theirs, peer, request.tag)
                 for theirs, peer in zip(values, peers, strict=True)
             ]
-            # Add in rank order, but on rank 0, add its own values second, because `out` may already
-            # contain the first peer's values. The order of the first two summands has no effect.
+            # Add in rank order. But on rank 0, add rank 0's own values second, because `out` may
+            # already contain the first peer's values. The first two summands may be exchanged.
             values.insert(max(members.rank, 1), mine)
             self._pieces.append(_Piece(part, values, receives))
 

@@ -22,7 +22,7 @@ from flatshard.engine.run_state import RunState
 from flatshard.units.module_tree import unit_text
 
 _NAME = "average_over()"
-# Sent by a rank that ran a backward without a count. No program passes this count.
+# Number that a rank sends if it ran a backward without a count. No program passes this number.
 _MISSING = -math.ulp(0.0)
 
 
@@ -33,9 +33,9 @@ def count(state: RunState, number: float | Tensor) -> None:
         raise TypeError(f"{_NAME}: expected an int, a float or a 0-d tensor, got {number!r}.")
     if state.extension("average_over") is None:
         state.extend(AverageOver(state))
-    # Queue the copy to the host now, before the backward's kernels. The end of backward then waits
-    # only for this copy. A copy queued there would wait for the whole backward. Torch allocates
-    # pinned memory for a copy that does not block.
+    # Queue the copy to the host now, before the kernels of backward. Then the end of backward waits
+    # only for the copy. A copy queued at the end would wait for the whole backward. Torch allocates
+    # pinned memory for a copy with `non_blocking`.
     host = given.to("cpu", torch.float64, non_blocking=True)
     event = torch.cuda.current_stream(given.device).record_event() if given.is_cuda else None
     state.extension("average_over").given = host, event
@@ -49,8 +49,8 @@ class AverageOver(StepExtension):
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        # A count is a tensor on the host, and the CUDA event after which the tensor is complete
-        # (None for a CPU number). None in place of the pair: there is no count.
+        # A count is a pair: a tensor on the host, and the CUDA event after which the tensor is
+        # complete (None for a number on the CPU). A missing count is None.
         self.given: Any = None  # the count for the next backward
         self._present: Any = None  # the count of the running backward
         self._earlier: list[Any] = []  # counts of earlier backwards that accumulated gradients
@@ -62,22 +62,22 @@ class AverageOver(StepExtension):
             extension.needs_gradients(_NAME)
 
     def _accumulated(self) -> list[tuple[int, int]]:
-        """Return values that differ after a backward that has accumulated gradients."""
+        """Return values that change when a backward accumulates gradients."""
         slots = (slot for one in self._state.handles for slot in one.grads.slots.values())
         return [(id(slot), slot._version) for slot in slots]
 
     def _counts(self) -> list[Any]:
-        """Return the counts of this backward, and of earlier ones whose gradients still exist."""
+        """Return the counts of this backward, and of earlier backwards whose gradients remain."""
         backward = self._state.backward
         earlier = self._earlier if backward.had_accumulated else []
         return earlier if backward.is_empty else [*earlier, self._present]
 
     def votes(self) -> bytes:
-        """Return this rank's number of tokens, for an exchange that takes the maximum of each byte.
+        """Return this rank's sum of counts, for an exchange that takes the maximum of each byte.
 
         The first byte says whether the program has passed any count on this rank. Then there are 8
-        bytes for each rank: the sum of this rank's counts at this rank's place, and zeros at all
-        other places. If a count is negative or not finite, the count takes the place of the sum.
+        bytes for each rank: the sum of this rank's counts at this rank's position, and zeros at all
+        other positions. If a count is negative or not finite, this count is sent, not the sum.
         """
         counts, world = self._counts(), self._state.world
         for _, event in filter(None, counts):
@@ -100,9 +100,9 @@ class AverageOver(StepExtension):
             self._check(counts)
         elif state.lacks_ranks:  # `join` has set the scale
             return
-        # Some units train only on a part of the ranks. If none of these ranks has a token, the
-        # unit's gradients are zero, and need no scale. Other ranks do not see this total, so this
-        # rank must not raise.
+        # Some units train only on some of the ranks. If the counts of these ranks add up to 0, the
+        # unit's gradients are zero and need no scale. This rank must not raise then, because other
+        # ranks do not compute this total.
         worlds = {handle.topology.world for handle in state.handles}
         totals = {one: math.fsum(counts.get(rank, 0) for rank in one.ranks) for one in worlds}
         for handle in state.handles:
@@ -110,7 +110,7 @@ class AverageOver(StepExtension):
             handle.grads.scale = world.size / (totals[world] or world.size)
 
     def _check(self, counts: dict[int, float]) -> None:
-        """Raise if the gradients of this backward cannot be averaged over ``counts`` (by rank)."""
+        """Raise if gradients cannot be averaged over ``counts``, whose keys are ranks."""
         state = self._state
         problems = [
             f"rank {rank} passed " + ("no count" if one == _MISSING else f"the count {one}")
@@ -133,5 +133,5 @@ class AverageOver(StepExtension):
         """Keep the count if this backward has accumulated gradients of parameters."""
         if has_gradients or self._accumulated() != self._before:
             self._earlier = [] if self._state.is_reducing else self._counts()
-        else:  # this backward computed no gradient of a parameter, but of an input, for example
+        else:  # this backward computed gradients of inputs, for example, but of no parameter
             self.given = self._present

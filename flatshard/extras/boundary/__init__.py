@@ -1,7 +1,7 @@
 """Extra: moves parameters in a flat parameter, to keep each row, block or parameter on one rank.
 
-The option ``boundary`` asks for this. Without this folder, ``ShardedWrapper(boundary=...)`` raises
-``MissingExtraError``, except with the default ``"element"``.
+The option ``boundary`` of ``ShardedWrapper`` enables this extra. Without this folder, the option
+raises ``MissingExtraError``, except with the default ``"element"``.
 
 Only the positions of parameters in the flat parameter change. Every rank still holds one range, and
 all ranges have the same length, so collectives are unchanged. The cost is padding, limited by
@@ -35,8 +35,8 @@ MAX_PADDING = 0.25
 # Elements of padding that are always allowed, because they cost next to nothing.
 FREE_PADDING = 1 << 18
 
-# `move` tries `_TRIES` shard lengths. The first is the length without boundaries, and each later
-# length is greater by 1 / `_FINENESS` of the first, so the last is an eighth greater.
+# `move` tries `_TRIES` shard lengths. The first is the length without boundaries. Each later length
+# is greater by 1 / `_FINENESS` of the first length, so the last length is an eighth greater.
 _TRIES = 64
 _FINENESS = 512
 
@@ -92,7 +92,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         return layout
 
     # A first solution puts each parameter on one rank, which may need long shards. The loop below
-    # looks for a better solution: all parameters in sequence, cut at allowed places.
+    # looks for a solution with shorter shards: all parameters in sequence, cut at allowed places.
     bins, used = _in_bins(spans, world_size, align)
     shard_numel = shard_length(used, align, itemsize=itemsize)
     starts = [(first + rank) % world_size * shard_numel + at for rank, at in bins]
@@ -110,8 +110,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
         replace(span, start=start, end=start + span.numel)
         for span, start in zip(spans, starts, strict=True)
     ]
-    # Sort by start, then by end, so that an empty parameter comes before the parameter that begins
-    # at the same place.
+    # Sort by start, then by end. Then an empty parameter comes before a parameter with elements
+    # that begins at the same position.
     moved.sort(key=lambda span: (span.start, span.end))
     return FlatLayout(tuple(moved), world_size, shard_numel)
 
@@ -121,7 +121,8 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
-    Returns the rank of each parameter with its position in the shard, and the longest shard.
+    Returns two values: for each parameter, the rank and the position in this rank's shard; and the
+    length of the longest shard.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -137,10 +138,10 @@ def _in_bins(
 def _multiples(
     spans: Sequence[ParamSpan], blocks: Sequence[int], lower: int, align: int
 ) -> list[int]:
-    """Return numbers: for each, ``move`` tries shard lengths that are multiples of the number.
+    """Return the numbers of elements of which ``move`` tries multiples as shard lengths.
 
     If two shard ends cut the same parameter, the shard length must be a multiple of the parameter's
-    block (a row, for example). So a multiple of the blocks of several parameters suits them all.
+    block (a row, for example). So a common multiple of their blocks suits several parameters.
     """
     found = [align]
     for span, block in sorted(zip(spans, blocks, strict=True), key=lambda one: -one[0].numel):
@@ -153,7 +154,7 @@ def _multiples(
 def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
-    """Return positions for the parameters one after another, or None if shards are too short."""
+    """Return positions that put the parameters in sequence, or None if shards are too short."""
     starts: list[int] = []
     end = 0
     for span, block in zip(spans, blocks, strict=True):

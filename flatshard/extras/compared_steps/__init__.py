@@ -1,8 +1,8 @@
 """Extra: finds ranks that step an optimizer with different options, or different numbers of times.
 
-When a step begins, each rank records the options. The exchange at the end of the next backward
-contains a digest of these records, and costs no further message. If digests differ, the ranks
-exchange the records, and all ranks raise.
+When a step begins, each rank records the optimizer's options. The ranks compare a digest of these
+records in the exchange at the end of the next backward, so no further message is needed. If the
+digests differ, the ranks exchange the records, and all ranks raise.
 
 Without this folder, ranks with different options train without an error.
 """
@@ -29,7 +29,7 @@ __all__ = ["ComparedSteps"]
 
 # For torch's optimizers, ranks compare all options except `_KERNELS`, which choose a kernel. For
 # optimizers of other libraries, ranks compare only `_OPTIONS`: the step of such an optimizer may
-# also store numbers in the groups that it has computed from this rank's shards.
+# store other numbers in the groups, computed from this rank's shards.
 _OPTIONS = {"lr", "weight_decay", "betas", "momentum", "eps"}
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -52,9 +52,9 @@ class ComparedSteps:
     def __init__(self, state: RunState) -> None:
         self.digest, self.facts = 0, deque[Facts](maxlen=4096)
         self._state = weakref.proxy(state)
-        # Cache of names, keyed by the ids of the parameters in an optimizer's group. Values: the
-        # first of the parameters' names (None: the model has none of these parameters), and a text
-        # with the number and a checksum of the names, which ranks compare.
+        # Cache for parameter groups of optimizers. The keys are the ids of the group's parameters.
+        # The values are the first of the parameters' names (None if the model has none of these
+        # parameters), and a text with the number and a checksum of the names, for ranks to compare.
         self._groups: dict[tuple[int, ...], tuple[str | None, str]] = {}
         _models.add(self)
         ComparedSteps.num_made += 1
@@ -89,8 +89,8 @@ class ComparedSteps:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Names, by id, of the parameters that all ranks train (not experts of some ranks)."""
-        with suppress(ReferenceError):  # the model is gone, or a part of a larger model now
+        """Names of the parameters that all ranks train, keyed by the parameter's id."""
+        with suppress(ReferenceError):  # the model was freed, or became a part of a larger model
             return {
                 id(param.sharded): param.name
                 for handle in self._state.handles
@@ -100,11 +100,11 @@ class ComparedSteps:
         return {}
 
     def facts_of(self, optimizer: Optimizer, names: list[str]) -> Facts:
-        """Return the facts about those groups of an optimizer that have parameters of the model."""
+        """Return facts to compare, about the optimizer's groups with parameters of the model."""
         facts: Facts = {}
         for group in optimizer.param_groups:
             ids = tuple(map(id, group["params"]))
-            if ids not in self._groups:  # slow; a scheduler changes the options in each step
+            if ids not in self._groups:  # cached: a scheduler may change the options in each step
                 # A program may collect parameters in a set, in any order.
                 inside = sorted(self._names[one] for one in ids if one in self._names)
                 checksum = crc32(repr(inside).encode())
@@ -123,8 +123,8 @@ class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
     names: list[str]  # names of the options that ranks compare
-    # `ComparedSteps.num_made` at the last step, because a new model may contain the optimizer's
-    # parameters; then for each group, the options and the number of parameters.
+    # First `ComparedSteps.num_made` at the last step, because a new model may contain the
+    # optimizer's parameters. Then, for each group, the options and the number of parameters.
     options: list[Any] = field(default_factory=list)
     # For each model that the optimizer steps: the facts to compare, and their digest.
     facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)
@@ -144,11 +144,11 @@ _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 
 def record_step(optimizer: Optimizer) -> None:
-    """Record a step of an optimizer, in the models whose parameters it steps."""
+    """Record a step of ``optimizer`` for each model whose parameters the optimizer holds."""
     seen, options = _seen.get(optimizer) or _first_seen(optimizer), [ComparedSteps.num_made]
     for group in optimizer.param_groups:
         options += *map(group.get, seen.names), len(group["params"])
-    # Do not compare tensors here: this would wait for an accelerator.
+    # Do not compare tensors here: the comparison would wait for an accelerator.
     if not _SIMPLE.issuperset(map(type, options)) or seen.options != options:
         seen.update(optimizer, [*map(_plain, options)])
     for model, facts, digest in seen.facts:

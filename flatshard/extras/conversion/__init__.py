@@ -36,7 +36,7 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
     ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
     """
     context = unit_of(root).context
-    # An outer wrapper, whose module's `_apply` has called this wrapper, converts all shards.
+    # If an outer wrapper's `_apply` has called this wrapper, the outer wrapper converts all shards.
     if context.is_converting:
         root.module._apply(fn, recurse)
         return
@@ -44,8 +44,8 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
     check_not_summoned(units_in(root), "converted")
     units = units_in(root) if recurse else [unit_of(root)]
     handles = [handle for unit in units for handle in unit.handles]
-    # To convert one of several small modules that share a unit is an error. But allow a conversion
-    # without effect: teardown code calls `.cpu()` on parts of models that are already on the CPU.
+    # The checks below refuse to convert one of several small modules that share a unit. But allow a
+    # conversion without effect: teardown code calls `.cpu()` on parts that are already on the CPU.
     if any(_changes(handle.flat_param, fn) for handle in handles):
         context.check_between_steps("a conversion of the model")
         check_has_all_modules(root, "converted")
@@ -61,15 +61,15 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
                 params[name] = None
             root.module._apply(fn, recurse)
             for module in root.modules():
-                # Even after `module.to(dtype)`, modules compute with buffers in the policy's dtype.
-                # Only the recorded original dtype changes, which state dicts have.
+                # Even after `module.to(dtype)`, modules compute with buffers in the dtype of the
+                # mixed precision policy. Only the recorded dtype, used by state dicts, changes.
                 _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
                 own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
                 cast_again(module)
         finally:
             for (params, name), param in zip(places, hidden, strict=False):
                 params[name] = param
-    # Inside of `no_sync(uneven=True)`, only conversions without effect come here.
+    # Inside of `no_sync(uneven=True)`, `check_between_steps` refuses any conversion with an effect.
     for handle in () if context.root.stays_unsharded else handles:
         _convert_handle(handle, fn)
     context.refresh()
@@ -89,8 +89,8 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
     ``fn`` takes a tensor; ``model.to()`` passes this function to ``Module._apply``.
     """
     handle.reshard()
-    # Until the all-gather that refreshes the secondary shard is complete, other ranks read the
-    # memory of this rank's shard, which the code below frees.
+    # Wait for the all-gather that refreshes the secondary shard. In this all-gather, other ranks
+    # read the memory of this rank's shard, which the code below frees.
     if handle.gather.secondary is not None:
         handle.gather.secondary.finish_refresh()
     handle.absorb_replaced()
@@ -146,11 +146,11 @@ def _put_back(
 def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a wrapper, with all units inside. No communication."""
     check_not_summoned(units_in(root), "copied")
-    # The outermost wrapper puts all units into `memo`. So an inner wrapper finds its unit there.
+    # The outermost wrapper puts all units into `memo`, where the inner wrappers find their units.
     is_outermost, units = id(unit_of(root)) not in memo, list[Unit]()
     if is_outermost:
         check_has_all_modules(root, "copied")
-        # Another model in the same `copy.deepcopy` may have copied a unit already.
+        # Leave out units that were copied with another model in the same `copy.deepcopy`.
         units = [unit for unit in units_in(root) if id(unit) not in memo]
     for unit in units:
         unit.context.forward.recover()
@@ -159,8 +159,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
     twin: ModuleProxy = type(root).__new__(type(root))
     memo[id(root)] = twin
     twin.__dict__.update(copy.deepcopy(root.__dict__, memo))
-    # If a module defines `__reduce__`, `deepcopy` copies its hooks first, whose weak references
-    # then refer to a temporary copy.
+    # If a module defines `__reduce__`, `deepcopy` copies the module's hooks first, and their weak
+    # references then refer to a temporary copy of the module.
     hook: Any
     for module in twin.modules():
         for hook in module._load_state_dict_pre_hooks.values():
@@ -171,19 +171,18 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             copied = memo[id(unit)]
             _fill(copied, unit, memo)
             copied.own(handles, Backward.receive)
-            # `deepcopy` drops the compiled call of a module, which runs flatshard's hooks: add them
-            # again.
+            # `deepcopy` drops a module's compiled call, which runs flatshard's hooks. Add new ones.
             for module in copied.modules:
                 register_forward_hooks(copied, module)
     if is_outermost:
-        # A model has the same number on all ranks. If only this rank copies the model, a new number
-        # would shift the numbers of later models on this rank only.
+        # Reuse the number of the original model. Numbers must be the same on all ranks, but perhaps
+        # only this rank makes a copy: a new number would shift the numbers of later models here.
         start_run(twin, number=unit_of(root).context.number)
     return twin
 
 
 def _fill(copied: Unit, unit: Unit, memo: dict[int, Any]) -> None:
-    """Make ``copied`` a copy of ``unit``, without parameters and without a step under way."""
+    """Make ``copied`` a copy of ``unit``, without parameters and without a running step's state."""
     casts = {memo[id(module)]: casts for module, casts in unit.casts.items()}
     Unit.__init__(copied, casts, unit.names, unit.settings, copy.deepcopy(unit.ignored, memo))
     copied.state_dict = copy.deepcopy(unit.state_dict, memo)
@@ -194,7 +193,7 @@ def _fill(copied: Unit, unit: Unit, memo: dict[int, Any]) -> None:
 def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:
     """Copy ``handle`` for modules that were deep-copied; ``memo`` maps modules to their copies.
 
-    Unreduced gradients stay with ``handle``. The copy has none.
+    The copy has no unreduced gradients. These stay with ``handle``.
     """
     handle.absorb_replaced()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -5,9 +5,9 @@ of flatshard still raise (see ``HostExchange``). But ranks in different collecti
 process group's timeout, and errors do not name lines of the program.
 
 In each process, a thread (``Watchdog``) checks about once a second all waits for collectives, on
-the host and on the GPU. It logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
-``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. It
-ends a wait only if the wait would certainly never end (see ``detector.py``).
+the host and on the GPU. The thread logs a wait of ``PATIENCE_SECONDS`` on the host once (logger
+``flatshard``, level WARNING), with the line of the program and the ranks that report no wait. The
+thread ends a wait only if the wait would certainly never end (see ``detector.py``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flatshard.extras.deadlock.program import OwnCollective
 
 # Minimum duration of a wait that is logged.
 PATIENCE_SECONDS = 60.0
-# The same, for a wait in the constructor of a wrapper. The other rank may use another wrapper
-# (DDP), so only this rank's log tells the user about the wait.
+# Minimum duration of a logged wait in the constructor of a wrapper. This minimum is shorter: if
+# another rank uses another wrapper (DDP), only this rank's log tells the user about the wait.
 MEETING_SECONDS = 10.0
 
 _MEETING_REMEDY = (
@@ -64,8 +64,8 @@ class Watchdog(CollectiveWatch):
         self._waits: dict[watched, BlockedWait] = {}  # waits of all threads at the last `look`
         self._users: set[int] = set()  # ids of the program's threads that ever waited for ranks
         self._thread: threading.Thread | None = None
-        # Locked during a check. The end of the program waits for the lock: a check may be in C++
-        # code of a backend, which ends the process with SIGABRT if Python ends meanwhile.
+        # Locked during a check. Before Python ends, `stop` waits for this lock: if a check were in
+        # a backend's C++ code when Python ends, that code would end the process with SIGABRT.
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
         # Wait in a collective of the user's program that the last `look` found.
@@ -85,7 +85,7 @@ class Watchdog(CollectiveWatch):
 
     def explain(self, wait: watched) -> str | None:
         reason = detector.explain(self._waits.get(wait) or _blocked(wait))
-        # Call this last: the line above takes time, in which an error may be set in this thread.
+        # Call `take_back_error` last: while `detector.explain` runs, the watchdog may set an error.
         taken_back = gpu.take_back_error()
         return reason or taken_back
 
@@ -100,7 +100,7 @@ class Watchdog(CollectiveWatch):
         self._thread.start()
 
     def stop(self) -> None:
-        # Do not release the lock, so that the thread calls no backend any more.
+        # Do not release the lock, so that the watchdog's thread calls no backend any more.
         if self._thread is not None and self._thread.is_alive():
             self._looking.acquire(timeout=_END_SECONDS)
             # Abort NCCL collectives that do not complete. After an error, a collective may never
@@ -157,8 +157,8 @@ class Watchdog(CollectiveWatch):
     def _wait_of(self, user: int, waits: list[BlockedWait]) -> BlockedWait | None:
         """Return the innermost wait of thread ``user``, or None if the thread does not wait.
 
-        This is the last of ``waits`` (in flatshard's collectives on the host), or a wait in a
-        collective of the user's program, or a wait for an NCCL collective on the GPU.
+        The innermost wait is the last of ``waits`` (in flatshard's collectives on the host), a wait
+        in a collective of the user's program, or a wait for an NCCL collective on the GPU.
         """
         wait = waits[-1] if waits else None
         if wait is not None and wait.need is not UNKNOWN:
@@ -202,7 +202,7 @@ def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
 class _OwnWait(BlockedWait):
     """A wait in a collective called by the user's program, not by flatshard.
 
-    ``outer``: if a user's hook called the collective while flatshard was waiting, flatshard's wait.
+    ``outer``: flatshard's own wait, if a user's hook called the collective during flatshard's wait.
     """
 
     def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
@@ -216,7 +216,7 @@ class _OwnWait(BlockedWait):
     def is_known(self, found: OwnCollective) -> bool:
         """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
 
-        Reads these once, but only after some seconds, because it is slow and most waits are short.
+        Reads the number once, after some seconds: reading is slow, and most waits are short.
         """
         is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
         if is_long and not self._was_asked:

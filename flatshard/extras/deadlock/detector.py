@@ -18,7 +18,7 @@ as a deadlock. A process in which several threads communicate publishes nothing 
 [Note: traffic]
 The number of bytes does not grow with the number of ranks. A report names at most ``_ASKED`` ranks
 for which the rank waits, and a rank reads at most ``_READ`` reports. A rank that finds a deadlock
-publishes a finding under the name of each process group concerned. All waiting ranks read it there.
+publishes a finding under the name of each process group concerned, where all waiting ranks read it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _WORDS = 400  # maximum number of characters of a wait's description that a rank
 PROGRAM = "the program's own"  # kind of the collectives called by the user's program
 ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
-# For each process group and kind of collective: how many this rank has begun, and the latest ones.
+# For each process group and kind of collective: how many collectives a rank has begun, and the
+# latest of these collectives.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 
 
@@ -71,12 +72,11 @@ AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
 UNKNOWN = WaitCondition("", "", 0, ())
 
 
-# For each process group of flatshard, by name: a record of the collectives that this rank has
-# begun.
+# Records of the collectives that this rank has begun, keyed by the process group's name.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
-# For each default process group: where in its store ranks publish reports (see `begin_run`).
+# For each default process group: the prefixed store for reports (see `begin_run`).
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -109,8 +109,8 @@ class _Finding(NamedTuple):
     """The reason why some waits never end, published by the rank that has found it."""
 
     text: str
-    # The group, kind and number of each of these waits. None: all waits in the groups under whose
-    # names the finding is published, except waits for collectives of the user's program.
+    # The waits that never end, each as group, kind and number. None: all waits in the groups under
+    # whose names the finding is published, except waits for collectives of the user's program.
     waits: list[list[Any]] | None
 
 
@@ -123,8 +123,8 @@ class _Report(NamedTuple):
     need: WaitCondition
     # The collectives that the rank has begun.
     begun: AllBegun
-    # Whether `need` lists only the first `_ASKED` ranks. Then the wait is for all ranks of the
-    # group.
+    # Whether the list of ranks in `need` was cut to `_ASKED`. Then the rank waits for all ranks of
+    # the group.
     has_more: bool = False
 
     def to_json(self) -> str:
@@ -143,7 +143,7 @@ class _Report(NamedTuple):
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
-        # Reports are JSON: unpickling could run the code of anybody who can write to the store.
+        # Use JSON: unpickling would run the code of anybody who can write to the store.
         wait, now, words, need, begun, has_more = json.loads(text)
         return cls(wait, now, words, WaitCondition(*need), begun, has_more)
 
@@ -202,8 +202,8 @@ class Deadlock:
             finding = _tell(self._store, finding, mine.begun)
             self._note(wait, finding)
             # A launcher kills all ranks after the first error. In a collective of the user's
-            # program, ranks get an error of the backend, without the reason, so they must log the
-            # finding first. So delay this rank's error if such a collective is concerned.
+            # program, ranks get an error of the backend without the reason, so the ranks must log
+            # the finding first. So delay this rank's error if the finding names such a collective.
             is_soon = all(kind != PROGRAM for _, kind, _ in finding.waits or ())
             self._next = now + (0 if is_soon else _LEAVE_LOOKS * LOOK_SECONDS)
             if is_soon:
@@ -267,7 +267,7 @@ class Deadlock:
         return [rank for rank in wait.need.ranks[:_ASKED] if rank not in waiting]
 
     def _withdraw(self) -> None:
-        """Publish the end of the last wait published by this rank."""
+        """Publish that the last wait published by this rank is over."""
         wait, self._wait, self._before = self._wait, None, {}
         if wait is None or not wait.number:
             return
@@ -348,7 +348,7 @@ def _why(need: WaitCondition) -> _Finding | None:
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
-    """Return how many collectives a rank must still begin before ``need`` is met.
+    """Return how many collectives a rank must still begin to meet the condition ``need``.
 
     ``begun``: the collectives that the rank has begun.
     """
@@ -389,8 +389,8 @@ def _reason(need: WaitCondition, reports: _Reports) -> _Finding | None:
 def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     """Return a finding if an NCCL collective of the program was matched with one of the model.
 
-    In an NCCL process group, the n-th collective of a rank is matched with the n-th collective of
-    every other rank. If one belongs to the program and another to the model, both wait forever.
+    NCCL matches the n-th collective of a rank in a process group with the n-th collective of every
+    other rank. If a collective of the program is matched with one of the model, both wait forever.
     ``reports``: the reports of other ranks.
     """
     for rank, report in reports.items():
@@ -414,9 +414,9 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
     """Return how many NCCL collectives a rank has begun in ``group``.
 
-    Returns two numbers: of all NCCL collectives, and of those of the user's program. (0, 0): the
-    rank has begun none, or none of flatshard. The kind of flatshard's collectives is the name of
-    the process group, perhaps with " on cuda".
+    Returns two numbers: how many NCCL collectives in total, and how many of the user's program.
+    (0, 0): the rank has begun no NCCL collective, or no collective of flatshard. The kind of
+    flatshard's collectives is the name of the process group, perhaps with " on cuda".
     """
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]
@@ -525,8 +525,8 @@ def begin_run() -> None:
             store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        # Publish a first report immediately. Other ranks ask for several reports in one call, which
-        # is True only if all of these reports exist.
+        # Publish a first report immediately. Other ranks check in one call whether several reports
+        # exist, and the call returns True only if all of them exist.
         _publish(_stores[world], _NO_WAIT)
 
 
@@ -550,12 +550,12 @@ def _key(rank: int) -> str:
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """Publish ``finding`` for all ranks that wait in one of ``groups``.
 
-    Also for ranks that wait in a group that the finding names, or in an NCCL group in which this
-    rank has begun a collective.
+    The finding also reaches ranks that wait in a group that the finding names, or in an NCCL group
+    in which this rank has begun a collective.
 
     Returns:
-        The finding to raise. If several ranks publish at the same time, this is the first finding,
-        so that all ranks raise the same text.
+        The finding to raise. If several ranks publish at the same time, all ranks raise the first
+        published finding, so that their errors have the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks

@@ -12,7 +12,7 @@ A thread is considered to wait for a collective on the GPU if for some seconds:
   in a function of flatshard that polls the GPU (``_POLLS``);
 - by torch's counts, at least one NCCL collective that this rank has begun is not complete.
 
-The watchdog thread checks this about once a second, so a training step runs no extra code.
+The watchdog thread checks these conditions about once a second. A training step runs no extra code.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torch.distributed import distributed_c10d
 from flatshard.comm.work import CollectiveError
 
 # Names of functions that may wait for the GPU: all of torch, and conversions such as
-# `float(tensor)`. A function of another library with the same name matters only if it waits, so the
-# names of such functions (`sleep`, `recv`) are removed.
+# `float(tensor)`. Only names are compared, so the names of functions that other libraries use to
+# wait for something other than the GPU (`sleep`, `recv`) are removed.
 _WAITING_CALLS = {*dir(torch.Tensor), *dir(torch), *dir(torch._C), "synchronize", "wait"}
 _WAITING_CALLS |= {"float", "int", "bool"}
 _WAITING_CALLS -= {"select", "poll", "sleep", "acquire", "join", "get", "put", "read", "recv"}
@@ -51,8 +51,8 @@ _ABORT_SECONDS = 10.0
 # a value.
 _WAITING_OPCODES = ("BINARY_", "COMPARE_OP", "POP_JUMP", "STORE_SUBSCR", "TO_BOOL", "UNARY_")
 
-# Function in flatshard's backward that polls until the GPU has reduced gradients. The function also
-# waits for all-gathers that were queued on the GPU before the reduction.
+# Name of flatshard's function that polls, in backward, until the GPU has reduced gradients. The
+# function also waits for all-gathers that were queued on the GPU before the reduction.
 _POLLS = "wait_until_reduced"
 _IN_POLLS = -1  # stands for any bytecode instruction of `_POLLS`
 
@@ -84,10 +84,10 @@ class GpuWaits:
     """Finds waits for NCCL collectives on the GPU, by looking at a thread about once a second."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # result of `begun` at the last look
+        self._numbers: dict[str, int] = {}  # result of `begun` at the last call of `look`
 
-        # The instruction at which the thread was at the last look (`_place_of`), and when the
-        # thread was first seen at this instruction.
+        # The instruction at which the thread was at the last call of `look` (`_place_of`), and when
+        # `look` first found the thread at this instruction.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
         self._found: GpuCollective | None = None
@@ -101,8 +101,8 @@ class GpuWaits:
         flatshard all-gathers.
 
         Returns:
-            The collective, and the time at which the wait was first seen. None: there is no wait,
-            or only since less than ``after_seconds``.
+            The collective, and the time at which the wait was first seen. None if the thread does
+            not wait, or has waited for less than ``after_seconds``.
         """
         # First compare the numbers of begun collectives, which are fast to read. While a thread
         # trains, the numbers grow.
@@ -143,10 +143,9 @@ def end_waits(thread: int, text: str, since: float) -> None:
 def take_back_error() -> str | None:
     """Cancel an error that ``end_waits`` has set in this thread, and return its text or None.
 
-    Called before this thread raises a ``CollectiveError``, because its own collective was aborted.
-    Otherwise, the program would get a second error in the ``except`` clause of the first. A thread
-    of autograd cancels the error of the main thread, because the main thread raises autograd's
-    errors.
+    Called when this thread is about to raise a ``CollectiveError`` for an aborted collective.
+    Without the call, the program would get a second error in the ``except`` clause of the first. A
+    thread of autograd cancels the error of the main thread, which raises autograd's errors.
     """
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
@@ -286,7 +285,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
         # destroyed groups. Incomplete operations in the flight recorder name their groups.
         name_of = {str(one["pg_id"]): one["process_group"][0] for one in dumped.get("entries", ())}
         # Without entries, all collectives are complete, or the recorder is off. Then use the keys
-        # as indices into `groups`. These are wrong if a group was destroyed.
+        # as indices into `groups`. The indices are wrong if a group was destroyed.
         groups, found = [*backends], {}
         group_of = {group.group_name: group for group in groups}
         for key, counts in dumped["pg_status"].items():
@@ -294,7 +293,7 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
                 continue
             group = group_of[name_of[key]] if name_of else groups[int(key)]
             begun_here = backends[group]._get_sequence_number_for_group()
-            # A group was destroyed, because the count is larger than the group's sequence number.
+            # The count exceeds the group's sequence number only if a group was destroyed.
             if int(counts["last_enqueued_collective"]) > begun_here:
                 return {}
             # -1: no collective is complete

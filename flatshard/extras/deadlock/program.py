@@ -56,8 +56,8 @@ class OwnCollective(NamedTuple):
         # Suppress the error of a group that has no backend for CPU tensors.
         with contextlib.suppress(RuntimeError):
             # Check that the group's last record is about this collective: its `op_id` must be the
-            # group's present sequence number, and it must not be completed. Otherwise the thread
-            # waits on another backend (NCCL), of which this recorder has no records.
+            # group's present sequence number, and its state must not be "completed". Otherwise the
+            # thread waits in another backend (NCCL), whose collectives are not in this recorder.
             here = _sequence_number(self.group)
             if last is not None and last["op_id"] == here and last["state"] != "completed":
                 return int(last["collective_seq_id"])
@@ -106,7 +106,7 @@ def begun(thread: int | None) -> dict[str, int]:
     for group, name in tuple(distributed_c10d._world.pg_names.items()):
         with contextlib.suppress(RuntimeError):  # if the group has no backend for CPU tensors
             at_most[name] = _sequence_number(group)
-    # Reading the recorder is slow (70 ms), so read it only if another collective has begun since.
+    # Reading the recorder is slow (70 ms), so read only if a collective has begun since last time.
     records = _recorded_at(frozenset(at_most.items()))
     if thread is not None and not _is_alone(thread, records):
         return {}
@@ -118,7 +118,7 @@ def begun(thread: int | None) -> dict[str, int]:
 
 
 def is_member(rank: int, group: str) -> bool:
-    """Whether a rank is in a process group; False if this rank does not know the group."""
+    """Whether ``rank`` is in a process group; False if this process does not know the group."""
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
         resolve: Any = _distributed_c10d._resolve_process_group
         dist.get_group_rank(resolve(group), rank)

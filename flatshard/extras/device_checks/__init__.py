@@ -1,10 +1,10 @@
-"""Extra: checks on accelerators for which the host does not wait.
+"""Extra: finds unseen writes to tensors on an accelerator, without waiting for the accelerator.
 
 Two kinds of tensors are checked for writes: parameters that a forward may edit (``DeviceChecks``),
 and tensors of state dicts that the program may write (``StateWrites``). Some writes do not change a
 tensor's version: a write through ``p.data``, or a collective of the program. On CPUs, the core
 finds such writes by reading some values. On an accelerator, this extra compares the values on the
-device, and reads only the results, when the device has usually computed them.
+device. The host reads only the results, at a time when the device has usually computed them.
 
 In evaluation, ranks also compare which units they have all-gathered (``_check_order``).
 
@@ -40,7 +40,7 @@ _FEW = 32  # approximate number of words to compare in each tensor
 
 
 def _few_words(tensor: Tensor) -> Tensor:
-    """Return a view of some 8-byte words of a tensor's memory, spread over the whole memory."""
+    """Return a view of some 8-byte words of a tensor, spread over the tensor's whole memory."""
     words = words_of(tensor)
     return words[:: words.numel() // _FEW + 1]
 
@@ -51,7 +51,8 @@ class _Differences:
     def __init__(self, of: Sequence[Any], differ: Sequence[Tensor]) -> None:
         """Start to copy the results to the host, without waiting.
 
-        ``differ``: for each object in ``of``, a 1-D bool tensor: which of its values differ.
+        ``of``: the compared objects. ``differ``: for each object, a 1-D bool tensor that says which
+        of the object's values differ.
         """
         self._of, self._sizes = of, [one.numel() for one in differ]
         results = torch.cat([*differ])
@@ -73,8 +74,8 @@ class _Differences:
 class DeviceChecks(ForwardEdits, StepExtension):
     """Checks the forwards of one model on an accelerator.
 
-    The error comes at the end of the next backward, on all ranks. If no backward follows, the error
-    comes when the second next forward begins.
+    If a forward has edited parameters, the end of the next backward raises on all ranks. If no
+    backward follows, the second forward after the edit raises when it begins.
     """
 
     name, is_made_anew = "device_checks", True
@@ -82,19 +83,20 @@ class DeviceChecks(ForwardEdits, StepExtension):
     def __init__(self, state: RunState) -> None:
         super().__init__()
         self._state = state
-        # Flat parameters whose values are all compared: frozen flat parameters that the program has
-        # written since the first forward, and flat parameters whose version a forward changed.
+        # Flat parameters of which all values are compared, not only some: frozen flat parameters
+        # that the program has written since the first forward, and flat parameters whose version a
+        # forward has changed.
         self._written: set[FlatParamHandle] = set()
         # For each flat parameter that is compared: whether all values are compared, and the values
         # before the unit's latest forward.
         self._values: dict[FlatParamHandle, tuple[bool, Tensor]] = {}
-        # The flat parameters that the current forward has used. The bool tensor says which of the
-        # compared values changed during the forward.
+        # The flat parameters that the current forward has used. Each bool tensor says which of the
+        # flat parameter's compared values changed during the forward.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
         self._unread: list[_Differences] = []  # results of earlier forwards
         self._edited: list[FlatParamHandle] = []
-        # In evaluation: for each group whose ranks are compared, the digest of all collectives that
-        # had begun before the outermost forward.
+        # In evaluation, for each process group that `_check_order` compares: the digest of all
+        # collectives that this rank had begun before the outermost forward.
         self._digests: dict[Communicator, int] = {}
 
     def _look_closely(self, handle: FlatParamHandle) -> Look:
@@ -137,7 +139,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
             self._unread.append(_Differences(*zip(*self._compared, strict=True)))
             self._compared = []
         for group, digest in self._digests.items() if output is not None else ():
-            # If this rank has begun no collective, perhaps only this rank runs the forward.
+            # Skip the check, which is collective, if this forward has begun no collective: perhaps
+            # only this rank runs the forward.
             if group.history.digest != digest:
                 assert self._state.device is not None, "digests are only taken on a device"
                 _check_order(group, self._state.device, output)
@@ -186,10 +189,10 @@ def _read(buffer: Tensor, reads_all: bool) -> Tensor:
 def _check_order(group: Communicator, device: torch.device, output: object) -> None:
     """Make ``output`` NaN if the ranks of ``group`` have all-gathered different units.
 
-    A backward compares the order of all-gathers, but no backward follows an evaluation. With a
-    backend that matches all-gathers only by order, such as NCCL, a rank may have received
-    parameters of another unit. The comparison runs on the device, and the host does not wait.
-    Integers become -1.
+    In training, backward compares the order of all-gathers, but no backward follows an evaluation.
+    With a backend that matches all-gathers only by order, such as NCCL, a rank may have received
+    parameters of another unit. The comparison runs on the device, and the host does not wait. In
+    an ``output`` of integers, all elements become -1.
 
     ``device``: device of the parameters. Collective: all ranks of ``group``. Inside ``join()``, the
     ranks are not compared.
@@ -204,15 +207,15 @@ def _check_order(group: Communicator, device: torch.device, output: object) -> N
 
 
 def _spoil(tensor: Tensor, where: Tensor) -> None:
-    """Overwrite ``tensor`` with NaN (-1 for integers), if ``where`` is true and it has memory."""
+    """Overwrite ``tensor``, if it has memory, with NaN (-1 for integers) if ``where`` is true."""
     has_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not has_memory or tensor.layout is not torch.strided:
         return
     value = math.nan if tensor.is_floating_point() or tensor.is_complex() else -1
     # Write each element of an expanded tensor once: torch refuses to write to the whole tensor.
     once = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
-    # Keep the version counter. The module may have returned its input, which autograd may have
-    # saved for the backward of another model: this backward would raise if the version changed.
+    # Keep the version counter. The module may have returned its input, and autograd may have saved
+    # this input for the backward of another model, which would raise if the version changed.
     is_counted = not tensor.is_inference()
     kept = _unsafe_preserve_version_counter(tensor) if is_counted else contextlib.nullcontext()
     # `inference_mode(False)` enables gradients, so disable them afterwards.
@@ -231,8 +234,8 @@ class StateWrites(WriteThrough):
         # For each watched tensor: its version and some of its values, read when the tensor and the
         # shard last had equal values.
         self._values: WeakKeyDictionary[WatchedCopy, tuple[int, Tensor]] = WeakKeyDictionary()
-        # Comparisons whose results the host has not read yet. The shards of the compared tensors
-        # have changed since they had equal values, so values that the user wrote are lost.
+        # Comparisons whose results the host has not read yet. In all of them, the shard has changed
+        # since tensor and shard had equal values, so values that the user has written are lost.
         self._unread: list[_Differences] = []
 
     def __deepcopy__(self, memo: object) -> StateWrites:
@@ -257,7 +260,7 @@ class StateWrites(WriteThrough):
             self._mark(self._unread.pop(0))
         watched = [given for given in some if given in self._values]
         for given in watched:
-            # The call of `super().take_over` below copies this write to the shard.
+            # If the version shows the write, `super().take_over` below copies it to the shard.
             if given.copy._version != self._values[given][0]:
                 self._keep(given)
         # Python may free a tensor in any thread. In a thread of the deadlock detection, do not wait
@@ -275,7 +278,7 @@ class StateWrites(WriteThrough):
 
     def _mark(self, differences: _Differences) -> None:
         for given in differences.written():
-            given.state = None  # None differs from every state, so the values count as written
+            given.state = None  # unequal to every state, so that the values count as written
             self._keep(given)
 
 

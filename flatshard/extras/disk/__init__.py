@@ -8,8 +8,8 @@ Tensors lie in files mapped into memory. The files have no name in the directory
 deletes the files when the process ends, even if the process is killed.
 
 If the disk is full, a write to a mapped page ends the process by SIGBUS. So ``create`` allocates
-the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files to
-be created later, when a full disk could no longer be reported by an exception.
+the whole file on the disk before the file is mapped. ``reserve`` allocates disk space for files
+that are created later, so that a full disk raises an exception before a step begins.
 
 [Note: optimizer steps a part at a time]
 An ordinary optimizer step would load the files of all parameters into memory at once. So when
@@ -48,14 +48,14 @@ from flatshard.units.module_tree import unit_text
 # None if the C library is not glibc.
 _malloc_trim = mapped_files.c_function("malloc_trim", ctypes.c_int, ctypes.c_size_t)
 _mallopt = mapped_files.c_function("mallopt", ctypes.c_int, ctypes.c_int, ctypes.c_int)
-# Options of glibc's `mallopt`: free memory of this size at the end of the heap is returned to the
-# operating system, and blocks of this size lie outside of the heap. 128 KiB is glibc's default.
+# Options of glibc's `mallopt`, and their value. Free memory of `_THRESHOLD` bytes at the end of the
+# heap is returned to the system, and blocks of this size lie outside of the heap (glibc's default).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _THRESHOLD = -1, -3, 128 << 10
 
 # Length in bytes of each mapped file, keyed by the address at which the file is mapped.
 _mapped: dict[int, int] = {}
-# Maps each parameter that is not sharded to the disk with the parameter's optimizer state. For a
-# sharded parameter (``FlatShardTensor``), ``spec.state_target`` says where the state is held.
+# Maps each parameter that is not sharded to the disk that holds the parameter's optimizer state.
+# For a sharded parameter (``FlatShardTensor``), this disk is ``spec.state_target``.
 _state_disks: MutableMapping[Tensor, DiskMemory] = WeakIdKeyDictionary()
 
 
@@ -71,8 +71,8 @@ class DiskMemory(OffloadTarget):
             NotImplementedError: the system is not Linux.
             ValueError: no file can be created in ``folder``.
         """
-        # glibc raises both thresholds to the size of freed blocks (up to 32 MiB), and would keep
-        # several times the memory that the model needs. Offload trades time for memory.
+        # Fix both thresholds. Otherwise glibc raises them to the size of freed blocks (up to
+        # 32 MiB), and the process keeps several times the memory that the model needs.
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD) if _mallopt is not None else ():
             _mallopt(option, _THRESHOLD)
         self._folder = os.fspath(folder)
@@ -118,8 +118,8 @@ class DiskMemory(OffloadTarget):
         return 0 if self._reserve is None else os.fstat(self._reserve.fileno()).st_size
 
     def create(self, nbytes: int) -> int:
-        """Open a new file of ``nbytes`` zeros, which takes over reserved disk space if any."""
-        # First shrink the reserved file: the rest of the disk may be full.
+        """Open a new file of ``nbytes`` zeros, which uses reserved disk space if there is any."""
+        # First shrink the reserved file by `nbytes`, because the rest of the disk may be full.
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
@@ -158,7 +158,7 @@ class DiskMemory(OffloadTarget):
         return torch.frombuffer(found, dtype=dtype, count=numel)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` or a copy in a file; ``tensor`` must have no gaps in memory."""
+        """Return ``tensor`` (dense in memory), or a copy in a file if ``tensor`` is in memory."""
         return self._copy(tensor) if tensor.numel() and not is_on_disk(tensor) else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class DiskMemory(OffloadTarget):
 
     @staticmethod
     def page_out(*tensors: Tensor) -> None:
-        # A release costs little: the page stays in the system's file cache, and is written to disk
+        # A release costs little: the pages stay in the system's file cache, and are written to disk
         # only when memory is short.
         for address in _addresses(tensors):
             mapped_files.drop_pages(address, _mapped[address])
@@ -234,7 +234,7 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
             targets = OffloadTargets(state=disk)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
-    # Perhaps only some ranks fail. Otherwise the others would wait in the next collective.
+    # Raise on all ranks, even if only some fail: the others would wait in the next collective.
     raise_everywhere(error, plan.settings.ranks.world)
     return targets
 
@@ -259,8 +259,8 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 # ------------------------------------------------------------ optimizer steps
 
-# A part with this number of parameter bytes takes no further shard. With Adam, a step of the part
-# needs four times as many bytes in memory.
+# Once a part of an optimizer step has this number of parameter bytes, further shards go to the next
+# part. With Adam, a step of the part needs four times as many bytes in memory.
 _PART_BYTES = 8 << 20
 
 
@@ -305,7 +305,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for param in group["params"]:
             if state_disk(param) is None or param.grad is None:
                 continue
-            # The whole shard is stepped as a single tensor.
+            # Keep the parameters of a shard in one part: a shard is stepped as a single tensor.
             own = getattr(param, "shard_flat", param)
             if shard is None or (own is not shard and nbytes >= _PART_BYTES):
                 parts.append({**group, "params": []})
@@ -317,7 +317,7 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the parameters, state and gradients of those of ``params`` with state on a disk."""
+    """For each of ``params`` with state on a disk, yield the parameter, state and gradient."""
     for param in params:
         if state_disk(param) is None:
             continue
@@ -330,7 +330,7 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
-    """Reserve disk space for all state still to be created by ``optimizer``.
+    """Reserve disk space for all state that ``optimizer`` has not created yet.
 
     Returns whether the optimizer may be stepped in parts. With ``before_backward``, the reservation
     includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
@@ -341,8 +341,8 @@ def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False)
     if not adapter.is_torchs_own(optimizer):
         return False
 
-    # Reserve before the step, which creates state: if the disk became full in the step, the step
-    # would end after some of the parameters.
+    # Reserve before the step, which creates state: if the disk became full during the step, only
+    # some of the parameters would be stepped.
     needed: Counter[Any] = Counter()
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if state_disk(param) is not None]
@@ -381,7 +381,7 @@ def _bytes_per_element(
     """
     probe = nn.Parameter(torch.zeros(2, dtype=param.dtype))
     probe.grad = torch.zeros_like(probe)
-    # Step a small probe parameter with this optimizer: the arguments for a new one are not known.
+    # Step a probe parameter with this optimizer: the arguments for a new optimizer are not known.
     try:
         with torch.no_grad():
             changed = step_groups(optimizer, [{**group, "params": [probe]}])
@@ -399,6 +399,6 @@ def _bytes_per_element(
 # Imported when the first model with `CPUOffload(path=...)` is wrapped.
 _steps = DiskSteps()
 adapter.extensions.append(_steps)
-# torch runs this global hook after the optimizer's own hooks, of which flatshard's puts the sharded
-# parameters and the state back.
+# torch runs this global hook after the optimizer's own hooks. One of these, flatshard's hook, puts
+# the sharded parameters and the state back first.
 register_optimizer_step_post_hook(_after_step)

@@ -1,9 +1,9 @@
 """Extra: lets some ranks skip a unit in a step, or run units in a different order.
 
-A divergent unit cannot be all-gathered when a rank runs it, because every rank must take part.
-Instead, all ranks all-gather all divergent units when the outermost forward begins, and keep them
-unsharded until the outermost backward ends. Then they reduce the gradients of each divergent unit
-that has gradients on any rank.
+Such a unit (a divergent unit) cannot be all-gathered when a rank runs it, because every rank must
+take part. Instead, all ranks all-gather all divergent units when the outermost forward begins, and
+keep the units unsharded until the outermost backward ends. Then the ranks reduce the gradients of
+each divergent unit that has gradients on any rank.
 
 Without this folder, ``ShardedWrapper(allow_divergence=...)`` raises ``MissingExtraError``.
 """
@@ -29,7 +29,7 @@ the module itself.
 
 
 def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
-    """Return the modules selected by ``allow_divergence``, with all modules inside."""
+    """Return the modules selected by ``allow_divergence``, and all modules inside of them."""
     expected = "allow_divergence: expected True, or a list of classes, names and modules"
     if isinstance(allowed, bool):
         return set(root.modules()) if allowed else set()
@@ -70,8 +70,8 @@ class DivergentUnits(StepExtension):
 
     def begin_forward(self, of_root: bool) -> None:
         for unit in self._units:
-            # Reshard first: after a failed step, the unit may still be unsharded on some ranks,
-            # which would skip the all-gather below.
+            # Reshard first. After a failed step, the unit may still be unsharded on some ranks, and
+            # these ranks would skip the all-gather below.
             unit.reshard(ReshardPoint.AFTER_BACKWARD)
             self._state.start_unshard(unit, "forward", everything=True)
             # `Forward.unshard` puts the full parameters into the modules, but is skipped for a unit
@@ -102,6 +102,6 @@ class DivergentUnits(StepExtension):
             # An earlier backward may have resharded the unit.
             self._state.start_unshard(unit, "backward", everything=True)
             if torch.is_grad_enabled():
-                # Under create_graph, the second backward needs the unsharded buffers. All ranks
-                # must reshard a unit, or none: only then they begin another all-gather.
+                # Under create_graph, the second backward needs the unsharded buffers. Keep them on
+                # all ranks: a rank without a buffer would begin another all-gather, and deadlock.
                 unit.keep_unsharded()

@@ -120,7 +120,7 @@ class Join(StepExtension):
 
         # The version of each gradient after backward or clipping, to find edits by the program.
         self._published: Any = WeakTensorKeyDictionary()
-        self._grads: tuple[str, ...] = ()  # result of `_look` when the present backward began
+        self._grads: tuple[str, ...] = ()  # result of `_look` when the current backward began
         self._versions: list[int] = []  # versions of the flat parameters after the last step
         self._note_grads()
 
@@ -132,7 +132,8 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine`` is None on a rank without input. The result is None if no rank has input any more.
+        ``mine``: this rank's action, or None on a rank without input. The result is None if no rank
+        has input any more.
 
         Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
         different actions, or if a rank has failed.
@@ -248,7 +249,7 @@ class Join(StepExtension):
         )
         return type(optimizer).__name__, numbers
 
-    # ------------------------------------------------------------ edits that ranks cannot follow
+    # --------------------------------------------- edits that ranks without input cannot follow
 
     def _note_grads(self, *, reduced_only: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -260,7 +261,7 @@ class Join(StepExtension):
                         self._published[param.grad] = local_range(param.grad)._version
 
     def _look(self) -> tuple[str, ...]:
-        """Return for each gradient whether the program kept, zeroed or dropped it (set it to None).
+        """Return what the program did to each gradient: kept, zeroed, or dropped (set to None).
 
         Raises RuntimeError, on all ranks, if the program edited gradients in another way, because
         ranks without input cannot repeat the edit.
@@ -268,7 +269,7 @@ class Join(StepExtension):
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for param in self._numbers]
             parts: list[Any] = [None if grad is None else local_range(grad) for grad in grads]
-            # None for a gradient that the program has dropped or replaced.
+            # An entry is None if the program has dropped or replaced the gradient.
             versions = [None if grad is None else self._published.get(grad) for grad in grads]
             both = zip(parts, versions, strict=True)
             # Whether the program called `zero_grad(set_to_none=False)`, or edited a gradient.
@@ -347,7 +348,7 @@ class Join(StepExtension):
                 else:
                     group[name] = value
         params = (param for group in groups for param in group["params"])
-        # Parameters outside of the model have only gradients of earlier steps here.
+        # Hide gradients of parameters outside of the model: here, these are from earlier steps.
         with temporarily((one for one in params if one not in self._numbers), grad=None):
             found[0].step()
 

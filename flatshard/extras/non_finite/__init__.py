@@ -1,6 +1,7 @@
 """Extra: warns of the first gradient with inf or NaN, and names the parameter and the rank.
 
-The extra checks each rank's own gradients, because their average would not show the rank of origin.
+The extra checks each rank's gradients before they are averaged over ranks, because the average
+would not show which rank computed the first inf or NaN.
 
 Without this folder, ``ShardedWrapper.warn_non_finite()`` raises ``MissingExtraError``.
 """
@@ -37,8 +38,8 @@ class NonFiniteWatch(StepExtension):
     def on_grad(self, unit: Unit, param: OriginalParam, grad: Tensor) -> None:
         values = grad.detach() if grad.layout is torch.strided else grad._values()
         if values.numel():
-            # NaN if a value is NaN. `vector_norm` allocates no temporary of the gradient's size,
-            # and its result stays on the device, so the host does not wait during backward.
+            # The largest magnitude is NaN if a value is NaN. `vector_norm` allocates no temporary
+            # of the gradient's size, and the result stays on the device, so the host does not wait.
             largest = torch.linalg.vector_norm(values, math.inf)
             self._checked.append((unit.name, param.name, largest))
 

@@ -1,7 +1,7 @@
 """``OutOfForwardUse``: runs operations on sharded parameters outside of their unit's forward.
 
 A module may read a weight of a child module, and a user may call ``model.encoder(...)``. Outside of
-their unit's forward, modules have sharded parameters. If an operation needs more than this rank's
+its unit's forward, a module has sharded parameters. If an operation needs more than this rank's
 part of a parameter, ``OutOfForwardUse`` runs the operation on the full parameter.
 
 [Note: which full tensor]
@@ -9,7 +9,7 @@ If a forward of the model is running, the parameter's unit is unsharded until th
 contains the operation ends. Later operations then read plain tensors, and backward works as for the
 unit's own forward. Between forwards, the unit is unsharded only for the operation. If no graph is
 recorded (``generate``), only the parameter is all-gathered. A tensor that an earlier operation has
-computed from sharded parameters (``1 + weight``) is sharded, too, and is all-gathered alone.
+computed from sharded parameters (``1 + weight``) is sharded, too, and is all-gathered separately.
 
 [Note: gathered copies]
 An operation on a sharded parameter outside of forward computes with a full copy of the parameter. A
@@ -64,17 +64,17 @@ class OutOfForwardUse(ParamOwner):
             for handle in state.handles
             for param in handle.params
         }
-        # For programs that read one parameter after another (see `_full`). `_loop_flat`: a handle,
-        # the version of its shard, and its all-gathered flat parameter. `_loop_last`: the parameter
-        # that was read last.
+        # For programs that read one parameter after another (see `_full`). `_loop_flat`: the handle
+        # of a flat parameter, the version of the shard, and the all-gathered flat parameter.
+        # `_loop_last`: the parameter that was read last.
         self._loop_flat: tuple[FlatParamHandle, int, Tensor] | None = None
         self._loop_last: OriginalParam | None = None
-        # Units for which a warning was given. None in the set: the warning about averages of
-        # weights was given.
+        # Units for which a warning was given. The set contains None after the warning about
+        # averages of weights.
         self._warned: set[Unit | None] = set()
         for spec in self._places:
-            # A `ShardSpec` keeps a weak reference to its owner: autograd references the parameters,
-            # so the garbage collector could not free a cycle.
+            # A `ShardSpec` keeps only a weak reference to its owner. Otherwise there would be a
+            # cycle through autograd, which the garbage collector could not free.
             spec.owner = self
 
     def start_backward(self) -> None:
@@ -82,8 +82,8 @@ class OutOfForwardUse(ParamOwner):
 
     def bring_back(self, spec: ShardSpec) -> bool:
         unit, handle, _ = self._places[spec]
-        # Backward does not unshard flat parameters that have only embedding tables, because lookups
-        # do not read the table in backward. But here, another operation has used a table.
+        # Backward does not unshard flat parameters that have only embedding tables, because the
+        # backward of a lookup does not read the table. But here, another operation reads a table.
         is_backward = unit.phase is Phase.BACKWARD and self._backward.is_running
         if handle.is_lookup and is_backward:
             self._backward.unshard_again(unit)
@@ -91,7 +91,7 @@ class OutOfForwardUse(ParamOwner):
 
     @property
     def is_in_forward(self) -> bool:  # type: ignore[override]
-        # The second part is for a forward that activation checkpointing recomputes in backward.
+        # Activation checkpointing recomputes a forward in backward, with gradients enabled.
         return self._state.depth > 0 or (torch.is_grad_enabled() and self._backward.is_running)
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,8 +173,8 @@ class OutOfForwardUse(ParamOwner):
                 id(t): self._places[t.spec][2].full for t in sharded if t.is_unit_parameter
             }
             result = as_views(call({**apart, **params}), apart.values(), name)
-            # Between forwards, the unit is resharded when this context ends, so return copies of
-            # views. Inside of a forward, views are valid until the forward ends.
+            # Between forwards (`is_outermost`), return copies of views, because the unit is
+            # resharded when this context ends. In a forward, views stay valid until it ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
     def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:
@@ -203,9 +203,9 @@ class OutOfForwardUse(ParamOwner):
 
         Collective: all ranks of the shard group.
 
-        A program may read all parameters in order (to update an average of weights). So if two
-        neighbouring parameters of a flat parameter are read, the second read all-gathers the whole
-        flat parameter, also for the reads that follow.
+        A program may read all parameters in order (to update an average of weights). So if a
+        program reads two neighbouring parameters, the second read all-gathers the whole flat
+        parameter, and the following reads use the result.
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
@@ -314,8 +314,8 @@ class GatheredView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__set__":  # an assignment to an attribute writes no element
                 return func(*args)
-            # Replace each view by a plain alias, with which torch can run the function. The alias
-            # has the view's version counter, which shows below whether the function has written.
+            # Replace each view by an ordinary tensor that shares the view's memory and version
+            # counter. Below, the counter shows whether the function has written to the tensor.
             views = [t for t in leaves if isinstance(t, GatheredView)]
             plain = {id(t): t.as_subclass(Tensor) for t in views}
         before = states(func, plain.values())
@@ -376,8 +376,8 @@ def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = F
         if tensor.is_sparse or tensor.untyped_storage()._cdata not in storages:
             return tensor
         if copies:
-            # A tensor that is made in inference mode has no version counter, by which
-            # `GatheredView` notices writes.
+            # `GatheredView` notices writes by the version counter, which a tensor that is made in
+            # inference mode does not have.
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         # Autograd itself raises on an in-place write to a tensor with ``requires_grad``.

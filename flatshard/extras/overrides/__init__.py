@@ -40,7 +40,7 @@ class ChosenDtypes:
     """The dtypes that ``MixedPrecision(overrides=...)`` chooses for modules and parameters."""
 
     def __init__(self, module: nn.Module, precisions: Iterable[MixedPrecision]) -> None:
-        """Find the names of the modules in ``module``. ``precisions``: those of all units."""
+        """Find the names of the modules in ``module``. ``precisions``: all units' settings."""
         self._patterns = {
             pattern
             for precision in precisions
@@ -50,20 +50,20 @@ class ChosenDtypes:
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
         self._matched_patterns: set[str] = set()
-        # All names of a module in several places, because a pattern may match any name.
+        # All names of each module. A shared module has several, and a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
             if not any(isinstance(outer, ModuleProxy) for outer in modules):
                 self._names.setdefault(modules[-1], []).append(name)
 
     def of_module(self, module: nn.Module, precision: MixedPrecision) -> Override | None:
-        """Return the ``Override`` (other dtype) of ``module``, by name, or None."""
+        """Return the ``Override`` that a name pattern chooses for ``module``, or None."""
         return self._by_name(self._names[module], precision, module.parameters())
 
     def of_param(
         self, module: nn.Module, attribute: str, param: nn.Parameter, precision: MixedPrecision
     ) -> Override | None:
-        """Return the ``Override`` of ``param``: by name, otherwise by a function, or None.
+        """Return the ``Override`` that a pattern or a function chooses for ``param``, or None.
 
         Raises TypeError if the function returns a value that is not a floating point dtype.
         """
@@ -98,7 +98,7 @@ class ChosenDtypes:
         return _override(dtype, [param])
 
     def describe(self) -> str:
-        """Return a text about the dtypes from functions, for ranks to compare."""
+        """Return a text with the dtypes that functions returned, for ranks to compare."""
         dtypes = self._dtype_by_function
         return f", overrides by function: {dtypes}" if dtypes else ""
 
@@ -112,7 +112,7 @@ class ChosenDtypes:
 
 
 def _override(dtype: torch.dtype, params: Iterable[nn.Parameter]) -> Override:
-    # `Override(None)` if all parameters already have the dtype: parameters share a flat parameter
-    # only if their overrides are equal.
+    # Return the same `Override(None)` for all parameters that already have their dtype, because
+    # only parameters with equal overrides share a flat parameter.
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     return Override(None if dtypes == {dtype} else dtype)

@@ -9,8 +9,8 @@ memory. The address of a buffer must never change, because autograd holds views 
 ``mremap`` moves pages to and from the buffer's address, in a tenth of the time of page faults.
 
 Pages are moved in chunks of equal size, which the pool lends to buffers. The pages of an idle (not
-lent) chunk lie at the pool's own address. The pool grows to the largest number of chunks that were
-lent at the same time. If pages cannot be moved (another operating system, too many mappings), a
+lent) chunk lie at the chunk's own address. The pool grows to the largest number of chunks that were
+lent at the same time. If pages cannot be moved (another operating system, too many mappings), the
 buffer gets new pages by page faults.
 """
 
@@ -38,9 +38,9 @@ _MAX_CHUNKS = 1 << 13
 
 
 class PageLease(NamedTuple):
-    chunk: int  # the chunk's own address, at which its pages lie while the chunk is idle
+    chunk: int  # address at which the chunk's pages lie while the chunk is idle
 
-    # Address in a buffer to which the first ``nbytes`` of the chunk's pages were moved.
+    # Address, in the buffer, of the first ``nbytes`` of the chunk's pages during the lease.
     place: int
     nbytes: int
 
@@ -96,7 +96,7 @@ class PagePool:
         Called when a buffer was deleted, and the system has freed the pages with its addresses.
         """
         while leases:
-            # `lend` takes chunks from the back, so put those without pages at the front.
+            # `lend` takes chunks from the back, so put chunks without pages at the front.
             self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
@@ -112,16 +112,16 @@ give_back_kept.append(POOL.give_back)
 class PooledBuffer(BufferMemory):
     """An unsharded buffer whose memory pages come from ``POOL``."""
 
-    # The memory of a large shard is a file, also mapped into the buffer, to save an all-gather's
-    # copy. That mapping is private: writes of a module to its unsharded parameters do not reach the
-    # shard.
+    # The memory of a large shard is a file. The file is also mapped into the buffer, so that an
+    # all-gather need not copy the shard. The mapping in the buffer is private: if a module writes
+    # to its unsharded parameters, the shard does not change.
 
     def __init__(
         self, numel: int, dtype: torch.dtype, own: range = range(0), target: OffloadTarget = DEVICE
     ) -> None:
         """Reserve the buffer's addresses, and make a file for this rank's shard in ``target``.
 
-        ``own``: range of the shard in the buffer. Empty: the shard has memory of its own.
+        ``own``: range of the shard in the buffer. An empty range: the shard has separate memory.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
@@ -158,7 +158,7 @@ class PooledBuffer(BufferMemory):
     def take(self) -> None:
         if self._is_taken:
             return
-        # Set the flag first: without it, `free` would not return pages if taking more pages fails.
+        # Set the flag first, so that `free` returns the pages if taking more pages fails.
         self._is_taken = True
         try:
             for start, end in self._rooms:
@@ -206,7 +206,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 
 def _move_pages(source: int, place: int, nbytes: int) -> bool:
-    """Move pages from address ``source`` to ``place``, and return whether that worked.
+    """Move pages from address ``source`` to ``place``, and return whether the move succeeded.
 
     Afterwards the range at ``source`` reads as zeros and has no memory.
     """

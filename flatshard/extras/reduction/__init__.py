@@ -1,4 +1,4 @@
-"""Extra: communication hooks of users, in place of reductions, and all-gathers in float8.
+"""Extra: users' communication hooks, which replace reductions, and all-gathers in float8.
 
 Without this folder, ``ShardedWrapper.register_comm_hook()`` and
 ``MixedPrecision(gather_dtype=...)`` raise ``MissingExtraError``.
@@ -91,7 +91,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
 
 
 def call_hooks(state: RunState) -> None:
-    """If users' hooks reduce gradients of the model, call the hooks in backward from now on.
+    """Call users' hooks in backward from now on, if the model has such hooks.
 
     Collective: all ranks of the model.
     """
@@ -104,10 +104,10 @@ class HookCalls(StepExtension):
     """Calls users' communication hooks in backward.
 
     A user's hook blocks this rank's backward until the hook runs on all other ranks. So all ranks
-    must call the hook at the same place of the step: just before a unit is unsharded for backward,
-    where all ranks meet anyway. There the ranks exchange how many flat parameters each rank has
-    ready, and call the hooks of those that are ready everywhere. Once one rank has reached the end
-    of its backward, all ranks call the remaining hooks there.
+    must call the hook at the same point of the step: just before a unit is unsharded for backward,
+    where all ranks meet anyway. There the ranks exchange how many flat parameters have complete
+    gradients on each rank, and call the hooks of the flat parameters that are ready on all ranks.
+    Once one rank has reached the end of its backward, all ranks call the remaining hooks there.
     """
 
     name, watches, is_made_anew = "reduction", True, True
@@ -115,7 +115,7 @@ class HookCalls(StepExtension):
     def __init__(self, state: RunState) -> None:
         """Collective: all ranks of the model."""
         self._queue, self._num = state.backward.queue, len(state.handles)
-        # Ranks exchange numbers in this group between collectives of other groups.
+        # Process group for `_agree`, so that other groups' collectives may run at the same time.
         self._side_group = state.world.side_group
         self._asks = True  # False once a rank is at the end of its backward
 
@@ -137,7 +137,7 @@ class HookCalls(StepExtension):
         return b""
 
     def _agree(self, *, is_at_end: bool) -> None:
-        """Exchange how many flat parameters are ready, unless that is known. Collective."""
+        """Exchange how many flat parameters are ready, unless all ranks know it. Collective."""
         if not self._asks or self._queue.limit == self._num:
             return
         said = [self._queue.order.num_ready(), int(not is_at_end)]
@@ -153,7 +153,7 @@ class HookCalls(StepExtension):
 def _plan(
     units: Sequence[Unit], state: Any, hook: Any, world: Communicator
 ) -> dict[Unit, CommHook]:
-    """Return what each unit does instead of its reduction. Raises if a unit cannot use the hook."""
+    """Return each unit's replacement for its reduction. Raises if a unit cannot use the hook."""
     if not callable(hook):
         raise TypeError(
             f"expected a callable as hook, got {hook!r}. Pass the state first "
@@ -182,8 +182,8 @@ def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
 
     The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
     """
-    # Do not compare names, which ``functools.wraps`` copies. Do not import torch's modules of
-    # hooks, which need numpy: if nobody has imported a module, `hook` is not from this module.
+    # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
+    # torch's modules of hooks, which need numpy: `hook` cannot be from a module not yet imported.
     ddp, fsdp = sys.modules.get(_DDP_HOOKS), sys.modules.get(_FSDP_HOOKS)
     for name, dtype in _AVERAGING.items():
         if hook is getattr(ddp, name, None) or hook is getattr(fsdp, name, None):
@@ -224,7 +224,7 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
     expected = f"hook({arguments}) for {where}, which is {kind}"
     try:
         signature = inspect.signature(hook)
-    # some built-in functions have no signature: assume that these take all arguments
+    # Some built-in functions have no signature. Assume that such functions take all arguments.
     except ValueError:
         signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
@@ -252,8 +252,8 @@ def _user_hook(
     def reduce(buffer: Tensor, flat: FlatParamPlan) -> Tensor:
         unit = unit_text(flat.unit_name)
         where = f"{unit}, rank {world.global_rank}: communication hook {_name(hook)}"
-        # NaN shows the user elements of `out` not written by the hook. The hook of an unsharded
-        # unit (NO_SHARD) averages `buffer` in place.
+        # Fill `out` with NaN, which shows the user the elements that the hook does not write. The
+        # hook of an unsharded unit (NO_SHARD) averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
         shape = out.shape
         try:

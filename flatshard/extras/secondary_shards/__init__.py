@@ -3,7 +3,7 @@
 Two settings use secondary shards, so that most all-gathers need only nearby ranks:
 
 - ``reshard_after_forward=k``: forward all-gathers over all ranks, and backward over k ranks. The
-  secondary shard is cut out of the unsharded buffer after forward, and dropped after backward
+  secondary shard is copied from the unsharded buffer after forward, and dropped after backward
   (hierarchical partitioning of ZeRO++, arXiv 2306.10209).
 - ``HYBRID_SHARD_OP``: gradients and optimizer state are split over all nodes. The secondary shard
   is all-gathered across nodes once after each optimizer step; other all-gathers stay in the node.
@@ -60,8 +60,8 @@ class SecondaryShard:
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
         """Start the all-gather across nodes that fills the secondary shard.
 
-        ``source``: this rank's shard, in the dtype of the secondary shard. Nothing may write to it
-        until the other ranks have received the values.
+        ``source``: this rank's shard, in the dtype of the secondary shard. Nothing may write to
+        ``source`` until the other ranks have received the values.
 
         Collective: all ranks of the inter group.
         """
@@ -83,8 +83,7 @@ class SecondaryShard:
             try:
                 refresh.wait(self._plan.pending_sends)
             except Exception:
-                # The secondary shard is incomplete, so let the next `begin_refresh` all-gather
-                # again.
+                # Mark the secondary shard as incomplete, so that it is all-gathered again.
                 self._version = -1
                 raise
 

@@ -41,7 +41,7 @@ from flatshard.memory import BufferMemory, allocate
 from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import as_bytes
 
-# Added to the tags of reduce-scatters, because the all-gather of a flat parameter has the same tag.
+# Offset of the tags of reduce-scatters, because all-gathers of a flat parameter have the same tag.
 _REDUCING = peer_memory.TAGS // 2
 # Number of elements to read and add at a time. So few elements stay in the CPU's cache.
 _PIECE_NUMEL = 1 << 16
@@ -61,8 +61,8 @@ class SharedMemoryTransport(transports.Transport):
     ) -> None:
         self.members, self.processes, self._mailbox = members, processes, mailbox
         self.reason = reason
-        # For each tag: the arguments of a wait until all ranks have read this rank's last data.
-        # This rank waits before it publishes other data under the tag.
+        # For each tag: the arguments of a wait until all ranks have read this rank's latest data.
+        # Before this rank publishes other data under the tag, it must complete this wait.
         self._published: dict[int, tuple[list[Awaited], WaitCondition]] = {}
         self._open_files: list[tuple[int, list[Awaited]]] = []
 
@@ -93,8 +93,8 @@ class SharedMemoryTransport(transports.Transport):
             with contextlib.suppress(OSError, OffloadError):
                 return MappedShards(self, part, request)
         memory = allocate(request.numel, request.dtype, request.device)
-        # All ranks must set the same value, even if only this rank copies shards: the value decides
-        # when a rank reshards, and all ranks must reshard at the same time.
+        # Set the same value on all ranks, even if only this rank copies shards: `shows_shards`
+        # decides when a rank reshards, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
         return memory
 
@@ -106,7 +106,7 @@ class SharedMemoryTransport(transports.Transport):
         publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
-        # Read the other ranks' memory in the wait, because shards may not be published yet.
+        # Read in the wait, and not now: other ranks may not have published their shards yet.
         def read() -> None:
             for peer, record in publication.records.items():
                 self.processes[peer].read(record.address, slots[peer])
@@ -127,7 +127,7 @@ class SharedMemoryTransport(transports.Transport):
         return publication
 
     def _average(self, full: Tensor, records: dict[int, Awaited], out: Tensor) -> None:
-        """Fill ``out`` with this rank's part of the average, added in rank order."""
+        """Fill ``out`` with this rank's part of the average. Ranks' values are added in order."""
         members, itemsize = self.members, full.itemsize
         own, first = full.chunk(members.size)[members.rank], members.rank * out.numel()
         scratch = torch.empty(min(_PIECE_NUMEL, out.numel()), dtype=full.dtype, device="cpu")
@@ -162,19 +162,20 @@ class SharedMemoryTransport(transports.Transport):
         """Publish an address, and an open file if ``file`` is not -1, for the other ranks to read.
 
         First waits until the other ranks have read the tag's previous publication. The returned
-        work waits for the publications of the other ranks. It keeps ``kept`` alive until the other
-        ranks have read this rank's memory. The file is closed after all ranks have mapped it.
+        work waits for the publications of the other ranks, and keeps ``kept`` alive until the other
+        ranks have read this rank's memory. The file is closed after all ranks have mapped the file.
         Collective: all ranks of the group.
         """
-        # A mailbox has only one record per tag. So wait until even the slowest rank has read the
-        # previous record, before overwriting it.
+        # A mailbox has only one record per tag. So before overwriting the previous record, wait
+        # until even the slowest rank has read it.
         before, condition = self._published.get(tag, ([], None))
         if not all(record.is_completed() for record in before):
             with watched(f"{op_name}, previous values not read yet", condition):
                 for record in before:
                     record.wait()
         members, history = self.members, self.members.history
-        # Count the collective before its record is visible: deadlock detection compares both.
+        # Count the collective before other ranks see its record: deadlock detection compares how
+        # many collectives each rank has begun.
         need = history.begin(members.gather_group, ("offer", tag))
         number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
         sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
@@ -197,7 +198,7 @@ class SharedMemoryTransport(transports.Transport):
         )
 
     def _take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read all other ranks' publications ``number`` of a tag."""
+        """Publish that this rank has read publication ``number`` of ``tag`` from every rank."""
         self.members.history.begun["take", tag] = number
         self._mailbox.take(tag, number)
 
@@ -272,8 +273,8 @@ class MappedShards(BufferMemory):
 
         Returns the open file's descriptor; -1 if the shard could not be moved.
         """
-        # Create the file now, and not at construction: then all units would have open files at the
-        # same time, and a process may have only a few open files.
+        # Create the file now, and not at construction. If all units created files at construction,
+        # the process would have too many open files.
         try:
             file, found = mapped_files.create_mapped(self._target, self._nbytes)
         except (OSError, OffloadError):  # too many files are open, or the disk is full
@@ -322,7 +323,7 @@ class MappedShards(BufferMemory):
         self.free()
 
     def free(self) -> None:
-        # Tell the other ranks that this rank no longer reads their shards: they may write now.
+        # Publish that this rank has read all other ranks' shards: their owners may write them now.
         if self._publication is not None:
             self._publication.take()
             self._publication = None

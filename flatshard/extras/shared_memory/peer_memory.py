@@ -11,8 +11,8 @@ two kinds of records: "my data for collective n of this tag are at this address"
 have read all other ranks' data for collective n of this tag" (the data are taken). Until all ranks
 have taken a rank's data, the rank must not change them, and must make no new offer for the tag.
 
-Polling a mailbox takes less than a microsecond. A message through a socket would take thirty, and
-need a thread.
+Polling a mailbox takes less than a microsecond. A message through a socket would take thirty
+microseconds, and need a thread.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _alive = ctypes.c_int64()  # other ranks read this word to check whether this pr
 class RankAddress(NamedTuple):
     """Where other processes find the memory and the mailbox of this process."""
 
-    # Reason why other processes cannot read this process's memory; then the other fields are not
-    # valid. "": other processes can read the memory.
+    # Why other processes cannot read this process's memory; "" if they can. With a reason, the
+    # other fields are not valid.
     problem: str
     host: str = ""  # identifies the kernel and the PID namespace of the container
     pid: int = 0
     launcher: int = 0  # process id of the parent process
     alive: int = 0  # an address, readable for other processes as long as the process runs
     file: int = -1  # file descriptor of the mailbox
-    nonce: int = 0  # random number, also published under tag 0: shows that `pid` is this process
+    nonce: int = 0  # random number, also in the mailbox: other ranks verify the process by it
 
 
 class Mailbox:
@@ -68,7 +68,7 @@ class Mailbox:
         self._file: int | None = None
         try:
             self.address = self._open()
-        # If only this rank raised, the other ranks would wait in `meet`.
+        # Do not raise on this rank only: the other ranks would wait for it in `meet`.
         except (OSError, ValueError) as error:
             self.address = RankAddress(f"no mailbox in shared memory: {error}")
 
@@ -131,7 +131,7 @@ class PeerProcess:
         _read(self, address, out.data_ptr(), out.nbytes)
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` if the process has ended. Its mailbox does not show the end."""
+        """Raise ``RuntimeError`` if the process has ended, which its mailbox does not show."""
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
     def offered(self, tag: int, number: int) -> Awaited:
@@ -140,14 +140,14 @@ class PeerProcess:
 
     def taken(self, tag: int, number: int) -> Awaited:
         """Return a wait until the process has read data for collective ``number`` of ``tag``."""
-        # The wait also ends if the process has ended, because it reads nothing any more.
+        # The wait also ends if the process has ended, because then the process reads no more data.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
 
 class Awaited:
     """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``."""
 
-    # Contents of the record. Valid after the record has arrived.
+    # Contents of the record: valid after the record has arrived.
     address = 0
     file = -1
     _is_given_up = False
@@ -178,7 +178,7 @@ class Awaited:
         cannot be read any more, or after ``give_up``.
         """
         process, looks = self._process, 0
-        # If another wait for the process has timed out since this wait was requested, do not wait:
+        # Do not wait if another wait for the same process has timed out since this object was made:
         # otherwise a program with many waits would run for many timeouts.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
@@ -329,7 +329,7 @@ _readv = mapped_files.c_function(
     *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
     ctypes.c_ulong,
 )
-# Any call through `ctypes` acts as a memory barrier, because it releases and takes the GIL.
+# Any call through `ctypes` is a memory barrier, because the call releases and takes the GIL.
 _order_memory = mapped_files.c_function("getpid", ctypes.c_int)
 
 

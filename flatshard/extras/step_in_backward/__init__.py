@@ -1,7 +1,7 @@
 """Extra: optimizers step each unit in backward, as soon as the unit's gradients are reduced.
 
-Each unit's gradients are freed after the unit's step, so the gradients of the whole model never
-exist at the same time. A unit's step overlaps with the reductions of other units.
+A unit's gradients are freed after the unit's step, so the gradients of the whole model never exist
+at the same time. A unit's step overlaps with the reductions of other units.
 
 The supported optimizers update each element separately, without communication. So ranks may step
 their shards of a unit at different times, with the same result. Each rank decides for itself which
@@ -39,7 +39,7 @@ _Part = tuple[torch.optim.Optimizer, dict[str, Any]]
 
 
 class StepInBackward:
-    """Handle returned by ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
+    """Result of ``ShardedWrapper.step_in_backward``; ``remove()`` undoes the call."""
 
     def __init__(self, of: SteppedInBackward, optimizer: torch.optim.Optimizer) -> None:
         self._of, self._optimizer = of, optimizer
@@ -78,21 +78,21 @@ class SteppedInBackward(StepExtension):
     def __init__(self, state: RunState) -> None:
         self.state, self._units = state, state.units
         self.optimizers: list[torch.optim.Optimizer] = []
-        # The attributes up to `_problem` describe the current backward. `_owned`: the unit and the
-        # name of each parameter (`_find_owned`).
+        # The attributes from `_owned` to `_problem` describe the current backward. `_owned` is a
+        # result of `_find_owned`: the unit and the name of each parameter, keyed by id.
         self._owned: dict[int, tuple[Unit, str]] = {}
         self._parts: dict[int, list[_Part]] = {}  # parts to step, keyed by the unit's index
         self._stepped: set[int] = set()  # indices of the units that this rank has stepped
         self._stepped_anywhere = b""  # for each unit, whether any rank has stepped the unit
 
-        # Units that have reduced gradients of at least one flat parameter, and that this backward
-        # has not stepped yet.
+        # Units that this backward has not stepped yet, and that have reduced gradients of at least
+        # one flat parameter.
         self._reduced: dict[Unit, None] = {}
         self._waits_for_end = False  # whether this backward steps no further unit before its end
         self._problem: Exception | None = None  # error to raise at the end of the backward
 
-        # Since the last step: whether gradients were accumulated under no_sync, and the value of
-        # the counter `OutsideUse.count` at the last step.
+        # Whether gradients were accumulated under no_sync since the last step. And the value of
+        # `OutsideUse.count` (uses of parameters outside of forward) at the last step.
         self._has_accumulated = False
         self._outside_uses = OutsideUse.count
         # Parameters stepped in this backward, into whose `.grad` `end_backward` puts a placeholder.
@@ -101,7 +101,7 @@ class SteppedInBackward(StepExtension):
     def check(self, optimizer: Any, scaler: Any) -> tuple[bool, Facts]:
         """Raise if ``optimizer`` cannot step in backward.
 
-        Returns True, and texts about the parameter groups, which ranks compare (``agreed``).
+        Returns True, and texts about the parameter groups for ``agreed`` to compare between ranks.
         """
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -191,8 +191,8 @@ class SteppedInBackward(StepExtension):
 
     def between_units(self) -> None:
         """Step the units with reduced gradients that this backward does not need any more."""
-        # Step no unit early if another backward ran inside of this backward (of a reentrant
-        # checkpoint), because such a backward may add gradients to any unit.
+        # Step no unit early if another backward (of a reentrant checkpoint) ran inside of this
+        # backward, because the inner backward may add gradients to any unit.
         if not self._reduced or self._waits_for_end or self.state.has_inner_backward:
             return
         for unit in [unit for unit in self._reduced if self._may_step(unit)]:
@@ -200,7 +200,7 @@ class SteppedInBackward(StepExtension):
             for handle in unit.handles:
                 used = set(handle.grads.used_by_rank)
                 handle.grads.publish([n in used for n in range(len(handle.params))])
-                # Restore `used_by_rank`, which `publish` has cleared: the end of backward sends it.
+                # Restore the set that `publish` has cleared: the end of backward sends the set.
                 handle.grads.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
@@ -215,14 +215,13 @@ class SteppedInBackward(StepExtension):
 
     def _may_step(self, unit: Unit) -> bool:
         # A unit may be stepped early only if the rest of this backward cannot use the unit. So (1)
-        # all its parameters must have gradients, (2) the backwards of all forwards of the unit must
-        # have begun, and (3) the gradients of the unit's inputs must be computed. After the step,
-        # the unit must not be unsharded again in this backward, because some ranks would send old
+        # all parameters of the unit must have gradients, (2) the backwards of all forwards of the
+        # unit must have begun, and (3) the gradients of the unit's inputs must be computed. After
+        # the step, nothing may unshard the unit in this backward, because some ranks would send old
         # shards, and other ranks new shards. So prefetching skips units whose backward has begun.
         return unit.is_done and all(
             not (handle.grads.is_reducing or handle.grads.accumulated or handle.is_free_deferred)
-            # A frozen parameter gets no gradient now, but a rank may have accumulated a gradient
-            # for it before the user froze it.
+            # A rank may have accumulated a gradient for a parameter that the user froze later.
             and (not self._has_accumulated or all(p.full.requires_grad for p in handle.params))
             # Other ranks may still be receiving the shard, which the step would change.
             and not is_sending(self.state.pending_sends, handle.flat_param)
@@ -238,7 +237,7 @@ class SteppedInBackward(StepExtension):
         self._stepped_anywhere = maxima
 
     def reduced_late(self, units: Sequence[Unit]) -> None:
-        """Raise, on all ranks, if a rank has stepped a unit before its last gradients arrived."""
+        """Raise, on all ranks, if a rank stepped one of ``units`` before its last gradients."""
         for unit in units:
             if self._stepped_anywhere and self._stepped_anywhere[unit.index]:
                 raise _got_more(unit_text(unit.name))
@@ -248,7 +247,7 @@ class SteppedInBackward(StepExtension):
 
         Called after users' post-accumulate hooks, because the step drops the gradients.
         """
-        # If this backward ran inside a forward, the backward after the forward steps the units.
+        # If this backward ran inside of a forward, only the backward after the forward steps units.
         if self.state.depth > 0:
             return
         parts, self._parts = self._parts, {}
@@ -267,8 +266,7 @@ class SteppedInBackward(StepExtension):
             with profiled("step", "all remaining units"):
                 self._step(list(itertools.chain(*rest)))
         with torch._C.DisableTorchFunctionSubclass():
-            # Put the placeholders into `.grad` only now, because backward adds no gradients any
-            # more.
+            # Put the placeholders into `.grad` only now, when backward adds no further gradients.
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
@@ -372,7 +370,7 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self._of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # No `__torch_function__`, which would make every attribute access slow.
+    # Disable `__torch_function__`, which would make every attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -3,8 +3,8 @@
 Without this folder, ``ShardedWrapper.no_sync(uneven=True)`` raises ``MissingExtraError``.
 
 Inside the context, all ranks keep the unsharded parameters of all units
-(``Unit.stays_unsharded``). So a forward or backward needs no all-gather, and no other rank. At the
-end of the context, all ranks run the end of a backward together, which reduces the gradients.
+(``Unit.stays_unsharded``). So a forward or backward needs no all-gather, and waits for no other
+rank. When the context ends, all ranks together run the end of a backward, which reduces gradients.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _reduce(state: RunState) -> None:
     for unit in state.units:
         unit.sync = GradSync.FULL
         unit.forget_calls()
-        unit.wait_unshard()  # a rank without a forward has not seen yet which parameters train
+        unit.wait_unshard()  # on a rank without a forward, this counts the trainable parameters
         unit.put_back()
     state.accumulates = False
     if state.buffers is not None:
         state.buffers.is_due = True
-    # No rank adopts an order of reductions from this backward, in which no gradient arrives.
+    # Let no rank adopt an order of reductions now: no gradient arrives in this backward.
     with temporarily([state.backward.queue], is_order_agreed=True):
         state.backward.run_empty()
