@@ -155,7 +155,7 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer, and the optimizers inside it (an attribute of Lookahead, for example)."""
+    """Return the optimizer, and the optimizers in its attributes (Lookahead has one)."""
     found = [optimizer]
     for one in found:  # the loop also visits the optimizers that it adds
         inner = (value for value in vars(one).values() if isinstance(value, Optimizer))
@@ -252,7 +252,7 @@ class OptimizerAdapter:
 
 
 class BucketAdapter(OptimizerAdapter):
-    """Adapter of an element-wise optimizer: puts ``ParamBucket``s in place of sharded parameters."""
+    """Adapter of an element-wise optimizer: replaces sharded parameters by ``ParamBucket``s."""
 
     def __init__(self) -> None:
         # Buckets of earlier steps, keyed by the id of the first member.
@@ -358,7 +358,7 @@ def apart(state: State) -> State:
 
 
 def shown(state: State) -> State:
-    """Return a parameter's state for ``optimizer.state_dict()``: only this rank's part of tensors."""
+    """Return a parameter's state, with this rank's part, for ``optimizer.state_dict()``."""
     values = apart(state).items()
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
