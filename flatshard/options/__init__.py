@@ -1,6 +1,6 @@
 """The user's options. Each option is validated once: when it is made, or passed to a wrapper.
 
-``precision`` has the options about dtypes, and ``extras`` the table of extras.
+The module ``precision`` has the options for dtypes. ``extras`` has the table of optional features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flatshard.options.extras import extra
 
 @dataclass(frozen=True)
 class Placement:
-    """The properties of a strategy. Code that runs steps reads only these properties."""
+    """The properties of a sharding strategy. Code that runs steps reads only these properties."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool = True
@@ -30,11 +30,11 @@ class Placement:
     reshard_after_backward: bool = True
     # Whether parameters are split only within each node, so that nodes hold replicas.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node holds
-    # a replica of the parameters, so that all-gathers stay within the node.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node has a
+    # replica of the parameters, so that all-gathers stay within the node.
     over_all: bool = False
-    # If a number k: after forward, each rank keeps 1/k of the parameters, so that backward
-    # all-gathers from only k ranks. If None, backward all-gathers from the same ranks as forward.
+    # A number k: after forward, each rank stores 1/k of the parameters, so that backward
+    # all-gathers from only k ranks. None: backward all-gathers from the same ranks as forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
