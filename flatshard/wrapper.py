@@ -676,7 +676,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load a state dict of the unwrapped module. Each rank copies only its part.
+        """Load a state dict of the unwrapped module, from which each rank copies only its part.
 
         Tensors are cast to the model's dtypes. DistributedDataParallel's ``module.`` prefix is
         accepted. No communication, so every rank must pass the same dict. If only some ranks load,

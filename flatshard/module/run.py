@@ -193,7 +193,7 @@ class RootChecks:
             check_frozen(self._shared)
 
     def explain(self, error: BaseException, unit_name: str) -> None:
-        """Add a note to an error of torch that users of flatshard need to have explained."""
+        """Add a note with the cause and the remedy to an error of torch, if ``_NOTES`` has one."""
         for text, note in _NOTES.items():
             if text in str(error) and not hasattr(error, "__notes__"):
                 error.add_note(f"{unit_text(unit_name)} {note}")

@@ -164,7 +164,7 @@ class Settings:
 
     def describe(self) -> str:
         """Return a text with the settings that must be the same on every rank, for comparison."""
-        # Only for HYBRID strategies must all nodes have the same number of ranks.
+        # Compare ranks per node only for HYBRID strategies, which need nodes of equal size.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "

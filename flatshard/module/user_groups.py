@@ -161,8 +161,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     Raises:
         ValueError: options differ, or the groups form no grid. All ranks of the groups raise.
     """
-    # Compare the transport options before making communicators: with different options, one rank
-    # would make fewer process groups, and the other ranks would wait for it forever.
+    # Compare the transport options before making communicators: with different options, some ranks
+    # would make fewer process groups, and the other ranks would wait forever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []

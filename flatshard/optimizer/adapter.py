@@ -302,7 +302,7 @@ class BucketAdapter(OptimizerAdapter):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether torch's fused kernel supports a group, and the user chose no other kernel."""
+    """Whether torch's fused kernel supports a group, and the user has not chosen another kernel."""
     # On a CPU, the fused kernel takes a tenth to a third of the default kernel's time, because it
     # reads all memory only once. It rounds differently: after a step, about 1 of 100 values differs
     # in the last bit.
@@ -400,7 +400,7 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """Return ``params[position]``, and the parameters after it that can be in the same bucket."""
+    """Return ``params[position]`` and the following parameters that can be in the same bucket."""
     first = params[position]
     found, flat_grad, flat = [first], _flat_grad(first), first.shard_flat
     if flat_grad is None:

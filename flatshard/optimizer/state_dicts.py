@@ -45,9 +45,9 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def torch_request() -> Any:
-    """Return the options (torch's ``StateDictOptions``) of torch's ``get_state_dict``.
+    """Return the options of torch's ``get_state_dict``, ``set_state_dict`` or a similar function.
 
-    Finds also ``set_state_dict`` and similar functions on this thread's call stack. Returns None if
+    The options are torch's ``StateDictOptions``, from this thread's call stack. Returns None if
     none of these functions is running.
     """
     return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
@@ -237,7 +237,7 @@ _ONE_RANKS = (
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Raise if the program loaded state of another rank, layout or optimizer, before a step."""
+    """Raise, before a step, if the loaded state is of another rank, layout or optimizer."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if STAMP in group:

@@ -63,8 +63,8 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
 
 
 def _restoring(step: Any) -> Any:
-    # Do not use `functools.wraps`, which would copy Dynamo's marks from `step` to `call`: all
-    # functions that `_restoring` returns share the code of `call`, and so its marks.
+    # Do not use `functools.wraps`, which would copy Dynamo's marks of one `step` to `call`. All
+    # functions that `_restoring` returns share the code of `call`, so all would be marked.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)

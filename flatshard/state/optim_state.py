@@ -317,7 +317,7 @@ def _loaded(
     if part is None:
         is_tensor = isinstance(value, Tensor) and value.dim() > 0
         is_number = is_tensor and value.numel() == 1 and name in numbers
-        # Other optimizers than element-wise ones may have tensors of any shape.
+        # Optimizers that are not element-wise may have state of any shape.
         if is_number or not (is_tensor and elementwise):
             return copied(value)
         raise ValueError(

@@ -613,7 +613,7 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     # on its full parameters raise (`FreedParameter`).
     edges = [_edge(t) if id(t) in params else t for t in args[1]]
     found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
-    # Pairs: the gradient of an input, and the gradient of its full parameter or None.
+    # For each input, a pair: the input's gradient, and the gradient of its full parameter or None.
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
     if not allow_unused and any(g is f is None for g, f in pairs):

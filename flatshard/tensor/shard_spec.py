@@ -85,8 +85,8 @@ class ShardSpec:
     # Function that returns pairs of a rank of `comm` and a slice, the range of the parameter that
     # the rank stores. None: only this rank stores elements.
     holders: Any = None
-    # Weak references: gradients and optimizer state refer to this object, and must not keep the
-    # model alive.
+    # Weak references to the model: gradients and optimizer state refer to this object, and must not
+    # keep a deleted model in memory.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
 

@@ -67,7 +67,7 @@ ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
-GRADIENT = "gradient of"  # `FlatShardTensor.shard_role` of a parameter's gradient
+GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a parameter's gradient
 
 # Gradients in ``.grad`` that are not reduced yet (under no_sync), and sharded tensors computed from
 # these gradients. The values are unit names, for errors. Norms and optimizer steps of them raise.
@@ -161,7 +161,7 @@ CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backwar
 
 def caller_of_operator() -> Caller:
     """Return who called the operator on a sharded tensor that is running."""
-    # Recognise the forward of a `torch.autograd.Function`: torch disables forward-mode gradients.
+    # In the forward of a `torch.autograd.Function`, torch disables forward-mode gradients.
     in_function = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
     if not in_function and torch._C._current_graph_task_id() == -1:
         return Caller.PROGRAM
@@ -436,7 +436,7 @@ class FlatShardTensor(torch.Tensor):
     # torch.distributed reads the tensors' dtypes first.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
+        """The dtype of the elements, like ``Tensor.dtype`` of a plain tensor."""
         caller = sys._getframe(1)
         if caller.f_code is _COMPARES_DTYPES:
             name = caller.f_back.f_code.co_name  # type: ignore[union-attr]
@@ -446,7 +446,7 @@ class FlatShardTensor(torch.Tensor):
     # Bypasses ``__torch_function__``, which is slow: each step reads ``grad`` of each parameter.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient, as ``Tensor.grad`` of a plain tensor."""
+        """The gradient, like ``Tensor.grad`` of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
@@ -629,8 +629,7 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # Foreach and fused operators are too many to list by name, and newer versions of torch add
-        # more.
+        # Do not list foreach and fused operators by name: newer versions of torch add more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
@@ -642,7 +641,7 @@ class FlatShardTensor(torch.Tensor):
             if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 result = func.overloadpacket(*args, **rest)
-                # In all other cases, torch would resize `out` or raise, so refuse them.
+                # Refuse other shapes and dtypes, for which torch would resize `out` or raise.
                 if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
@@ -687,7 +686,7 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
 
 
 def not_reduced(where: str, caller: str) -> str:
-    """Return the text of the error that ``caller`` got gradients that were not reduced."""
+    """Return the text of an error. ``caller``: the function that got unreduced gradients."""
     return (
         f"{where}: {caller} got gradients that were accumulated under no_sync and not reduced. Run "
         f"the last backward before {caller} outside of no_sync."

@@ -65,7 +65,7 @@ class FreedParameter(nn.Parameter):
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # For an attribute, the function is `__get__` or `__set__` of ``func.__self__``.
+        # If the program uses an attribute, ``func`` is `__get__` or `__set__` of ``func.__self__``.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: the program used "

@@ -86,9 +86,9 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     Returns a function that waits for the copies. Collective: all ranks of the group.
     """
     comm = moved[0].spec.comm
-    # For each rank: ranges of this rank's full tensors, whose elements the rank stores.
+    # At index i: the ranges of this rank's full tensors that rank i stores.
     ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    # For each rank: this rank's parts of the tensors that the rank has in full.
+    # At index i: this rank's parts of the tensors that rank i has, or gets, in full.
     parts: list[list[Tensor]] = [[] for _ in range(comm.size)]
     held = Counter[int]()  # number of bytes that each rank sends to all other ranks
     is_moved = False

@@ -109,7 +109,8 @@ class ModuleTree:
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the children that may be units or contain units, with their attribute names.
 
-        Closed modules, and children without parameters to shard, are left out.
+        The result has no ignored children, no children whose weights other modules read, and no
+        children without parameters to shard.
         """
         return [
             (name, child)
