@@ -76,15 +76,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     Args:
         module: the module to shard. It is changed in place, and available as ``.module``.
         process_group: the ranks that train the model, or for HYBRID strategies a pair (shard group,
-            replicate group). None: the default group; without one, this process trains alone.
+            replicate group). None: the default group. If there is none, this process trains alone.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. Without these,
             HYBRID strategies shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. Other parameters belong to the outermost unit. None: one unit.
-        backward_prefetch: when the next unit's all-gather starts in backward, see
-            ``BackwardPrefetch``; None: when the unit needs it.
+        backward_prefetch: when backward starts the all-gather of the next unit: see
+            ``BackwardPrefetch``. None: when the unit is needed.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
             (replicate, shard). Parameters may be DTensors over another dimension.
@@ -95,11 +95,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             each rank keeps its weights.
         param_init_fn: called with each module that has its own tensors on the meta device, to give
             them memory and values (``module.to_empty(device=..., recurse=False)``, then values).
-            ``flatshard.leave_empty``: a checkpoint is loaded afterwards. None: call
-            ``reset_parameters()``, then transformers' ``_init_weights``.
+            ``flatshard.leave_empty``: give no values, because a checkpoint is loaded later. None:
+            call ``reset_parameters()``, then transformers' ``_init_weights``.
         reshard_after_forward: whether to reshard parameters between forward and backward. None: the
             strategy decides. An int k, a divisor of the shard group's size: backward all-gathers
-            from k ranks only, which keep a secondary shard.
+            from only k ranks, which store larger (secondary) shards.
         broadcast_buffers: broadcast rank 0's buffers when DistributedDataParallel would. False:
             each rank keeps its own buffers.
         ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
@@ -107,8 +107,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
             order (experts, dropped layers). True: all units. They stay unsharded from the outermost
             forward to the end of backward.
-        coalesce_bytes: let neighbouring units of a policy act as one unit, up to this many bytes.
-            0: never. None: 4 MiB.
+        coalesce_bytes: join neighbouring units of a policy into one unit of at most this many
+            bytes. 0: never. None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
             so many elements. ``unit_report()`` shows the padding that this costs.
@@ -287,12 +287,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            divide_by_initial_world_size: whether to average gradients over all ranks. If False,
-                average over the ranks that still have input.
+            divide_by_initial_world_size: True: average gradients over all ranks. False: average
+                only over the ranks that still have input.
             enable: whether the context has an effect.
             throw_on_early_termination: raise on all ranks once some rank has no input.
-            optimizers: optimizers that step inside the context. Needed only if a rank may have no
-                input at all, because a rank finds out about an optimizer when the optimizer steps.
+            optimizers: optimizers that step inside the context. Pass them only if a rank may have
+                no input at all: otherwise each rank sees the optimizers when they step.
 
         Raises:
             NotImplementedError: units with ``allow_divergence``, a process group of their own, a

@@ -119,8 +119,8 @@ def _compare(plan: ModelPlan) -> None:
         chosen = plan.precision_plan.chosen
         described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
-        # For wrappers that the module contained before, compare only strategies and sizes, because
-        # ranks may have different experts at the same place in the model.
+        # For wrappers that the module contained before, compare only strategies and sizes: the
+        # modules under the same name may be different experts on the ranks.
         units += map(summary, plan.wrappers)
         # The names of facts contain positions, so that ranks also compare the order.
         facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}

@@ -85,7 +85,7 @@ def find_device(
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
-    """Return the device on which the model computes, and which holds the shards."""
+    """Return the device on which the model computes."""
     if device_id is not None:
         return _read_device(device_id)
     left_alone = ignored.ids()

@@ -151,7 +151,7 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
     mesh.
 
     Args:
-        states: the state of each parameter, keyed by the parameter's name; changed in place.
+        states: the state of each parameter, keyed by the parameter's name. Changed in place.
         device: device of the full tensors. If None, each tensor stays on its device.
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.

@@ -110,7 +110,7 @@ def _steps_a_model(optimizer: Optimizer) -> bool:
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Replace the optimizer's sharded parameters by plain parameters, for the next step.
 
-    Returns new arguments for torch's call of ``step()``, or None to keep ``args`` and ``kwargs``.
+    Returns new arguments for torch's call of ``step()``. None: use ``args`` and ``kwargs``.
     """
     if unhooked:
         return None

@@ -339,8 +339,8 @@ class PrecisionPlan:
         elif override is not None:
             compute_dtype, gather_dtype = override.dtype, None
             if reduce_dtype is not None:
-                # Reduce in the wider of both dtypes: if an override keeps a parameter in fp32, the
-                # gradient must not be rounded to a `reduce_dtype` of bf16.
+                # Reduce in the wider of the two dtypes. For example, if an override selects fp32
+                # for a parameter, its gradient must not be rounded to a `reduce_dtype` of bf16.
                 own = override.dtype or param.dtype
                 wider = torch.promote_types(own, reduce_dtype)
                 reduce_dtype = None if wider == own else wider

@@ -349,7 +349,7 @@ class WriteThrough:
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
-        """Copy to the shards the values that users wrote into ``some`` tensors of state dicts."""
+        """Copy values that users wrote into ``some`` tensors of state dicts to the shards."""
         for given in some:
             state, given.state = given.state, _state(given.copy)
             if state == given.state:

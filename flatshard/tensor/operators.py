@@ -253,7 +253,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record_write(
     tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
 ) -> None:
-    """Update the origin of a tensor after an in-place operation whose result has ``result``."""
+    """Update a tensor's origin after a write in place. ``result``: the origin of the new values."""
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task

@@ -256,7 +256,7 @@ _NO_MEMORY = (
 
 
 class FlatShardTensor(torch.Tensor):
-    """A parameter, gradient or state tensor; each rank holds only a 1-D range of the elements.
+    """A parameter, gradient or state tensor of which each rank stores only a range of the elements.
 
     ``shape``, strides, dtype and device are those of the full parameter.
 
@@ -270,7 +270,7 @@ class FlatShardTensor(torch.Tensor):
 
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
-        spec: describes the parameter, and the range of the parameter that ``local`` holds.
+        spec: describes the parameter, and the range of the parameter that is in ``local``.
         shard_flat: this rank's shard of the flat parameter or of its gradient. ``local`` is a view
             of ``shard_flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
         is_unit_parameter: whether the tensor is a parameter of the model, not computed from one.

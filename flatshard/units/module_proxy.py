@@ -42,7 +42,7 @@ class ModuleProxy(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        # Without this property, each call of a unit would find the module by three `__getattr__`.
+        # Without this property, each call of a unit would call `__getattr__` three times.
         return self._modules["module"]  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

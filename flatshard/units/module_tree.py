@@ -215,7 +215,7 @@ def _read_by_others(module: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the name of a unit from ``names``, the FQNs of its modules.
+    """Return the name of a unit whose modules have the FQNs ``names``.
 
     A unit has several modules if small neighbouring units were joined (``coalesce_bytes``).
     """

@@ -393,7 +393,7 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
 
 
 def show(value: object) -> str:
-    """Return a short text for a value in a message: the repr of a module could fill pages."""
+    """Return a short text for a value in a message, because a module's repr could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):
