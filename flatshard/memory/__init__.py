@@ -56,7 +56,7 @@ class BufferMemory:
     shows_shards = False
 
     def __init__(self, buffer: Tensor) -> None:
-        # The buffer, (numel,). It may be used only between ``take`` and ``free``.
+        # The buffer, (numel,). Use the buffer only between ``take`` and ``free``.
         self.buffer = buffer
 
     @property
@@ -154,7 +154,7 @@ class BufferCache:
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and num_uses(kept) <= _ALONE:
-                return kept.detach()  # an alias; while it lives, the storage counts as used
+                return kept.detach()  # while this alias exists, the storage counts as used
             self.give_back()
         make = self._new
         new = make(numel, dtype) if make else torch.empty(numel, dtype=dtype, device=device)
@@ -176,7 +176,7 @@ def num_uses(tensor: Tensor) -> int:
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
-# The result of `num_uses` for the storage of a single tensor.
+# The result of `num_uses` for a storage that only one tensor uses.
 _ALONE = num_uses(torch.empty(1))
 
 

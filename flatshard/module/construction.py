@@ -262,8 +262,8 @@ class InitialValues:
         self.settings, self.world = settings, world
         # Names of the tensors that differ between ranks.
         self.different = different = names_of_different(tensors, mine, world)
-        # Whether rank 0 sends its parameters, and whether it also sends its buffers: a rank with
-        # buffers on the meta device needs them.
+        # `sends`: whether rank 0 sends its parameters. `sends_buffers`: whether rank 0 also sends
+        # its buffers. Ranks whose buffers are on the meta device need rank 0's buffers.
         self.sends = world.size > 1 and (bool(different) if sync is None else sync)
         self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
         marks = bytes(value is None for value in mine)
@@ -272,7 +272,7 @@ class InitialValues:
         counted = bytes(len(marks)) if self.sends and world.rank != 0 else marks
         everywhere = world.maxima(counted, op_name="comparing weights")
         self.any_missing = any(everywhere)  # whether some rank must initialise tensors
-        # Ids of tensors without values: on rank 0 if rank 0 sends its values, else on this rank.
+        # Ids of tensors that have no values on rank 0 (if rank 0 sends), otherwise on this rank.
         lacking = compress(tensors.values(), everywhere if self.sends else marks)
         self.missing = {id(tensor) for tensor in lacking}
 

@@ -55,9 +55,9 @@ class PlannedUnit:
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
         plans: dict[tuple[object, ...], FlatParamPlan] = {}
-        # Each large parameter of the root gets its own flat parameter, so that its gradient can be
-        # reduced while other units compute. Not with boundary="tensor", which gives whole tensors
-        # to ranks, and balances only the tensors of the same flat parameter.
+        # Each large parameter of the root gets its own flat parameter, so that the gradient can be
+        # reduced while other units compute. boundary="tensor" is an exception: it gives each rank
+        # whole parameters, and can balance only parameters in the same flat parameter.
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
@@ -285,7 +285,7 @@ def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
 def check_tensors(
     params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
 ) -> None:
-    """Raise if tensors cannot be sharded, parameters are on several devices, or lose gradients."""
+    """Raise if a tensor cannot be sharded, or parameters are on several devices or share memory."""
     for name, tensor in (*buffers.items(), *params.items()):
         problem = next(_problems(tensor, name in params, drops_gradients), None)
         if problem is not None:

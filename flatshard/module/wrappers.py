@@ -72,7 +72,7 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
     """Return the modules of those ``units`` that fewer than ``world_size`` ranks train.
 
-    Other groups of ranks may have other values in the buffers of such modules.
+    Groups of ranks train such modules separately, so the buffers may differ between groups.
     """
     return {
         inner

@@ -326,8 +326,8 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state that is one number per parameter. They are listed, because for a
-# parameter of one element, such state has the same shape as state with one value per element.
+# Names of optimizer state that is one number per parameter. The names are needed for parameters of
+# one element: there, state with one value per element has the same shape.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 

@@ -111,8 +111,8 @@ def with_shards(
             parameter.
     """
     is_saving = shared is not None
-    # State that is not one value per element must be equal on all ranks. `shared_state` has made
-    # sure of this for optimizers that are not element-wise.
+    # State without one value per element must be equal on all ranks. For optimizers that are not
+    # element-wise, `shared_state` has already compared this state, or sent it to all ranks.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])

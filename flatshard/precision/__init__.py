@@ -143,7 +143,7 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
         }
         if own:
             module.__dict__[CAST_BUFFERS] = dtype, own
-            # torch sets an attribute on each hook that is registered.
+            # Register a new `partial`, because torch sets an attribute on the hook.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
         cast_again(module)
@@ -208,7 +208,7 @@ def check_dtype(
     elif kind == "SGD" and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
-        spec = getattr(param, "shard_spec", None)  # None: the parameter is not sharded
+        spec = getattr(param, "shard_spec", None)  # None if the parameter is not sharded
         where = "" if spec is None else f"parameter {spec.name!r}: "
         raise RuntimeError(
             f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "

@@ -312,7 +312,7 @@ def _loaded(
     if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
-    # A copy if `value` is full. If `value` is sharded, no copy, as in torch's load_state_dict.
+    # `part` is a copy if `value` is full. A sharded `value` is not copied, as in torch.
     part = adapter.part_per_element(spec, value, is_number=name in numbers)
     if part is None:
         is_tensor = isinstance(value, Tensor) and value.dim() > 0

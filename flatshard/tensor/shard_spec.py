@@ -1,4 +1,4 @@
-"""``ShardSpec``: which elements of a parameter this rank stores, and which other ranks store."""
+"""``ShardSpec``: this rank's elements of a parameter, and the ranks that store the others."""
 
 from __future__ import annotations
 

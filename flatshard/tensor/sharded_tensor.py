@@ -74,8 +74,8 @@ GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a paramete
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives. Collectives are recognised by module, because their
-# schemas do not tell which tensors they write, and so that newer versions' collectives are found.
+# Modules in which torch defines collectives. A collective is recognised by its module, because its
+# schema does not mark written tensors, and because newer versions of torch may add collectives.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
