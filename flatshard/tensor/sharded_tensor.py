@@ -298,7 +298,7 @@ class FlatShardTensor(torch.Tensor):
     shard_unreduced: Tensor | None = None
     shard_version = 0
 
-    # `__new__` sets `shard_origin` and `shard_local`. `Gradients` makes gradients without them, for
+    # `__new__` sets `shard_origin` and `shard_local`. `Gradients` may leave them out, for
     # speed, because few programs read them. So the defaults are this origin, which all gradients
     # share (no write changes it, `is_fixed`), and a `shard_local` that is computed on demand.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
