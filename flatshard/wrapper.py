@@ -1,7 +1,7 @@
 """``ShardedWrapper``: the public API. Each method checks its arguments and calls other modules.
 
-A wrapper is a ``ModuleProxy``, so it also has the attributes of its wrapped module. The wrapper's
-own state is its ``Unit``, made by ``construction``.
+A wrapper is a ``ModuleProxy``, so the wrapper also has the attributes of the wrapped module. The
+wrapper's own state is its ``Unit``: parameters that are sharded together (see ``construction``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from flatshard.extras.step_in_backward import StepInBackward
 
 
-# Rare keywords, which ``others`` accepts, so that the signature stays short.
+# Rarely used keywords. They are passed in ``others``, to keep the signature short.
 RARE = ("forward_prefetch", "ignored_modules", "limit_all_gathers")
 
 
@@ -74,17 +74,17 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ```
 
     Args:
-        module: changed in place, and available as ``.module``.
+        module: the module to shard. It is changed in place, and available as ``.module``.
         process_group: the ranks that train the model, or for HYBRID strategies a pair (shard group,
-            replicate group). None: the default group; without one, this process trains alone.
+            replicate group). None: the default group. If there is none, this process trains alone.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. Without these,
             HYBRID strategies shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. Other parameters belong to the outermost unit. None: one unit.
-        backward_prefetch: when the next unit's all-gather starts in backward, see
-            ``BackwardPrefetch``; None: when the unit needs it.
+        backward_prefetch: when backward starts the all-gather of the next unit: see
+            ``BackwardPrefetch``. None: when the unit is needed.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
             (replicate, shard). Parameters may be DTensors over another dimension.
@@ -95,11 +95,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             each rank keeps its weights.
         param_init_fn: called with each module that has its own tensors on the meta device, to give
             them memory and values (``module.to_empty(device=..., recurse=False)``, then values).
-            ``flatshard.leave_empty``: a checkpoint is loaded afterwards. None: call
-            ``reset_parameters()``, then transformers' ``_init_weights``.
+            ``flatshard.leave_empty``: give no values, because a checkpoint is loaded later. None:
+            call ``reset_parameters()``, then transformers' ``_init_weights``.
         reshard_after_forward: whether to reshard parameters between forward and backward. None: the
             strategy decides. An int k, a divisor of the shard group's size: backward all-gathers
-            from k ranks only, which keep a secondary shard.
+            from only k ranks, which store larger (secondary) shards.
         broadcast_buffers: broadcast rank 0's buffers when DistributedDataParallel would. False:
             each rank keeps its own buffers.
         ignored_states: modules or parameters that are not sharded, moved, compared or synchronised.
@@ -107,8 +107,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
             order (experts, dropped layers). True: all units. They stay unsharded from the outermost
             forward to the end of backward.
-        coalesce_bytes: let neighbouring units of a policy act as one unit, up to this many bytes.
-            0: never. None: 4 MiB.
+        coalesce_bytes: join neighbouring units of a policy into one unit of at most this many
+            bytes. 0: never. None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
             so many elements. ``unit_report()`` shows the padding that this costs.
@@ -226,12 +226,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Average the gradients of the next backward over counts, such as tokens, not over ranks.
 
         Without this call, gradients are averaged over ranks, so ranks and micro-batches with few
-        tokens count too much. With it, the loss is a sum over tokens, and the gradient becomes the
-        sum over all ranks and micro-batches, divided by the sum of all counts. Counts add up under
-        ``no_sync``, and are sent in the message that ends a reducing backward. Gradients are
-        reduced as always, as averages over ranks in the reduce dtype, and then multiplied once in
-        the dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums
-        are larger than means.
+        tokens count too much. With this call, let the loss be a sum over tokens. The gradient is
+        then the sum over all ranks and micro-batches, divided by the sum of all counts. Counts add
+        up under ``no_sync``, and are sent in the message that ends a reducing backward. Gradients
+        are first averaged over ranks as usual, in the reduce dtype, and then multiplied once in the
+        dtype of ``.grad``. With float16 gradients, choose a smaller loss scale, because sums are
+        larger than means.
 
         Call before each backward, on every rank. A rank without tokens passes 0; a rank without
         a backward in ``no_sync(uneven=True)`` need not call. No communication.
@@ -287,12 +287,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             ```
 
         Args:
-            divide_by_initial_world_size: whether to average gradients over all ranks. If False,
-                average over the ranks that still have input.
-            enable: whether to do anything. If False, the context has no effect.
+            divide_by_initial_world_size: True: average gradients over all ranks. False: average
+                only over the ranks that still have input.
+            enable: whether the context has an effect.
             throw_on_early_termination: raise on all ranks once some rank has no input.
-            optimizers: optimizers that step inside the context. Needed only if a rank may have no
-                input at all, because a rank finds out about an optimizer when the optimizer steps.
+            optimizers: optimizers that step inside the context. Pass them only if a rank may have
+                no input at all: otherwise each rank sees the optimizers when they step.
 
         Raises:
             NotImplementedError: units with ``allow_divergence``, a process group of their own, a
@@ -305,9 +305,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
-        """Release unsharded buffers and gradient buffers that are kept for the next step.
+        """Free the unsharded buffers and gradient buffers that are cached for the next step.
 
-        A forward without gradients also releases them. No communication.
+        A forward without gradients also frees these buffers. No communication.
         """
         self._sharded_unit.context.forward.give_back()
 
@@ -558,15 +558,15 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Let modules hold full plain parameters, under the unwrapped names, inside a context.
+        """Give modules full plain parameters, under the unwrapped names, inside a context.
 
         At the end of the context, even after an exception, each rank copies its own range of the
         full values into its shards. All ranks must write the same values, otherwise the model
         becomes inconsistent. Edits of values and ``requires_grad`` are kept, and with
         ``with_grads`` also edits of gradients. Hooks and other attributes that are set inside the
         context are lost. Forwards inside the context do not communicate, and compute in the
-        parameters' own dtype. Backwards to the parameters, copies of the model, and a nested summon
-        of the same parameters raise.
+        parameters' own dtype. A backward to the parameters, a copy of the model, or a nested summon
+        of the same parameters raises an error.
 
         Collective: all ranks, at entry.
 
@@ -581,8 +581,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             module: a wrapper, or any module that contains wrappers.
             recurse: also summon nested units. False: only the outermost units.
             writeback: keep edits. False: edits are undone, for every strategy.
-            rank0_only: only rank 0 holds full parameters and can run forwards. Other ranks keep
-                their sharded parameters, and at most one unsharded unit in memory. Needs
+            rank0_only: only rank 0 gets full parameters and can run forwards. On other ranks, the
+                parameters stay sharded, and at most one unit at a time is unsharded. Needs
                 ``writeback=False``. Run no collective operation inside the context.
             offload_to_cpu: copy the full parameters to CPU memory, unit by unit.
             with_grads: ``p.grad`` is the full reduced gradient, or None if ``p`` has no gradient.
@@ -630,10 +630,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the full state dict, with the names of the unwrapped module, on every rank.
 
-        In-place writes into the tensors reach the model, as with an unwrapped model, at the model's
-        next use. If the model has changed since the call, the next use raises RuntimeError. Unlike
-        an unwrapped model's, the tensors keep the values of this call: after a later step, call
-        ``state_dict`` again.
+        As with an unwrapped model, a program may change the model by writing into the tensors in
+        place. The values are copied into the model at its next use. If the model has changed since
+        the call, this use raises RuntimeError. Unlike with an unwrapped model, later steps do not
+        change the tensors: call ``state_dict`` again.
 
         To get the state dict only on rank 0, in CPU memory, use
         ``flatshard.checkpoint.full_state_dict`` or ``set_state_dict_type``. Collective: all ranks,
@@ -676,11 +676,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load a state dict of the unwrapped module; each rank keeps its part.
+        """Load a state dict of the unwrapped module, from which each rank copies only its part.
 
         Tensors are cast to the model's dtypes. DistributedDataParallel's ``module.`` prefix is
-        accepted. No communication: every rank passes the same dict. If only some ranks load, the
-        next backward raises at its end. Returns missing and unexpected keys.
+        accepted. No communication, so every rank must pass the same dict. If only some ranks load,
+        the next backward raises at its end. Returns missing and unexpected keys.
 
         Example:
             ```python
@@ -954,8 +954,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Return this rank's chunks of the flat parameters of this unit and units inside.
 
         A unit has one flat parameter for each dtype and ``requires_grad`` of its parameters.
-        ``print`` a flat parameter to see the chunks of all ranks, the padding, and where each
-        original parameter lies. To edit values, write to the parameters themselves. No
+        ``print`` a flat parameter to see the chunks of all ranks, the padding, and the position of
+        each original parameter. To edit values, write to the parameters themselves. No
         communication.
 
         Example:
@@ -1003,8 +1003,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # Ranks that train a copy together must copy their models in the same order: each copy takes
-        # the next free tags, by which ranks match messages.
+        # Ranks that train a copy together must copy their models in the same order, because each
+        # copy gets the next free tags. By these tags, ranks match messages.
         return extra("conversion", "copy.deepcopy(model)").copy_model(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -1016,9 +1016,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict`` to leave ``module.`` out of FQNs."""
-        # torch's `get_state_dict` calls this method before all other methods of the model, on all
-        # ranks. So check here that ranks do not hold different parameters under one name. A later
-        # check is not possible: an optimizer's hooks do not know which ranks train a unit.
+        # Check here that ranks do not have different parameters of the same name: torch's
+        # `get_state_dict` calls this method first, on all ranks. A later check is not possible,
+        # because an optimizer's hooks do not know which ranks train a unit.
         if is_getting_shards():
             self._sharded_unit.state_dict.check_names()
         return {"": "module"}

@@ -1,16 +1,16 @@
 """Memory of tensors: unsharded buffers, results, and offload targets.
 
-A unit's unsharded buffers have memory (a ``BufferMemory``) from unshard to reshard. Small buffers,
-and buffers on accelerators, get memory from torch's allocator. Large buffers on a CPU get memory
-from the extra ``page_pool``, whose pages the next unit reuses. A transport may define further
-subclasses that need fewer copies.
+A ``BufferMemory`` is the memory of an unsharded buffer, allocated at unshard and freed at reshard.
+Small buffers, and buffers on accelerators, get memory from torch's allocator. Large buffers on a
+CPU get memory from the extra ``page_pool``: when one unit is resharded, the next unit reuses its
+pages. A transport may define subclasses that need fewer copies.
 
-A ``BufferCache`` keeps the memory of a result, such as a reduced gradient, for reuse once no other
-code refers to it. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES``
-to the operating system. Allocators of accelerators cache memory themselves.
+A ``BufferCache`` reuses the memory of a result, such as a reduced gradient, once no other code uses
+the result. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES`` to the
+operating system. Allocators of accelerators cache memory themselves.
 
-An ``OffloadTarget`` is the place where shards, gradients and optimizer state lie between uses: the
-device itself, host memory, or the disk (``flatshard/extras/disk``).
+An ``OffloadTarget`` is where shards, gradients and optimizer state are stored between uses: on the
+device itself, in host memory, or on disk (``flatshard/extras/disk``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from flatshard.units.layout import PAGED_BYTES, as_bytes
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 GLIBC_LIMIT_BYTES = 32 << 20
-"""glibc maps each tensor of at least this size separately, and unmaps it when it is freed."""
+"""A tensor of at least this size gets its own memory mapping from glibc, unmapped when freed."""
 
 give_back_kept: list[Callable[[], object]] = []
-"""Functions that free memory which is kept for the next step. Extras add functions."""
+"""Functions that free memory which extras cache for the next step. Extras add functions."""
 
 
 # ---------------------------------------------------------------- unsharded buffers
@@ -43,20 +43,20 @@ give_back_kept: list[Callable[[], object]] = []
 class BufferMemory:
     """The memory of one unsharded buffer, which is allocated and freed many times.
 
-    The buffer's storage object never changes, so autograd's views are valid again after the next
-    unshard. This base class never allocates or frees: its buffer is the shard of a flat parameter
-    that is not sharded.
+    The buffer's storage object never changes, so autograd's views of the buffer are valid again
+    after the next unshard. This base class is for flat parameters that are not sharded: the buffer
+    is the shard itself, and is never freed.
     """
 
-    # Memory for this rank's shard, `(shard_numel,)`, which is also mapped into the buffer. So an
-    # all-gather does not copy this rank's shard. None: the shard has memory of its own.
+    # Memory for this rank's shard, `(shard_numel,)`, which is also mapped into the buffer, so that
+    # an all-gather need not copy this rank's shard. None: the shard has separate memory.
     shard: Tensor | None = None
-    # Whether the shards of all ranks are mapped into the buffer: an all-gather copies nothing, and
-    # the unit need not stay unsharded between forward and backward.
+    # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
+    # and resharding between forward and backward costs nothing.
     shows_shards = False
 
     def __init__(self, buffer: Tensor) -> None:
-        # The buffer, (numel,). It may be used only between ``take`` and ``free``.
+        # The buffer, (numel,). Use the buffer only between ``take`` and ``free``.
         self.buffer = buffer
 
     @property
@@ -65,19 +65,19 @@ class BufferMemory:
         return 0
 
     def take(self) -> None:
-        """Allocate the memory, unless the buffer has memory already.
+        """Allocate the memory, unless it is already allocated.
 
         The values of the buffer are undefined, except in the range of a mapped shard.
         """
 
     def renew(self) -> None:
-        """Undo ``snapshot``: mapped shards show their current values again."""
+        """Undo ``snapshot``: in the buffer, mapped shards have their current values again."""
 
     def free(self) -> None:
         """Free the memory of the buffer. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Until ``renew`` or ``free``, keep the buffer's values if ranks write to their shards."""
+        """Keep the buffer's values until ``renew`` or ``free``, even if ranks write to shards."""
 
 
 class AllocatedBuffer(BufferMemory):
@@ -92,12 +92,12 @@ class AllocatedBuffer(BufferMemory):
         return self._storage.nbytes()
 
     def take(self) -> None:
-        # torch would allocate and copy even if the storage has the requested size already.
+        # `resize_` would allocate and copy even if the storage already has the requested size.
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        # Do not delete the storage: autograd's views must refer to it after the next unshard.
+        # Resize the storage, but do not delete it: autograd's views refer to this object.
         self._storage.resize_(0)
 
 
@@ -106,7 +106,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemo
     # For small buffers, torch's allocator is as fast as the page pool.
     is_large = numel * dtype.itemsize >= PAGED_BYTES
     if device.type == "cpu" and is_large and (page_pool := default_extra("page_pool")):
-        # If the system maps no memory, or no addresses are left, torch's allocator may have memory.
+        # If the page pool gets no memory from the system, try torch's allocator.
         with contextlib.suppress(OSError):
             return page_pool.PooledBuffer(numel, dtype)  # type: ignore[no-any-return]
     return AllocatedBuffer(numel, dtype, device)
@@ -126,11 +126,11 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 
 @functools.cache
 def prepare_allocator() -> None:
-    """Make the C library's allocator keep freed memory of a training step for the next step."""
+    """Let glibc's allocator reuse the memory that a training step frees in the next step."""
     # glibc's malloc returns freed blocks above a threshold to the operating system. When a block of
-    # up to 32 MiB is freed, malloc raises the threshold to the size of the block. In training,
-    # large blocks are allocated in every step. So raise the threshold to the maximum now, by
-    # allocating and freeing a block of this size. This has no effect if the user sets the threshold
+    # up to 32 MiB is freed, malloc raises the threshold to the block's size. So raise the threshold
+    # to the maximum now, by allocating and freeing a block of this size, because every step
+    # allocates large blocks. This has no effect if the user sets the threshold
     # (MALLOC_TRIM_THRESHOLD_) or uses another allocator.
     torch.empty(GLIBC_LIMIT_BYTES - 4096, dtype=torch.uint8)
 
@@ -138,10 +138,10 @@ def prepare_allocator() -> None:
 class BufferCache:
     """Makes 1-D tensors for results, and reuses the memory of a tensor that is no longer used.
 
-    The cache keeps at most one tensor.
+    The cache contains at most one tensor.
 
-    ``new``: function that allocates a tensor from a number of elements and a dtype. None: tensors
-    come from torch's allocator, and only large CPU tensors are kept.
+    ``new``: function that allocates a tensor, given a number of elements and a dtype. None: torch
+    allocates tensors, and only large CPU tensors are cached.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
@@ -149,16 +149,16 @@ class BufferCache:
         self._kept: Tensor | None = None  # the tensor whose memory the next `take` may reuse
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, ``(numel,)``, in the kept memory if possible."""
+        """Return an uninitialised tensor, ``(numel,)``, in the cached memory if possible."""
         kept = self._kept
         if kept is not None:
             fits = kept.numel() == numel and kept.dtype == dtype and kept.device == device
             if fits and num_uses(kept) <= _ALONE:
-                return kept.detach()  # an alias; while it lives, the storage counts as used
+                return kept.detach()  # while this alias exists, the storage counts as used
             self.give_back()
         make = self._new
         new = make(numel, dtype) if make else torch.empty(numel, dtype=dtype, device=device)
-        # The allocator itself keeps the memory of a freed smaller tensor.
+        # Do not cache a smaller tensor: the allocator itself reuses its memory.
         is_worth_it = new.nbytes >= GLIBC_LIMIT_BYTES and device.type == "cpu"
         if self._kept is not None or not (is_worth_it or make):
             return new
@@ -166,17 +166,17 @@ class BufferCache:
         return new.detach()
 
     def give_back(self) -> None:
-        """Free the kept tensor, unless other code still uses its memory."""
+        """Free the cached tensor, unless other code still uses its memory."""
         if self._kept is not None and num_uses(self._kept) <= _ALONE:
             self._kept = None
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor's storage, including one by this function."""
+    """Return the number of references to a tensor's storage, with one made by this function."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
-# The result of `num_uses` for the storage of a single tensor.
+# The result of `num_uses` for a storage that only one tensor uses.
 _ALONE = num_uses(torch.empty(1))
 
 
@@ -184,31 +184,31 @@ _ALONE = num_uses(torch.empty(1))
 
 
 class OffloadTarget:
-    """A place where tensors lie between uses. In this base class the place is the device itself."""
+    """Where tensors are stored between uses. This base class stores them on the device itself."""
 
     is_device = True
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make an uninitialised tensor in the target, ``(numel,)``."""
+        """Make an uninitialised tensor, ``(numel,)``, in this target's memory."""
         return torch.empty(numel, dtype=dtype)
 
     def take_in(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` if it lies in the target; otherwise return a copy in the target."""
+        """Return ``tensor`` if it is in this target's memory, otherwise a copy that is."""
         return tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor. If the tensor lies in the target, the copy does, too."""
+        """Return a copy of a tensor, in this target's memory if the tensor is."""
         return tensor.clone()
 
     def page_in(self, *tensors: Tensor) -> None:
-        """Prepare ``tensors`` for being written. Tensors that are not in the target are ignored."""
+        """Prepare for writes to ``tensors``. Ignores tensors outside of this target's memory."""
 
     def page_out(self, *tensors: Tensor) -> None:
-        """Free the memory of ``tensors`` that lie in files; later reads load the values again."""
+        """Free the memory of ``tensors`` that are in files. A later read loads the file again."""
 
 
 class HostMemory(OffloadTarget):
-    """Host memory, as the target of units on an accelerator."""
+    """Host memory, as the offload target of units on an accelerator."""
 
     is_device = False
 
@@ -229,20 +229,20 @@ DEVICE = OffloadTarget()
 
 @dataclass(frozen=True)
 class OffloadTargets:
-    """The places where the tensors of one unit lie between uses."""
+    """The offload targets for the tensors of one unit."""
 
     shard: OffloadTarget = DEVICE  # target of shards of parameters
     gradient: OffloadTarget = DEVICE  # target of reduced gradients
 
     # Target of optimizer state with one value per element: `DiskMemory` of the extra `disk`. None:
-    # where the shard lies.
+    # optimizer state is stored beside the shard.
     state: Any = None
-    # Whether the device keeps a copy of the shard, so that an all-gather need not copy it there.
+    # Whether a copy of the shard stays on the device. Then an all-gather need not copy it there.
     keeps_copy: bool = False
 
     @classmethod
     def find(cls, offload: CPUOffload, device: torch.device) -> OffloadTargets:
-        """Return the targets for an offload policy without a disk, and the device that computes."""
+        """Return the targets for an offload policy without a disk. Units compute on ``device``."""
         if not offload.is_on or device.type == "cpu":
             return cls()
         host = HostMemory(pinned=offload.pin_memory)
@@ -258,8 +258,8 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class _Nothing:
     """A context manager that does nothing."""
 
-    # A C function, because each step enters many of these contexts. The function accepts any
-    # arguments, and returns an empty string, which is false.
+    # Use a function written in C, for speed: each step enters many of these contexts. The function
+    # accepts any arguments, and returns an empty string, which is false.
     __enter__ = __exit__ = "".format
 
 
@@ -270,7 +270,7 @@ NOTHING: contextlib.AbstractContextManager[object] = _Nothing()  # type: ignore[
 def on_copy_stream(device: torch.device) -> Iterator[None]:
     """Context manager in which CUDA work is queued on the copy stream of ``device``.
 
-    The work begins after all work that was queued on the current (compute) stream so far.
+    The work begins after all work that is already queued on the current (compute) stream.
     """
     stream = copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -294,9 +294,9 @@ def checksum(tensor: Tensor) -> Checksum:
     if tensor.numel() == 0:
         return (0, 0)
     words = words_of(tensor)
-    # Arrange the words (8 bytes each, if possible) as a table. The first result is the sum of all
-    # columns, each column's sum multiplied by the column's number. The second result is the same
-    # for rows. Words that do not fill a row are added separately.
+    # Arrange the words (8 bytes each, if possible) as a table. For the first result, multiply each
+    # column's sum by the column's number, and add the products. Do the same with rows for the
+    # second result. Add words that do not fill a row separately.
     num_tabled = words.numel() // _COLUMNS * _COLUMNS
     table, rest = words[:num_tabled].view(-1, _COLUMNS), words[num_tabled:].to(torch.int64)
     columns, rows, last = (

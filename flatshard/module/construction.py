@@ -1,23 +1,22 @@
-"""``wrap`` carries out a ``ModelPlan``: makes the units, and puts wrappers around their modules.
+"""``wrap`` carries out a ``ModelPlan``: it makes the units, and puts wrappers around their modules.
 
-In this order:
+A unit is one module, or several small ones, whose parameters are sharded together. The steps:
 
 1. Ranks compare their plans, and create the process groups of the sharding strategies.
-2. Each unit is laid out: which range of a flat parameter each rank holds. Disk space is reserved
-   for shards that are offloaded to disk.
-3. Ranks agree whether all ranks take rank 0's initial values. Buffers move to the device.
-4. Each unit is made: its parameters become shards, and wrappers take the place of its modules.
+2. The range that each rank stores of each flat parameter is computed. Disk space is reserved for
+   shards that are offloaded to disk.
+3. Ranks decide whether all ranks take rank 0's initial values. Buffers move to the device.
+4. Each unit is made: its parameters become shards, and wrappers replace its modules.
 5. Parameters and buffers on the meta device get values.
 6. The transports (``comm/transports``) connect to other ranks. The units get the state that they
    share in a step (``RunState``). Rank 0 issues warnings.
 
-Until the buffers move, an error leaves the module unchanged.
+If an error is raised before the buffers move, the module is unchanged.
 
 [Note: initial values]
-Tensors start with each rank's own values, rank 0's, or none (meta device). A shard gets this rank's
-part of each original parameter. If all ranks take rank 0's values, rank 0 broadcasts one parameter
-after the other, and every rank keeps only its part. So only rank 0 needs memory for the values of
-the full model.
+The initial values of a tensor are each rank's own, or rank 0's. On the meta device, a tensor has
+none. If all ranks take rank 0's values, rank 0 broadcasts one parameter after the other, and every
+rank copies only its part to its shard. So only rank 0 needs memory for the full model's values.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ _ON_META = "ShardedWrapper of a model with parameters or buffers on the meta dev
 
 
 def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Any:
-    """Return a context in which local tensors replace the DTensors among the parameters."""
+    """Return a context that replaces the DTensors among the parameters by their local tensors."""
     if not any(hasattr(param, "_spec") for param in module.parameters()):
         return nullcontext()
     return extra("tensor_parallel", _A_DTENSOR).local_parts(module, ignored, settings)
 
 
 def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
-    """Let ``root``, a wrapper that has no module yet, wrap the planned module.
+    """Put the planned module into ``root``, a wrapper that has no module yet, and make the units.
 
-    The modules of the other units get wrappers of class ``kind``. Rank 0 issues ``notes`` and the
-    warnings about the plan.
+    The modules of all other units get new wrappers of class ``kind``. Rank 0 issues ``notes`` and
+    the warnings about the plan.
 
     Collective: all ranks.
     """
@@ -80,7 +79,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     is_first = plan.settings.ranks.world.rank == 0
     messages = list(notes) if is_first else []
     if is_first and (advice := default_extra("advice")):
-        # Ask for advice before units change the module: the checks read the user's own module.
+        # Ask for advice before making units changes the module: advice is about the user's module.
         messages += advice.about(plan)
     units = _make_units(plan, root, kind, initial_values, targets)
     handles = [handle for unit in units for handle in unit.handles]
@@ -90,17 +89,17 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         handle.page_out()
     if targets.state is not None:
         targets.state.trim()
-    # `connect` is collective, so all ranks must use the same order (`sorted`).
+    # Sort, because `connect` is collective, and all ranks must call it in the same order.
     for unit in units:
         for fixed_order in sorted({handle.grads.plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision_plan.install()
-    for unit in units_in(root):  # includes modules that were wrapped earlier
+    for unit in units_in(root):  # also the units of wrappers that the module contained before
         if not plan.divergent.isdisjoint(unit.modules):
             unit.placement = unit.placement.diverging()
     start_run(root)
     optimizer_step.install()
-    # Warn after the last collective, because warnings may be errors, which only rank 0 raises.
+    # Warn after the last collective: only rank 0 warns, and the user may turn warnings into errors.
     for message in [*initial_values.warnings(), *messages]:
         warnings.warn(message, stacklevel=3)
 
@@ -120,10 +119,10 @@ def _compare(plan: ModelPlan) -> None:
         chosen = plan.precision_plan.chosen
         described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
-        # For units that were wrapped before this call, compare only the strategy and the sizes:
-        # ranks may hold different experts at the same place in the model.
+        # For wrappers that the module contained before, compare only strategies and sizes: the
+        # modules under the same name may be different experts on the ranks.
         units += map(summary, plan.wrappers)
-        # A position in the name of each fact: ranks also compare the order.
+        # The names of facts contain positions, so that ranks also compare the order.
         facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}
         facts["the list of ignored tensors"] = repr(list(plan.ignored.names))
         for number, (name, tensor) in enumerate((plan.params | plan.buffers).items()):
@@ -132,8 +131,8 @@ def _compare(plan: ModelPlan) -> None:
         remedy = "Every rank must wrap the same modules in the same order with the same settings."
         start = "the ranks build different models. First difference"
         agreed(lambda: (True, facts), [ranks.world], "ShardedWrapper", remedy, differ=start)
-    # Call `resolve` only now: it creates process groups, so all ranks must have the same
-    # strategies.
+    # Call `resolve` after the comparison: it creates process groups, and would deadlock if the
+    # ranks had different strategies.
     for settings in plan.settings_of.values():
         ranks.resolve(settings.placement)
     if any(hasattr(param, "dtensor_split") for param in plan.params.values()):
@@ -144,13 +143,13 @@ def _describe(tensor: Tensor) -> str:
     shape = tuple(tensor.shape)
     text = f"shape {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     if isinstance(tensor, nn.Parameter):
-        # Strides of parameters decide the order of elements in the flat parameter.
+        # Compare strides, which determine the order of the elements in the flat parameter.
         text += f", strides {strides_of(shape, memory_order(tensor))}"
     return text
 
 
 def summary(wrapper: ModuleProxy) -> str:
-    """Return a text with the strategy and the sizes of a wrapper's unit."""
+    """Return a text with the sharding strategy and the sizes of a wrapper's unit."""
     unit = unit_of(wrapper)
     strategy = unit.settings.strategy.name
     if len(unit.modules) > 1:
@@ -163,7 +162,7 @@ def summary(wrapper: ModuleProxy) -> str:
 
 
 def _offload_targets(plan: ModelPlan) -> OffloadTargets:
-    """Lay out the units, and choose the offload targets.
+    """Compute each rank's ranges of the flat parameters, and choose where to offload shards.
 
     Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
     causes too much padding.
@@ -184,7 +183,7 @@ def _make_units(
     initial_values: InitialValues,
     targets: OffloadTargets,
 ) -> list[Unit]:
-    """Make the units, the root last, and wrap their modules. Returns the units, the root first.
+    """Make the units, and wrap their modules. Returns the units, beginning with the root unit.
 
     Collective: all ranks.
     """
@@ -199,7 +198,7 @@ def _make_units(
         modules = [member.module for member in planned.members]
         casts = {module: plan.precision_plan.of_unit(module) for module in modules}
         unit = Unit(casts, planned.names, settings, plan.ignored.within(modules))
-        # Text for each module, empty for a module that was wrapped by hand.
+        # For each module, why the policy chose it. Empty for a module that the user wrapped.
         unit.reasons = [member.reason for member in planned.members]
         unit.own(handles, Backward.receive)
         unit.state_dict = UnitStateDict(unit)
@@ -223,7 +222,7 @@ LEFT_EMPTY = "_flatshard_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """Leave a module on the meta device without values, which ``load_state_dict`` gives later.
+    """Let a module on the meta device have no values until the program calls ``load_state_dict``.
 
     Pass this function as ``param_init_fn``, or call it inside of a ``param_init_fn``. Only the
     shards get memory. The first forward raises an error if a tensor still has no values.
@@ -254,7 +253,8 @@ class InitialValues:
         sync = settings.sync_module_states
         tensors = plan.params | plan.buffers
         kept = {} if sync is not None or settings.broadcast_buffers else plan.buffers
-        # Compute no checksums of values that rank 0 broadcasts anyway, or that each rank keeps.
+        # The checksum of each tensor, or (0, 0) if none is needed, because rank 0 broadcasts the
+        # values anyway, or each rank uses its own values.
         mine = [
             None if one.is_meta else (0, 0) if sync or name in kept else checksum(one.detach())
             for name, one in tensors.items()
@@ -262,17 +262,17 @@ class InitialValues:
         self.settings, self.world = settings, world
         # Names of the tensors that differ between ranks.
         self.different = different = names_of_different(tensors, mine, world)
-        # Whether every rank takes rank 0's values, and rank 0's buffers, too. A rank whose buffers
-        # are on the meta device needs rank 0's buffers.
+        # `sends`: whether rank 0 sends its parameters. `sends_buffers`: whether rank 0 also sends
+        # its buffers. Ranks whose buffers are on the meta device need rank 0's buffers.
         self.sends = world.size > 1 and (bool(different) if sync is None else sync)
         self.sends_buffers = self.sends and (not kept or not kept.keys().isdisjoint(different))
         marks = bytes(value is None for value in mine)
-        # `marks` has a 1 for each tensor without values. If all ranks take rank 0's values, the
-        # other ranks send zeros, so that the maxima are rank 0's marks.
+        # `marks` has a 1 for each tensor without values. If rank 0 sends its values, only rank 0's
+        # marks count, so the other ranks pass zeros to the maxima.
         counted = bytes(len(marks)) if self.sends and world.rank != 0 else marks
         everywhere = world.maxima(counted, op_name="comparing weights")
         self.any_missing = any(everywhere)  # whether some rank must initialise tensors
-        # Ids of the tensors that are on the meta device: on rank 0 if `sends`, otherwise here.
+        # Ids of tensors that have no values on rank 0 (if rank 0 sends), otherwise on this rank.
         lacking = compress(tensors.values(), everywhere if self.sends else marks)
         self.missing = {id(tensor) for tensor in lacking}
 
@@ -297,8 +297,8 @@ class InitialValues:
         spec = param.spec
         part = shard[spec.range]
         if self.sends:
-            # Send one parameter at a time, and without a copy on rank 0 if possible: a unit may
-            # just fit in memory.
+            # Send one parameter at a time, if possible without a copy on rank 0. A copy of a whole
+            # unit may not fit in memory.
             if self.world.rank == 0:
                 assert value is not None, "rank 0 has the values"
                 whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
@@ -349,7 +349,8 @@ def names_of_different(
     ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
     tensor, in the same order.
     """
-    # Compare by maxima, so that the size of the message does not depend on the number of ranks.
+    # Compare the digests by a maximum over the ranks, because a gather's messages would grow with
+    # the number of ranks.
     digests = b"".join(digest_of(repr(one).encode()) for one in sums)
     flags = differ(world.maxima(with_complements(digests), op_name="comparing weights"))
     size = len(digests) // max(len(tensors), 1)
@@ -362,7 +363,7 @@ def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
     Collective if ``start.sends_buffers``: all ranks.
     """
     device = plan.settings.device
-    # New buffers, keyed by the id of the old buffer: several modules may share a buffer.
+    # New buffers, keyed by the id of the old buffer, because several modules may share a buffer.
     received: dict[int, Tensor] = {}
     for name, buffer in plan.buffers.items():
         if not buffer.is_meta and buffer.device != device:

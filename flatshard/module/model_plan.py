@@ -1,7 +1,7 @@
 """``ModelPlan``: a module that is being wrapped, the user's settings, and the units to make.
 
-The end of the file has the checks of the module: ignored tensors, tensors that cannot be sharded,
-and wrappers that the module contains already.
+The functions at the end of the file check the module. They find ignored tensors, tensors that
+cannot be sharded, and wrappers that the module already contains.
 
 Making a plan changes no module and does not communicate, so the model may be on the meta device.
 ``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
@@ -41,7 +41,7 @@ class PlannedUnit:
     settings: Settings
     number: int  # index of the unit in `ModelPlan.units`
 
-    flats: list[FlatParamPlan] = field(default_factory=list)  # the flat parameters, by `flatten`
+    flats: list[FlatParamPlan] = field(default_factory=list)  # flat parameters, set by `flatten`
 
     @property
     def names(self) -> list[str]:
@@ -49,19 +49,19 @@ class PlannedUnit:
 
     @property
     def name(self) -> str:
-        """The unit's name in messages; empty for the root."""
+        """The unit's name in messages. Empty for the root unit."""
         return module_tree.name_of(self.names)
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
         plans: dict[tuple[object, ...], FlatParamPlan] = {}
-        # Each large parameter of the root has a separate flat parameter, so that its gradient can
-        # be reduced while other units compute. With boundary="tensor", only parameters of one flat
-        # parameter are balanced over the ranks.
+        # Each large parameter of the root gets its own flat parameter, so that the gradient can be
+        # reduced while other units compute. boundary="tensor" is an exception: it gives each rank
+        # whole parameters, and can balance only parameters in the same flat parameter.
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
-            # In backward, the gradient of the head is complete first, and the embedding's last.
+            # In backward, the head's gradient is complete first, and the embedding's gradient last.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
@@ -72,7 +72,7 @@ class PlannedUnit:
         self.flats = list(plans.values())
 
     def lay_out(self, num_shards: int) -> None:
-        """Lay out the flat parameters over ``num_shards`` ranks.
+        """Compute the layout of the flat parameters over ``num_shards`` ranks.
 
         Raises ValueError if the user's ``boundary`` causes too much padding.
         """
@@ -85,7 +85,7 @@ class PlannedUnit:
 
 
 class ModelPlan:
-    """The plan of a model's construction: the module, and the units to make of the module."""
+    """The plan of a model's construction: the module, and the units into which to divide it."""
 
     def __init__(
         self,
@@ -97,17 +97,17 @@ class ModelPlan:
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
-        # The wrappers that the module contains already, outermost first.
+        # The wrappers that the module already contains, outermost first.
         self.wrappers = wrappers.wrappers_in(module)
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
         self.left_alone = _sharded_ids(module) | ignored.ids()
-        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts):
-        # these buffers differ between groups of ranks.
+        # Do not synchronise buffers of modules that the user wrapped with fewer ranks (experts),
+        # because such buffers differ between groups of ranks.
         for inner in wrappers.modules_apart(wrappers.units_in(module), world_size):
             self.left_alone.update(id(buffer) for buffer in inner.buffers(recurse=False))
         infos = module_tree.find_params(module, self.left_alone)
-        # The parameters to shard, and the buffers to move to the device and broadcast, by name.
+        # Keyed by name: the parameters to shard, and the buffers to move to the device and send.
         self.params = {info.name: info.param for info in infos}
         named = module.named_buffers()
         self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
@@ -122,7 +122,7 @@ class ModelPlan:
 
     @cached_property
     def tree(self) -> ModuleTree:
-        """The modules that a policy may choose. Made on demand, for policies and warnings."""
+        """The modules that a policy may choose. Computed on demand, for policies and warnings."""
         return ModuleTree(self.module, self.ignored)
 
     def _choose_units(self, infos: Sequence[ParamInfo]) -> None:
@@ -130,7 +130,7 @@ class ModelPlan:
         self.chosen: list[ChosenModule] = []  # modules that the policy chose, in order
         if self.settings.auto_wrap_policy is not None:
             self.chosen = find_units(self.tree, self.settings.auto_wrap_policy)
-        # For each module that becomes a unit, its settings. The root comes first.
+        # The settings of each module that becomes a unit, beginning with the root module.
         members = {member.module: member for member in (root, *self.chosen)}
         self.settings_of = {
             module: self.settings.override(member, self.divergent)
@@ -151,26 +151,27 @@ class ModelPlan:
             self.units.append(unit)
 
     def _coalesce(self) -> list[list[ChosenModule]]:
-        """Join small neighbouring modules with the same settings and kinds of parameters.
+        """Group small neighbouring modules with the same settings and kinds of parameters.
 
-        Small all-gathers are latency-bound, and neighbours mostly run one after the other. Compare
-        DeepSpeed's ``stage3_module_granularity_threshold``.
+        Each group becomes one unit with one all-gather, because small all-gathers are
+        latency-bound, and neighbours usually run one after the other. DeepSpeed has the similar
+        option ``stage3_module_granularity_threshold``.
         """
         members = {member.module: member for member in self.chosen if member.infos}
 
         def key_of(member: ChosenModule) -> tuple[Settings, set[tuple[torch.dtype, bool]]] | None:
-            """Return the properties that joined modules have in common; None: never join."""
-            # A module runs while the units inside it run, and not before or after these units.
+            """Return the properties that modules of a group must share. None: do not group."""
+            # A module that contains units does not run before or after these units, but meanwhile.
             module = member.module
             if any(inner in members for inner in module.modules() if inner != module):
                 return None
-            # A unit needs one collective per kind of parameter, so joining modules whose parameters
-            # are of different kinds saves no collective.
+            # A unit needs one collective per kind of parameter. So grouping modules with different
+            # kinds of parameters would save no collective.
             kinds = {(info.param.dtype, info.param.requires_grad) for info in member.infos}
             return self.settings_of[module], kinds
 
         groups: list[list[ChosenModule]] = []
-        last, total = None, 0  # the properties and the bytes of the last group
+        last, total = None, 0  # properties and number of bytes of the last group
         for member in members.values():
             key, nbytes = key_of(member), sum(info.param.nbytes for info in member.infos)
             if key is not None and key == last and total + nbytes <= self.settings.coalesce_bytes:
@@ -195,15 +196,15 @@ def _sharded_ids(module: nn.Module) -> set[int]:
 
 
 def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
-    """Raise ValueError if a unit that several outermost wrappers contain is not frozen.
+    """Raise ValueError if a unit is inside several outermost wrappers, and is not frozen.
 
-    ``shared``: result of ``other_roots``.
+    ``shared``: the result of ``other_roots``.
     """
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
-            # A dropped wrapper may still await garbage collection on some ranks. Collect now, so
-            # that all ranks get the same result.
+            # On some ranks, a wrapper that the program no longer uses may not be garbage-collected
+            # yet. Collect now, so that all ranks get the same result.
             gc.collect()
             kinds = ", ".join(sorted(other.__class__.__name__ for other in others))
             if kinds:
@@ -215,10 +216,10 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
 
 
 def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
-    """Return the modules and tensors to be ignored by the wrapper of ``module``.
+    """Return the modules and tensors that the wrapper of ``module`` must ignore.
 
-    The user passes modules and tensors to ignore in a keyword, or lists names in the attribute
-    ``_ddp_params_and_buffers_to_ignore``, as for DistributedDataParallel.
+    The user passes them in a keyword, or, as for DistributedDataParallel, lists their names in the
+    attribute ``_ddp_params_and_buffers_to_ignore``. ``given``: the keywords and their values.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardedWrapper: expected an nn.Module, got a {type(module).__name__}.")
@@ -235,7 +236,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     # The first names of the ignored modules and tensors, keyed by id.
     names = {id(inner): name for name, inner in module.named_modules() if inner in tops}
     tensors = list(module_tree.places_in(module))
-    # A tensor that the module lists for DDP to ignore is ignored only if all its names are listed.
+    # If a tensor has several names, ignore it only if the attribute for DDP lists all its names.
     listed = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     single = {id(tensor) for name, _, _, tensor in tensors if name in listed}
     single -= {id(tensor) for name, _, _, tensor in tensors if name not in listed}
@@ -243,7 +244,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     for name, _, _, tensor in tensors:
         if id(tensor) in single:
             names.setdefault(id(tensor), name)
-    # A user may pass one list to several wrappers, each of which contains some of the objects.
+    # No error: a user may pass the same list to several wrappers with different modules.
     is_elsewhere = bool(chosen) and names.keys().isdisjoint(map(id, chosen))
     places = {(inner, attribute) for _, inner, attribute, tensor in tensors if id(tensor) in single}
     ignored = Ignored(
@@ -254,8 +255,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         tuple(names.values()),
         is_elsewhere,
     )
-    # Raise if a wrapper inside has sharded a tensor to ignore. A tensor that both wrappers ignore
-    # is fine.
+    # Raise if an inner wrapper has already sharded a tensor that this wrapper must ignore.
     sharded = _sharded_ids(module) & ignored.ids()
     for name, _, _, tensor in tensors:
         if id(tensor) in sharded:
@@ -285,7 +285,7 @@ def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
 def check_tensors(
     params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
 ) -> None:
-    """Raise if parameters cannot be flattened, are on several devices, or would lose gradients."""
+    """Raise if a tensor cannot be sharded, or parameters are on several devices or share memory."""
     for name, tensor in (*buffers.items(), *params.items()):
         problem = next(_problems(tensor, name in params, drops_gradients), None)
         if problem is not None:
@@ -306,7 +306,7 @@ def check_tensors(
 def _problems(
     tensor: Tensor, is_param: bool, drops_gradients: bool
 ) -> Iterator[tuple[type[Exception], str]]:
-    """Yield why a tensor cannot be sharded or synchronised: a type of error, and a text."""
+    """Yield the reasons why a tensor cannot be sharded or broadcast: an error type and a text."""
     kind, is_plain = type(tensor.data).__name__, type(tensor.data) is Tensor
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         text = "is not initialised (a lazy module). Run one forward on the unwrapped model first."
@@ -314,7 +314,7 @@ def _problems(
     if is_wrapped(tensor):
         text = f"is already in another ShardedWrapper. Wrap each module once. {SHARED_REMEDY}"
         yield ValueError, text
-    # A flat parameter keeps only elements, not the state and behaviour of a subclass.
+    # A flat parameter stores only elements, and would lose the state and methods of a subclass.
     if is_param and not is_plain:
         text = f"is a {kind}, but only plain tensors can be sharded. Pass its module in "
         yield TypeError, f"{text}ignored_modules."
@@ -323,7 +323,7 @@ def _problems(
         what = f"of layout {tensor.layout}"
     elif not what and is_plain and tensor.numel() and not tensor.is_meta:
         last = tensor.storage_offset() + _extent(tensor)
-        # Reading freed memory would crash the process.
+        # Reading a tensor whose storage was freed would crash the process.
         is_freed = tensor.untyped_storage().nbytes() < last * tensor.element_size()
         what = "freed" if is_freed else ""
     if what:
@@ -357,12 +357,12 @@ def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return how many elements fit into the memory between a tensor's first and last element."""
+    """Return the number of elements from a tensor's first element in memory to its last."""
     return 1 + sum((tensor.size(d) - 1) * tensor.stride(d) for d in range(tensor.dim()))
 
 
 def _share_elements(param: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, whose ranges of addresses overlap, have an element in common."""
+    """Whether two tensors with overlapping ranges of addresses share the memory of an element."""
     unit = min(param.element_size(), other.element_size())
     start = min(param.data_ptr(), other.data_ptr())
 
@@ -376,7 +376,7 @@ def _share_elements(param: Tensor, other: Tensor) -> bool:
 
 
 def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
-    """Raise ValueError if ``module`` contains a wrapper that another wrapper cannot contain."""
+    """Raise ValueError if ``module`` contains a wrapper that ``ShardedWrapper`` cannot contain."""
     for name, inner in module.named_modules():
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(

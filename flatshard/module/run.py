@@ -1,4 +1,4 @@
-"""Starts a model's run (the state of its steps), and checks the model before each forward.
+"""Makes the state of a model's training steps (its run), and checks it before each forward.
 
 Also implements ``no_sync``.
 """
@@ -31,24 +31,24 @@ from flatshard.state.model_state import WriteThrough
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-# `_watched`: the modules of all sharded models. `_num_registered`: number of assignments of modules
-# and parameters to their attributes, which may add a parameter without a unit.
+# `_watched` contains the modules of all sharded models. `_num_registered` counts assignments of
+# modules and parameters to their attributes, which may add a parameter that no unit shards.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 
 
 def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
-    """Make the run (``RunState``) of a model, which all its wrappers share.
+    """Make the ``RunState`` of a model, which all wrappers of the model share.
 
-    ``number`` identifies the model, and is the same on all ranks. None: a new number.
+    ``number`` identifies the model, and is the same on all ranks. None: use a new number.
     """
     names: dict[Unit, list[str]] = {}
     for wrapper, name in wrappers.named_wrappers(root).items():
         names.setdefault(wrappers.unit_of(wrapper), []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is wrappers.unit_of(root))
-    # Put the units in registration order, the root last, as a guess of the execution order. The
-    # first forward records the real order.
+    # Guess that the units run in registration order, and the root last. The first forward records
+    # the real order.
     first, *rest = names
     units = [*rest, first]
     _check_ranks(units)
@@ -83,10 +83,10 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks or groups do not fit those of the root unit.
+    """Raise ValueError if a unit's ranks or groups do not fit the root unit's ranks or groups.
 
-    The unit's ranks must be a subset of the root's, and the unit's shard and replicate groups must
-    not be the root's, swapped.
+    A unit's ranks must be a subset of the root's ranks. A unit's shard group must not be the root's
+    replicate group, and the reverse.
     """
     expected = units[-1].topology.world
     grids = []
@@ -100,8 +100,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
         if topology.intra_group.size > 1 and topology.second_group.size > 1:
             grids.append((unit, topology.intra_group, topology.second_group))
-    # No communication is needed: if the shard and the replicate group of a unit are swapped against
-    # those of the outermost unit on this rank, then the groups are swapped on every rank.
+    # Ranks need not communicate here: if a unit's groups are the root's groups in reverse order on
+    # one rank, then also on every other rank.
     for unit, shard, replicate in grids:
         outermost, *its = grids[-1]
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
@@ -113,9 +113,9 @@ def _check_ranks(units: Sequence[Unit]) -> None:
             )
 
 
-# Notes for errors of torch in a unit's forward, keyed by a part of torch's text.
+# Notes to add to torch's errors in forward. The keys are parts of torch's messages.
 _NOTES = {
-    # The transforms refuse saved-tensor hooks, also for functions that do not read parameters.
+    # torch.func refuses saved-tensor hooks, even if the user's function reads no parameter.
     "don't yet support saved tensor hooks": (
         "called torch.func.grad, vjp, jacrev or hessian in forward, but flatshard needs "
         "saved-tensor hooks there. In forward, use torch.autograd.grad() (with "
@@ -135,13 +135,13 @@ _NOTES = {
 
 
 class RootChecks:
-    """Checks the outermost module before each forward, and lists the buffers to broadcast."""
+    """Checks a model before each forward of its outermost wrapper, and lists shared buffers."""
 
     context: RunState
 
     def __init__(self, root: ModuleProxy, units: Sequence[Unit]) -> None:
-        # A weak reference, because the program may drop the outermost wrapper, and use a unit in
-        # another model.
+        # A weak reference, so that the outermost wrapper can be freed while the program uses one of
+        # its units in another model.
         self._root = weakref.ref(root)
         self._ignored, self._shared = units[-1].ignored, wrappers.other_roots(root)
         self.writes = WriteThrough()
@@ -151,7 +151,7 @@ class RootChecks:
         self._modules = list(root.module.modules())
 
     def recover(self) -> None:
-        """Undo a failed optimizer step, and copy to the shards what users wrote to state dicts."""
+        """Undo a failed optimizer step, and copy users' writes to state dicts into the shards."""
         if stepping:
             restore_all()
         if self.writes.given:
@@ -160,7 +160,7 @@ class RootChecks:
     def shared_buffers(self) -> Buffers:
         """Return the buffers to broadcast. A buffer that several modules share is returned once.
 
-        Ignored buffers, and buffers of modules that only some of the ranks train, are left out.
+        The result has no ignored buffers, and no buffers of modules that only some ranks train.
         """
         # Do not call ``named_buffers()``: it builds names, which takes too long for every step.
         ignored = self._ignored
@@ -178,14 +178,14 @@ class RootChecks:
     def check(self) -> None:
         """Check the model before a forward of its outermost wrapper.
 
-        Raises RuntimeError if the model was changed after wrapping, has tensors that were left
-        empty and never loaded, or is being captured in a CUDA graph.
+        Raises RuntimeError if the model was changed after wrapping, has tensors without values
+        (``leave_empty``), or is being captured in a CUDA graph.
         """
         if self.writes.lost:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
-        # Checking all modules takes long, so check only after a module or parameter was assigned.
+        # Check the modules only after a module or parameter was assigned, because checking is slow.
         if self._num_registered != _num_registered and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
@@ -193,15 +193,15 @@ class RootChecks:
             check_frozen(self._shared)
 
     def explain(self, error: BaseException, unit_name: str) -> None:
-        """Add a note to an error of torch whose text does not say what to do here."""
+        """Add a note with the cause and the remedy to an error of torch, if ``_NOTES`` has one."""
         for text, note in _NOTES.items():
             if text in str(error) and not hasattr(error, "__notes__"):
                 error.add_note(f"{unit_text(unit_name)} {note}")
 
     def _check_modules(self, root: ModuleProxy) -> None:
-        """Raise if a parameter was added after wrapping: no unit would average its gradients.
+        """Raise if a parameter was added after wrapping: its gradients would not be averaged.
 
-        In the first forward, also raise if a tensor was left empty and never loaded.
+        In the first forward, also raise if a tensor has no values (``leave_empty``).
         """
         handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:
@@ -210,7 +210,7 @@ class RootChecks:
                     unit.check_loaded(root, world)
             if any(handle.flat_param.device.type == "cpu" for handle in handles):
                 prepare_allocator()
-        # List the modules again, to watch also the modules that were added since the last check.
+        # List the modules again, because modules may have been added since the last check.
         self._modules = list(root.module.modules())
         _watched.update((root, *self._modules))
         _install()
@@ -233,24 +233,24 @@ class RootChecks:
 
 @functools.cache
 def _install() -> None:
-    # Register at a model's first check, not at import: torch calls these hooks for every assignment
-    # to any module of the process, which takes time.
+    # Register the hooks at a model's first check, not at import: they slow down every assignment to
+    # any module of the process.
     nn.modules.module.register_module_module_registration_hook(_registered)
     nn.modules.module.register_module_parameter_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:
-    """Count an assignment to a watched module. Torch calls this for all modules and parameters."""
+    """Count an assignment to a module of a sharded model. torch calls this hook for all modules."""
     global _num_registered
-    # Dynamo cannot trace the lookup, and traced code adds no parameters.
+    # Skip the lookup while compiling: Dynamo cannot trace it, and traced code adds no parameters.
     if not torch.compiler.is_compiling() and module in _watched:
         _num_registered += 1
 
 
 def _check_not_captured(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph captures the current stream."""
-    # Replays of a CUDA graph do not repeat the Python code that starts collectives. Ask only about
-    # the current device: torch would initialise any other device.
+    # A replay of a CUDA graph does not run the Python code that starts collectives. Ask only about
+    # the current device, because torch would initialise another device.
     is_current = torch.cuda.current_device() == device.index
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -267,7 +267,7 @@ def _check_not_captured(device: torch.device) -> None:
 def accumulating(
     context: RunState, max_bytes: int | None, *, replicas_only: bool, uneven: bool
 ) -> Iterator[None]:
-    """Accumulate gradients without reducing them; see ``ShardedWrapper.no_sync``."""
+    """Context in which backwards accumulate unreduced gradients; see ``ShardedWrapper.no_sync``."""
     as_flag("replicas_only", replicas_only)
     as_flag("uneven", uneven)
     is_plain = max_bytes is None and not replicas_only
@@ -299,12 +299,12 @@ def plan_backward(model: nn.Module, *, reduces: bool) -> None:
 def _plan_accumulation(
     units: Sequence[Unit], max_bytes: int | None, replicas_only: bool
 ) -> list[GradSync]:
-    """Choose, for each unit, the reductions that a backward under ``no_sync`` runs."""
+    """Return, for each unit, which reductions a backward under ``no_sync`` does."""
     rest = GradSync.SHARD_ONLY if replicas_only else GradSync.FULL
     if max_bytes is None:
         return [GradSync.SHARD_ONLY if replicas_only else GradSync.ACCUMULATE] * len(units)
     syncs = [rest] * len(units)
-    # Smallest units first: then the largest number of units needs no collective.
+    # Begin with the smallest units: then ``max_bytes`` saves the collectives of the most units.
     for nbytes, index in sorted((_gradient_bytes(unit), unit.index) for unit in units):
         if nbytes <= max_bytes:
             max_bytes -= nbytes
@@ -313,7 +313,7 @@ def _plan_accumulation(
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    """Return the bytes of the unit's unsharded gradients while backwards accumulate them."""
+    """Return the bytes of the unsharded gradients that a unit accumulates under ``no_sync``."""
     return sum(
         handle.layout.padded_numel * handle.grads.dtypes.accum_dtype.itemsize
         for handle in unit.handles

@@ -1,4 +1,4 @@
-"""``Settings``: the keywords of ``ShardedWrapper``, read and checked, for one unit."""
+"""``Settings``: the checked values of the keywords of ``ShardedWrapper`` for one unit."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _as_boundary(value: object) -> Any:
     return extra("boundary", f"ShardedWrapper(boundary={value!r})").as_boundary(value)
 
 
-# For each keyword that can be read without the module and the ranks, the function that reads the
-# keyword's value.
+# The functions that check and convert the values of keywords. Keywords whose values depend on the
+# module or the ranks are not here.
 READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": as_mixed_precision,
     "cpu_offload": options.as_cpu_offload,
@@ -74,7 +74,7 @@ def read_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_strategy(given: Mapping[str, Any], ranks: Ranks) -> tuple[ShardingStrategy, Placement]:
-    """Read ``sharding_strategy`` and ``reshard_after_forward``; return strategy and placement."""
+    """Return the strategy and placement for ``sharding_strategy`` and ``reshard_after_forward``."""
     strategy = options.as_strategy(given["sharding_strategy"], has_grid=ranks.grid is not None)
     return options.resharding(strategy, given.get("reshard_after_forward"))
 
@@ -85,12 +85,13 @@ def find_device(
     device_id: int | str | torch.device | None,
     group: dist.ProcessGroup | None,
 ) -> torch.device:
-    """Return the device of shards and computation."""
+    """Return the device on which the model computes."""
     if device_id is not None:
         return _read_device(device_id)
     left_alone = ignored.ids()
     present = [param for param in module.parameters() if id(param) not in left_alone]
-    # All ranks must find the same device, even if only some have tensors on the meta device.
+    # All ranks must find the same device, although on some ranks all tensors may be on the meta
+    # device.
     device = next((param.device for param in present if not param.is_meta), None)
     if (device is None or device.type == "cpu") and torch.cuda.is_available():
         types = {"cpu"} if group is None else {str(device) for device in group._device_types}
@@ -101,9 +102,8 @@ def find_device(
 
 def _read_device(device_id: int | str | torch.device) -> torch.device:
     try:
-        # Make a tensor on the device, which fails if this host lacks the device. The tensor's
-        # device has an index: "cuda" without an index means the current device, which a thread may
-        # change.
+        # Making a tensor fails if this host lacks the device. Return the tensor's device, which has
+        # an index. Without an index, "cuda" means the current device, which may change.
         return torch.empty(0, device=torch.device(device_id)).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
@@ -137,7 +137,7 @@ class Settings:
     def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Settings:
         """Check the keywords of ``ShardedWrapper``, and return the settings of the outermost unit.
 
-        Without a process group, warns, and the settings are for this rank alone.
+        Without a process group, issues a warning, and only this process trains the model.
         """
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
@@ -164,7 +164,7 @@ class Settings:
 
     def describe(self) -> str:
         """Return a text with the settings that must be the same on every rank, for comparison."""
-        # Only HYBRID strategies need nodes with equal numbers of ranks, so only they compare this.
+        # Compare ranks per node only for HYBRID strategies, which need nodes of equal size.
         groups = f"{self.ranks.describe()}, " if self.placement.hybrid else ""
         return (
             f"{self.strategy}, {self.placement}, {groups}{self.mixed_precision.describe()}, "
@@ -175,8 +175,8 @@ class Settings:
     def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Settings:
         """Return these settings, changed by the keywords that the policy gives for a module.
 
-        ``divergent``: the modules that ranks may skip. If the policy's keywords for a module
-        contain ``allow_divergence``, this keyword decides instead.
+        ``divergent``: the modules that ranks may skip. ``allow_divergence`` among the policy's
+        keywords for a module takes precedence.
         """
         keywords = dict(member.overrides)
         own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}

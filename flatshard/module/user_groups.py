@@ -1,4 +1,4 @@
-"""Reads ``process_group=`` and ``device_mesh=``, and compares the groups between ranks."""
+"""Reads the arguments ``process_group`` and ``device_mesh``, and compares them between ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: both a process group and a mesh were passed, the mesh has other dimensions, or
-            the groups of all ranks do not form a grid.
+        ValueError: both a process group and a mesh were passed, the mesh has wrong dimensions, or
+            the groups of all ranks do not form a grid (``_compare`` defines it).
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -79,7 +79,7 @@ def _groups_of_mesh(mesh: Any) -> Any:
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: the mesh has more than two dimensions, or dimensions with other names.
+        ValueError: the mesh has more than two dimensions, or its dimensions have other names.
     """
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"device_mesh: expected a DeviceMesh of torch.distributed, got {mesh!r}.")
@@ -91,8 +91,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
             "Pass only the dimensions over which the model's inputs are split, such as "
             'mesh["replicate", "shard"].'
         )
-    # If dimensions have no names, assume the order of torch's FSDP. Refuse other names: the ranks
-    # of a dimension for tensor parallelism, for example, hold different parameters.
+    # If the dimensions have no names, assume the order of torch's FSDP: (replicate, shard). Refuse
+    # others: the ranks of a dimension for tensor parallelism, for example, differ in parameters.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
@@ -109,7 +109,7 @@ def _groups_of_mesh(mesh: Any) -> Any:
 def _ranks_per_node() -> int | None:
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     # Use SLURM's variables only if srun has started the ranks: then SLURM_NTASKS is the world size.
-    # SLURM also sets them in the shell of a job, where torchrun may start other numbers of ranks.
+    # In a job's shell, SLURM sets the variables, too, but torchrun may start more or fewer ranks.
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if not value and os.environ.get("SLURM_NTASKS") == str(world_size):
         value = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -145,9 +145,9 @@ _PAIR = "process_group=(shard_group, replicate_group)"
 def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set[_Group]:
     """Check that all ranks passed the same options, and that their groups form a grid.
 
-    In a grid, the rows are the shard groups, and the columns are the replicate groups. Each rank
+    In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
     sends the members of its replicate group to its shard group, and the reverse. Then each rank
-    checks all groups that share a rank with its own groups. Together, the ranks check all groups.
+    checks the groups that share a rank with its own groups. Together, the ranks check all groups.
 
     Collective: all ranks of the groups.
 
@@ -159,10 +159,10 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
         The shard groups that this rank knows after the comparison.
 
     Raises:
-        ValueError: options differ, or groups form no grid. All ranks of the groups raise.
+        ValueError: options differ, or the groups form no grid. All ranks of the groups raise.
     """
-    # Compare the transport options before making communicators: with other options, a rank would
-    # make fewer process groups, and the other ranks would wait forever.
+    # Compare the transport options before making communicators: with different options, some ranks
+    # would make fewer process groups, and the other ranks would wait forever.
     members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
     rows, columns = known = (set(members[:1]), set(members[1:]))
     exchanges: list[HostExchange] = []
@@ -184,8 +184,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
                 known[their_place].add(members[place])
                 known[1 - their_place].add(their_crossing)
     problem = problem or _grid_problem(rows, columns)
-    # Perhaps only some ranks see a problem. Tell all ranks, so that all ranks raise: otherwise the
-    # others would wait forever in their next collective.
+    # A problem may be visible on only some ranks. Tell all ranks, so that all ranks raise.
+    # Otherwise the other ranks would wait forever in their next collective.
     for exchange in exchanges:
         problem = next(filter(None, exchange.gather(problem, _COMPARING)), None)
     if problem is not None:
@@ -203,7 +203,7 @@ def _grid_problem(rows: Set[_Group], columns: Set[_Group]) -> str | None:
         if len(by_size) > 1:
             first, second, *_ = (f"({ranks_text(by_size[size])})" for size in sorted(by_size))
             return f"{_PAIR}: {kind} groups {first} and {second} have different sizes. {remedy}"
-    # Convert each group to a set once, because the loop uses each group many times.
+    # Convert each group to a set only once: `product` returns each group many times.
     for row, column in product(map(frozenset, sorted(rows)), map(frozenset, sorted(columns))):
         if len(row & column) != 1:
             return (

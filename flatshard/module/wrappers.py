@@ -1,7 +1,7 @@
 """Finds the wrappers, the units and the flat parameters in a model.
 
-A wrapper has one attribute of its own, its ``Unit``. Wrappers of small neighbouring modules may
-share a unit.
+Each wrapper (``ModuleProxy``) belongs to a ``Unit``, whose parameters are sharded together. The
+wrappers of small neighbouring modules may belong to the same unit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first; an empty list for an unwrapped model.
+    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model.
 
-    ``nested=False``: without the wrappers that are inside of another wrapper.
+    ``nested=False``: leave out wrappers that are inside of another wrapper.
     """
-    # `module.modules()` takes three times as long, because it builds the name of every module.
+    # `module.modules()` would take three times as long, because it builds all modules' names.
     found, waiting = dict[ModuleProxy, None](), [module]
     while waiting:
         inner = waiting.pop()
@@ -39,7 +39,7 @@ def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
 
 
 def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
-    """Return the wrappers in a model, outermost first, with the names of the wrapped modules."""
+    """Return the names of the wrapped modules, keyed by wrapper, the outermost wrapper first."""
     found: dict[ModuleProxy, str] = {}
     for name, path in paths(module):
         if isinstance(path[-1], ModuleProxy):
@@ -48,12 +48,12 @@ def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
 
 
 def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
-    """Return the units of a module that also belong to another model.
+    """Return the units of a module that also belong to other models.
 
-    The values are the outermost wrappers of the other models, as long as these wrappers exist.
+    The values are the outermost wrappers of the other models, if these wrappers still exist.
     """
     inside = wrappers_in(module)
-    # The units are in the same order on all ranks, so that all ranks name the same unit first.
+    # Use a dict, which has the same order on all ranks. Then all ranks' errors name the same unit.
     return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}
 
 
@@ -70,9 +70,9 @@ def handles_in(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
-    """Return the modules of the ``units`` that fewer than ``world_size`` ranks train.
+    """Return the modules of those ``units`` that fewer than ``world_size`` ranks train.
 
-    The groups of ranks that train such a unit have different values in the unit's buffers.
+    Groups of ranks train such modules separately, so the buffers may differ between groups.
     """
     return {
         inner
@@ -86,7 +86,7 @@ def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
 def check_not_summoned(units: Iterable[Unit], action: str) -> None:
     """Raise RuntimeError inside of ``summon_full_params``.
 
-    ``action`` completes the message "the model was ...": "copied", for example.
+    ``action`` completes the message "the model was ...", with "copied", for example.
     """
     for unit in units:
         if any(handle.summoned is not None for handle in unit.handles):
@@ -97,7 +97,7 @@ def check_not_summoned(units: Iterable[Unit], action: str) -> None:
 
 
 def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
-    """Raise RuntimeError if the wrapper shares a unit with modules outside of the wrapper."""
+    """Raise RuntimeError if a unit in the wrapper also has modules outside of the wrapper."""
     inside, own = set(wrapper.modules()), unit_of(wrapper)
     for unit in units_in(wrapper):
         if not inside.issuperset(unit.modules):
@@ -110,7 +110,7 @@ def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
 
 
 def units_between_steps(module: nn.Module, caller: str, *, nested: bool = True) -> list[Unit]:
-    """Return a model's units. Raises RuntimeError inside of a step or ``summon_full_params``."""
+    """Return a model's units. Raises RuntimeError during a step or in ``summon_full_params``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: the model must be an nn.Module, got {type(module).__name__}.")
     units = units_in(module, nested=nested)

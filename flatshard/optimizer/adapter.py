@@ -1,14 +1,14 @@
-"""``OptimizerAdapter``: replaces sharded parameters of an optimizer by plain ones during a step.
+"""``OptimizerAdapter``: replaces an optimizer's sharded parameters by plain ones during a step.
 
-Operations on ``FlatShardTensor``s are dispatched in Python, and slow. During a step of an
-element-wise optimizer, ``BucketAdapter`` therefore puts ``ParamBucket``s into the parameter groups:
-plain 1-D parameters in the shard's memory. For other optimizers see the extra ``whole_tensors``.
+Operations on sharded parameters (``FlatShardTensor``) are slow, because torch dispatches them in
+Python. So ``BucketAdapter``, the adapter of an element-wise optimizer (Adam, SGD), puts plain 1-D
+parameters into the parameter groups. The extra ``whole_tensors`` has the other optimizers' adapter.
 
 [Note: buckets]
-A bucket is a 1-D parameter that the optimizer steps in place of its members: sharded parameters of
-one group that are neighbours in a shard, and whose gradients are neighbours in a flat gradient. So
-a single kernel steps a whole flat parameter. Between steps, each member has state of its own:
-sharded tensors with the parameter's shape, in the memory of the bucket's state.
+A bucket is such a 1-D parameter, in the memory of this rank's shard. A bucket replaces several
+sharded parameters, its members, which are neighbours in the shard, and whose gradients are
+neighbours in a flat gradient. So a single kernel steps a whole flat parameter. Between steps, each
+member has its own optimizer state: sharded tensors that are views of the bucket's state.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ TORCHS_OWN = frozenset(
 _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
-# With a narrower dtype, the fused kernel would compute in fp32, and round in another way than
-# torch's default kernel.
+# For a narrower dtype, the fused kernel computes in float32. The results would then be rounded
+# differently than the results of torch's default kernel.
 _FUSED_DTYPES = torch.float32, torch.float64
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
-# Optimizers in a step, or whose last step raised: their groups may hold replacements.
+# Optimizers that are in a step, or whose last step raised. Their groups may contain replacements
+# of sharded parameters.
 stepping: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 
 
 class OptimizerExtension:
-    """Base class for an extra that acts in optimizer steps, after it is added to ``extensions``."""
+    """Base class for an extra that acts in optimizer steps: add an instance to ``extensions``."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before gradients are checked, in ``step()`` and after each call of a closure."""
+        """Called before ``step()`` checks gradients, and again after each call of a closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
         """Step some parameters, and return the ids of parameters for ``step()`` to omit.
@@ -70,23 +71,23 @@ class OptimizerExtension:
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
-        """Called after an extra has stepped ``params``, a part of a group."""
+        """Called after an extra has stepped ``params``, which are some parameters of a group."""
 
     def before_backward(self, optimizer: Optimizer) -> None:
-        """Called before a backward in which the optimizer steps (``step_in_backward``)."""
+        """Called before a backward that also steps the optimizer (``step_in_backward``)."""
 
 
 extensions: list[OptimizerExtension] = []
 at_step: list[Callable[[Optimizer], object]] = []
-"""Functions to call with an optimizer when its step begins, but not inside another's step."""
+"""Functions to call with an optimizer when its step begins, except inside another step."""
 
 
 def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
     """Declare that an optimizer updates every element from that element's own gradient and state.
 
     The optimizer's ``step`` then gets plain 1-D tensors, like torch's own element-wise optimizers.
-    Without the declaration, flatshard finds out by a trial before the first step whether the
-    optimizer works on sharded parameters or needs full parameters.
+    Without the declaration, flatshard tries before the first step whether the optimizer works on
+    sharded parameters or needs full parameters.
 
     Example:
         ```python
@@ -118,10 +119,10 @@ unhooked: list[Optimizer] = []
 
 
 def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
-    """Return the adapter of an optimizer, which is the same in all steps.
+    """Return the adapter of an optimizer: the same object in all steps.
 
-    The first step makes the adapter. For an optimizer that is not element-wise, the first step with
-    sharded parameters makes the adapter.
+    The adapter is made at the first step. If the optimizer is not element-wise, the adapter is made
+    at the first step with sharded parameters.
 
     Raises:
         RuntimeError: the optimizer is SparseAdam, with sharded parameters.
@@ -154,7 +155,7 @@ def stepped_optimizers() -> list[Optimizer]:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer, and the optimizers in its attributes, as Lookahead has."""
+    """Return the optimizer, and the optimizers in its attributes (Lookahead has one)."""
     found = [optimizer]
     for one in found:  # the loop also visits the optimizers that it adds
         inner = (value for value in vars(one).values() if isinstance(value, Optimizer))
@@ -163,11 +164,11 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
-    """Return the state of each parameter whose state is only on one rank, the parameter's owner.
+    """Return optimizer states that only one rank of each parameter has, keyed by parameter.
 
-    State with one value per element is sharded; all other state is equal on all ranks.
+    State with one value per element is sharded. All other state is equal on all ranks.
 
-    Collective: all ranks of the optimizer's sharded parameters.
+    Collective: all ranks that share the optimizer's sharded parameters.
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
@@ -180,11 +181,11 @@ class Closure:
     """Replaces the user's closure in ``optimizer.step(closure)``."""
 
     def __init__(self, run: Callable[[], Any], optimizer: Optimizer, *, is_early: bool) -> None:
-        """Keep ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
+        """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
-        An early call shows, before the step, which parameters have gradients. The optimizer's first
-        call of the closure then only returns the loss. Results are the same, unless the optimizer
-        changes parameters before it calls the closure (SAM).
+        The early call shows which parameters have gradients. The optimizer's first call then only
+        returns the loss of the early call. Results are the same, unless the optimizer changes
+        parameters before it calls the closure (SAM).
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -195,8 +196,8 @@ class Closure:
             self._is_new = False
             return self.loss
         optimizer = self._optimizer
-        # The closure's forward calls `restore_all`, which would undo the replacements of all
-        # optimizers in `stepping`.
+        # The user's closure runs a forward, which calls `restore_all`. `restore_all` would put
+        # sharded parameters back into all optimizers in `stepping`.
         stepping.pop(optimizer, None)
         adapter = adapter_of(optimizer)
         try:
@@ -213,21 +214,22 @@ class Closure:
 def put_others(undo: ExitStack, params: list[Any], others: Sequence[Any]) -> None:
     """Replace the contents of a group's list ``params`` by ``others``, until ``undo`` is closed."""
     undo.callback(params.__setitem__, slice(None), list(params))
-    params[:] = others  # in place, because some optimizers (LBFGS) keep a reference to the list
+    params[:] = others  # in place, because some optimizers (LBFGS) store a reference to the list
 
 
 class OptimizerAdapter:
     """Prepares the steps of one optimizer. This base class is for parameters that are not sharded.
 
-    An adapter must not refer to its optimizer: ``_adapters`` would then keep both alive forever.
+    An adapter must not refer to its optimizer: ``_adapters`` refers to the adapter, and so would
+    keep the optimizer in memory forever.
     """
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer`` itself. An adapter that already steps all parameters in
-        ``begin`` returns a dummy optimizer, whose ``step()`` changes nothing. ``begin`` may also
-        replace ``closure.loss``, for example by the ranks' average.
+        Usually returns ``optimizer`` itself. An adapter that steps all parameters in ``begin``
+        returns a dummy optimizer, whose ``step()`` changes nothing. ``begin`` may also replace
+        ``closure.loss``, for example by the average over the ranks.
         """
         return optimizer
 
@@ -236,13 +238,13 @@ class OptimizerAdapter:
         return True
 
     def pause(self, optimizer: Optimizer) -> None:
-        """Put the sharded parameters back into the optimizer, before the closure runs again."""
+        """Put the sharded parameters back into the optimizer, before a call of the closure."""
 
     def end(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, after a step that did not raise."""
 
     def undo(self, optimizer: Optimizer) -> None:
-        """Put sharded parameters and their state back into the optimizer, if they are replaced."""
+        """Put sharded parameters that are replaced, and their state, back into the optimizer."""
 
     def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, State]:
         """See the function ``shared_state``."""
@@ -253,7 +255,7 @@ class BucketAdapter(OptimizerAdapter):
     """Adapter of an element-wise optimizer: replaces sharded parameters by ``ParamBucket``s."""
 
     def __init__(self) -> None:
-        # Buckets of the last step, keyed by the id of the first member.
+        # Buckets of earlier steps, keyed by the id of the first member.
         self._known: dict[int, ParamBucket] = {}
         self._buckets: list[ParamBucket] = []  # buckets of the current step
         self._undo = ExitStack()  # when closed, restores the optimizer's parameter groups
@@ -266,14 +268,14 @@ class BucketAdapter(OptimizerAdapter):
     def swap_in(
         self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], stepped: Collection[int] = ()
     ) -> None:
-        """Replace sharded parameters in ``groups`` by buckets, and move state to the buckets.
+        """Replace sharded parameters in ``groups`` by buckets, and move their state to the buckets.
 
-        Also chooses the fused kernel. Leaves out parameters with ids in ``stepped``, which an
-        extension has stepped already.
+        Also selects torch's fused kernel for groups that the kernel supports. ``stepped``: ids of
+        parameters to leave out, because an extension has stepped them already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
-            # Look up by id: looking up a tensor would call a Python function, `Tensor.__hash__`.
+            # Use ids as keys: each lookup of a tensor would call `Tensor.__hash__`, in Python.
             present = {id(param): state for param, state in states.items()}
             for group in groups:
                 before, new = group["params"], list[Any]()
@@ -300,9 +302,9 @@ class BucketAdapter(OptimizerAdapter):
 
 
 def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the fused kernel supports a group, and the user chose no other kernel."""
-    # On a CPU, the fused kernel takes a tenth to a third of the time, because the kernel reads all
-    # memory only once. The kernel rounds differently: after a step, about 1 of 100 values differs
+    """Whether torch's fused kernel supports a group, and the user has not chosen another kernel."""
+    # On a CPU, the fused kernel takes a tenth to a third of the default kernel's time, because it
+    # reads all memory only once. It rounds differently: after a step, about 1 of 100 values differs
     # in the last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
@@ -324,19 +326,19 @@ _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgette
 
 State = dict[str, Any]
 
-# Names of optimizer state with one number per parameter. The shape of a state tensor does not show
-# this for a parameter of one element.
+# Names of optimizer state that is one number per parameter. The names are needed for parameters of
+# one element: there, state with one value per element has the same shape.
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class BucketState(dict[str, Any]):
-    """Optimizer state of a bucket or of a member. A member's tensors share the bucket's memory."""
+    """Optimizer state of a bucket, or of a member: then the tensors are views of bucket state."""
 
-    # All members share one tensor with the number of steps, so users get a copy (`apart`).
+    # All members share one tensor `step` (the number of steps), so users get a copy (`apart`).
 
 
-# These two functions call only functions in C, because each step compares the state of each
-# parameter.
+# `_values` and `_are_same` call only functions written in C, for speed: each step compares the
+# state of each parameter.
 def _values(states: Sequence[BucketState]) -> list[object]:
     return [*map(len, states), *chain(*map(dict.values, states))]
 
@@ -346,7 +348,7 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def apart(state: State) -> State:
-    """Return ``state`` with a copy of the number of steps, which a bucket's members share."""
+    """Return ``state`` with copies of tensors that all members of a bucket share (``step``)."""
     if not isinstance(state, BucketState):
         return state
     return {
@@ -356,7 +358,7 @@ def apart(state: State) -> State:
 
 
 def shown(state: State) -> State:
-    """Return a parameter's state for ``optimizer.state_dict()``, with views of this rank's part."""
+    """Return a parameter's state, with this rank's part, for ``optimizer.state_dict()``."""
     values = apart(state).items()
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
@@ -381,14 +383,14 @@ def find_buckets(
     while position < len(params):
         first = params[position]
         if not isinstance(first, FlatShardTensor) or get_grad(first) is None:
-            # The optimizer does not step this parameter. The parameter's state (perhaps views of an
-            # earlier bucket's state) stays as it is.
+            # The parameter is not sharded, or has no gradient and is not stepped. Its state stays
+            # as it is, even if the state is a view of an earlier bucket's state.
             yield first
             position += 1
             continue
         bucket = known.get(id(first))
-        # Reuse the bucket of the last step if possible: then the members' views of the state need
-        # not be created again.
+        # Reuse the bucket of the last step if possible. This saves creating the views that the
+        # members have of the bucket's state.
         if bucket is None or not bucket.begins_at(params, position):
             members = _neighbours(params, position)
             if bucket is None or not bucket.is_of(members):
@@ -398,18 +400,18 @@ def find_buckets(
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
-    """Return ``params[position]`` with all later parameters that can join the bucket."""
+    """Return ``params[position]`` and the following parameters that can be in the same bucket."""
     first = params[position]
     found, flat_grad, flat = [first], _flat_grad(first), first.shard_flat
     if flat_grad is None:
         return found
     end, padding = first.spec.range.stop, ALIGNMENT_BYTES / first.dtype.itemsize
-    # Loop over numbers: a slice `params[position:]` would copy the list for each bucket.
+    # Loop over positions: a slice `params[position:]` would copy the list for each bucket.
     for number in range(position + 1, len(params)):
         param = params[number]
         if not isinstance(param, FlatShardTensor) or param.shard_flat is not flat:
             break
-        # A gap smaller than `padding` is allowed: the optimizer steps the padding elements, too.
+        # Allow gaps that contain only alignment padding. The optimizer steps the padding, too.
         gap = param.spec.start - end
         if _flat_grad(param) is not flat_grad or not 0 <= gap < padding:
             break
@@ -419,7 +421,7 @@ def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
 
 
 def _flat_grad(param: Any) -> Tensor | None:
-    """Return this rank's flat gradient, of which the parameter's gradient is a view, or None."""
+    """Return the flat gradient of which the parameter's gradient is a view. None: not a view."""
     grad: Any = get_grad(param) if isinstance(param, FlatShardTensor) else None
     is_view = isinstance(grad, FlatShardTensor) and grad.spec is param.spec
     return grad.shard_flat if is_view else None
@@ -442,7 +444,7 @@ class ParamBucket:
         self.param = nn.Parameter(local, first.requires_grad)
 
     def _remember(self) -> None:
-        """Record the values of the states, to notice later changes by the program."""
+        """Store the values of the states, to notice if the user's program replaces a value."""
         self._values_made, self._shared_made = _values(self._states), _values([self._shared])
 
     def _part(self, param: FlatShardTensor) -> slice:
@@ -451,14 +453,14 @@ class ParamBucket:
         return slice(start, start + param.spec.numel)
 
     def begins_at(self, params: Sequence[Any], position: int) -> bool:
-        """Whether ``params`` has the members at ``position``, and their gradients are neighbours.
+        """Whether ``params[position:]`` begins with the members, with neighbouring gradients.
 
-        False for a bucket of one parameter, because more parameters may join the bucket.
+        False for a bucket of one parameter, because later parameters may have to join the bucket.
         """
         members = params[position : position + self.num_members]
         if self.num_members == 1 or not self.is_of(members):
             return False
-        # Call few Python functions, because this check runs for each parameter in each step.
+        # Use functions written in C (`map`), because this check covers each parameter in each step.
         grads = [*map(get_grad, members)]
         return (
             {*map(type, grads)} == {FlatShardTensor}
@@ -478,27 +480,27 @@ class ParamBucket:
 
     @cached_property
     def divided(self) -> list[ParamBucket]:
-        """A list of one bucket per member, for steps in which the states cannot be joined."""
+        """One bucket per member, for steps in which the members' states cannot be joined."""
         return [ParamBucket([param]) for param in self._params]
 
     def swap_in(
         self, states: MutableMapping[Any, State], present: dict[int, State]
     ) -> list[ParamBucket]:
-        """Set the bucket's gradient, and move the optimizer states of the members to the bucket.
+        """Set the bucket's gradient, and move the members' optimizer states to the bucket.
 
-        ``states`` is ``optimizer.state``; ``present`` is the same state, keyed by parameter ids.
-        Returns the buckets to step: this bucket, or one per member if the states cannot be joined,
-        for example because numbers of steps differ.
+        ``states`` is ``optimizer.state``. ``present`` has the same states, keyed by parameter id.
+        Returns the buckets to step: this bucket, or one bucket per member if the members' states
+        cannot be joined, for example because their numbers of steps differ.
         """
         shared: State | None = self._shared
-        # Usually the members' states are the views that `swap_out` made. Join them in the first
-        # step, and after somebody has assigned or loaded state.
+        # Usually the members' states are the views that `swap_out` made. If not (in the first step,
+        # and after the user has assigned or loaded state), join the members' states.
         found = [*map(present.get, map(id, self._params)), *_values(self._states)]
         if not _are_same(found, [*self._states, *self._values_made]):
             shared = self._join(states)
             if shared is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
-            # The joined state is a copy: free the members' states before the step.
+            # The joined state is a copy. Free the members' states before the step, to save memory.
             for param in self._params:
                 states.pop(param, None)
         if shared:
@@ -507,8 +509,8 @@ class ParamBucket:
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
-        # Increase the version counter here: an optimizer that writes to `p.data` does not increase
-        # the counter, and flatshard would reuse unsharded buffers with the old values.
+        # Increase the version counter here, because an optimizer that writes to `p.data` does not.
+        # With the old counter, flatshard would reuse unsharded buffers that have the old values.
         torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
         return [self]
 
@@ -521,7 +523,7 @@ class ParamBucket:
         shared = states.pop(self.param, None)
         if shared is None:
             return
-        # Views from the last step are still right if the optimizer updates its state in place.
+        # If the optimizer has updated the state in place, the views of the last step are valid.
         if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
             self._split(shared, states)
         if states.get(self._params[0]) is not self._states[0]:
@@ -531,7 +533,7 @@ class ParamBucket:
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
 
-        State of the padding between members is zero, so that stepped padding stays finite.
+        The state of padding is zero, so that the optimizer computes no inf or NaN there.
         """
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
         numbers = _numbers_beside(sizes, states)
@@ -576,8 +578,8 @@ class ParamBucket:
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
         if not isinstance(value, Tensor) or value.shape != self.param.shape:
             return value
-        # Do not slice the state of a bucket with one member: quantized state cannot be sliced.
-        # Quantized and fake tensors stay as they are.
+        # In a bucket with one member, the state needs no slice. Do not slice it: quantized state
+        # cannot be sliced. Return quantized and fake tensors as they are.
         part = value[self._part(param)] if len(self._params) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
@@ -591,23 +593,23 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return names of state with one number per parameter, if one of ``numels`` is 1.
+    """Return the names of state that is one number per parameter, if one of ``numels`` is 1.
 
-    If no number in ``numels`` is 1, returns no names: the shape of a state tensor then shows
+    Otherwise returns no names, because they are not needed: the shape of a state tensor then shows
     whether the tensor has one value per element.
     """
     return numbers_in(states.items()) if 1 in numels else ()
 
 
 def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str]) -> State:
-    """Return ``state``, in which each full or sharded tensor is replaced by this rank's range.
+    """Replace each full or sharded tensor in ``state`` by this rank's range, and return ``state``.
 
-    ``numbers``: names of state with one number per parameter.
+    ``numbers``: names of state that is one number per parameter.
     """
     spec = param.spec
     for key, value in state.items():
-        # `value` may be full (from before wrapping), sharded (as Adagrad makes its state), or
-        # already this rank's range.
+        # `value` may be full (made before the model was wrapped), sharded (Adagrad makes its state
+        # so), or already this rank's range.
         part = part_per_element(spec, value, is_local=True, is_number=key in numbers)
         if part is not None:
             state[key] = part
@@ -624,22 +626,19 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
 def part_per_element(
     spec: ShardSpec, value: Any, *, is_local: bool = False, is_number: bool = True
 ) -> Tensor | None:
-    """Return this rank's range, 1-D, of state with one value per element.
-
-    Returns None for other state.
+    """Return this rank's range of ``value``, 1-D, or None if it is not one value per element.
 
     Args:
         spec: the parameter's shape, and this rank's range.
-        value: the state, full or sharded.
-        is_local: whether a tensor with the length of this rank's range is this range. Only the
-            optimizers that step ranges make such tensors. With all other optimizers, the means of
-            rows, for example, may have the same length by chance.
+        value: optimizer state of the parameter, full or sharded.
+        is_local: whether a 1-D tensor as long as this rank's range is this rank's range. True only
+            for optimizers that step ranges. For other optimizers, a tensor of another kind, such as
+            the means of the rows, may have this length by chance.
         is_number: whether a tensor of one element is one number per parameter, even if the
             parameter, or this rank's range, has only one element.
 
     Raises:
-        ValueError: the state is sharded, and this rank's range of the state is not the parameter's
-            range.
+        ValueError: the state is sharded, but in other ranges than the parameter.
     """
     if not isinstance(value, Tensor):
         return None
@@ -656,14 +655,14 @@ def part_per_element(
         return None
     if is_local and tuple(value.shape) == (spec.numel,):
         return value
-    # Clone: a view would keep the full tensor in memory.
+    # Clone, because a view would keep the full tensor in memory.
     return spec.slice(value).clone() if tuple(value.shape) == spec.shape else None
 
 
 def map_state(function: Callable[[str, Any], Any], state: State) -> State:
-    """Return a parameter's state, with ``function(name, value)`` in place of each value.
+    """Return a copy of a parameter's state, with each value replaced by ``function(name, value)``.
 
-    Values in lists, tuples, dicts and deques have names such as ``factors[0]``.
+    A value inside a list, tuple, dict or deque gets a name such as ``factors[0]``.
     """
 
     def mapped(key: str, value: Any) -> Any:
@@ -677,18 +676,18 @@ def map_state(function: Callable[[str, Any], Any], state: State) -> State:
 
 
 def named_values(state: State) -> dict[str, Any]:
-    """Return the values in a parameter's state, keyed by the names of ``map_state``."""
+    """Return the values in a parameter's state, keyed by the names that ``map_state`` gives."""
     found: dict[str, Any] = {}
     map_state(found.__setitem__, state)
     return found
 
 
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
-    """Return names of state with one number per parameter, whatever the parameter's shape.
+    """Return the names of state that is one number per parameter, for parameters of any shape.
 
-    A parameter of one element does not show which state this is. So the function looks only at the
-    other parameters. ``states``: pairs of a parameter, or an object with the parameter's ``shape``,
-    and the parameter's state.
+    Looks only at parameters with several elements. For a parameter of one element, state with one
+    value per element has one number, too. ``states``: pairs of a parameter (or another object with
+    its ``shape``) and the parameter's state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

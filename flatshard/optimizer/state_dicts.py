@@ -1,11 +1,11 @@
 """Hooks on ``state_dict()`` and ``load_state_dict()`` of optimizers with sharded parameters.
 
 ``optimizer.state_dict()`` contains only this rank's part of the state, and must not be loaded on
-another rank or into another layout. So flatshard puts a stamp into the first parameter group (the
-rank, and a digest of the layout), and loading raises if the stamp does not match.
+another rank or into another layout. So flatshard puts a stamp (the rank, and a digest of the
+layout) into the first parameter group. Loading raises if the stamp does not match.
 
-If torch's ``get_state_dict`` calls ``state_dict()``, the result has sharded tensors in place of
-state with one value per element. Checkpoints can save and reshard these tensors.
+If torch's ``get_state_dict`` calls ``state_dict()``, state with one value per element becomes
+sharded tensors, which checkpoints can save and reshard.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from flatshard.units.module_tree import unit_text
 
 StateDict = dict[str, Any]
 
-# This module of torch takes the state of every parameter that is not a DTensor as full, and has no
-# hook to change this. So flatshard looks for its functions, and their options, on the call stack.
+# Module of torch that has `get_state_dict`. It treats the state of a parameter as full unless the
+# parameter is a DTensor, and has no hook to change this. So flatshard finds the module's functions
+# and their options on the call stack.
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -44,18 +45,18 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def torch_request() -> Any:
-    """Return the options of torch's ``get_state_dict``, if it is running; otherwise None.
+    """Return the options of torch's ``get_state_dict``, ``set_state_dict`` or a similar function.
 
-    The options are torch's own ``StateDictOptions``. ``set_state_dict`` and similar functions
-    count, too. They are found on this thread's call stack.
+    The options are torch's ``StateDictOptions``, from this thread's call stack. Returns None if
+    none of these functions is running.
     """
     return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
 
 
 def is_for_rank_0(asked: Any) -> bool:
-    """Whether torch keeps the state only on rank 0. ``asked``: the options of torch's call."""
-    # With ignore_frozen_params, torch removes frozen parameters from the state on every rank,
-    # before it drops the state on all ranks but 0.
+    """Whether torch needs the state only on rank 0. ``asked``: the options of torch's call."""
+    # With ignore_frozen_params, every rank needs the state: torch first removes frozen parameters
+    # from the state, on every rank, and then the whole state on all ranks but 0.
     is_dropped: bool = asked.full_state_dict and asked.cpu_offload
     return is_dropped and not asked.ignore_frozen_params
 
@@ -75,7 +76,7 @@ def check_order(asked: Any, spec: ShardSpec) -> None:
 
 
 def is_getting_shards() -> bool:
-    """Whether torch's ``get_state_dict``, or a similar function, asks for sharded tensors now."""
+    """Whether torch's ``get_state_dict`` or a similar function is running, for sharded tensors."""
     getters = [frame for frame in _frames() if frame.f_code.co_name.startswith("get_")]
     return any(not getattr(f.f_locals["options"], "full_state_dict", False) for f in getters)
 
@@ -95,14 +96,13 @@ def with_shards(
     shared: dict[FlatShardTensor, StateDict] | None = None,
     asked: Any = None,
 ) -> StateDict:
-    """Return a copy of an optimizer's state dict in which state per element is sharded.
+    """Return a copy of a state dict in which state with one value per element is sharded.
 
     Args:
         optimizer: the optimizer that has made the state dict, or loads it.
         state_dict: the state dict, or the argument of ``optimizer.load_state_dict``.
-        shared: if the result is for a checkpoint, the result of ``adapter.shared_state``: the state
-            of parameters with state only on their owner. The sharded tensors then share memory with
-            this rank's parts. None: the state dict is loaded.
+        shared: None if the state dict is loaded. For a checkpoint, the result of
+            ``adapter.shared_state``. Then sharded tensors share memory with this rank's parts.
         asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
             None: the state dict has the parts of this rank.
 
@@ -111,8 +111,8 @@ def with_shards(
             parameter.
     """
     is_saving = shared is not None
-    # State without a value per element must be equal on all ranks. For optimizers that are not
-    # element-wise, `shared_state` has compared the state, or sent it from the parameter's owner.
+    # State without one value per element must be equal on all ranks. For optimizers that are not
+    # element-wise, `shared_state` has already compared this state, or sent it to all ranks.
     may_differ = is_saving and is_elementwise(optimizer)
     is_local = not is_saving and asked is None
     params, states = params_by_key(optimizer, state_dict), dict(state_dict["state"])
@@ -128,8 +128,7 @@ def with_shards(
         if part is not None:
             if is_saving:
                 return state_shard(part, spec, f"{name} of")
-            # In the next step, an element-wise optimizer replaces the sharded tensor by this rank's
-            # range.
+            # In its next step, an element-wise optimizer replaces this tensor by this rank's range.
             return FlatShardTensor(part, spec, role=f"{name} of")
         if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
@@ -152,13 +151,13 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
     mesh.
 
     Args:
-        states: the state of each parameter, keyed by the parameter's name; changed in place.
+        states: the state of each parameter, keyed by the parameter's name. Changed in place.
         device: device of the full tensors. If None, each tensor stays on its device.
         only_rank: the rank of the default group that gets the full tensors. All other ranks take
             part in the collectives, but get empty tensors. None: all ranks get the full tensors.
     """
-    # Gather a unit's tensors of one kind (such as "exp_avg") together: every rank holds about an
-    # equal part of these tensors, so all ranks send about equally much.
+    # Gather all tensors of a unit and a name (such as "exp_avg") together. Every rank stores about
+    # the same part of these tensors, so all ranks send about the same number of bytes.
     found: dict[tuple[str, str], list[StateShard]] = {}
     own = {key: states[key] for key in sorted(states, key=str) if isinstance(states[key], dict)}
     for name, value in chain(*(adapter.named_values(state).items() for state in own.values())):
@@ -183,8 +182,8 @@ def to_full(states: StateDict, device: torch.device | None, only_rank: int | Non
 def copied(value: Any, device: torch.device | None = None, *, shares_memory: bool = False) -> Any:
     """Return a deep copy of nested containers, with all tensors on ``device``, if given.
 
-    Numbers of numpy become numbers of Python, so that files can be loaded without running code.
-    With ``shares_memory``, a tensor that need not move is not copied.
+    numpy's numbers become Python numbers, so that files can be loaded without running code.
+    With ``shares_memory``, a tensor that is already on the device is not copied.
     """
 
     def copied_leaf(leaf: Any) -> Any:
@@ -199,13 +198,13 @@ def copied(value: Any, device: torch.device | None = None, *, shares_memory: boo
 
 
 def python_number(value: Any) -> Any:
-    """Return a Python number for a number of numpy (``np.float64(0.1)``), or else ``value``."""
+    """Return numpy's numbers (``np.float64(0.1)``) as Python numbers, and other values as is."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Raise ValueError if ``state_dict`` lacks state of an optimizer that ``optimizer`` wraps."""
+    """Raise ValueError if ``state_dict`` lacks state of an optimizer inside of ``optimizer``."""
     keys = {id(param): key for key, param in params_by_key(optimizer, state_dict).items()}
     for inner in with_inner(optimizer)[1:]:
         for param, state in inner.state.items():
@@ -220,14 +219,14 @@ def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]:
-    """Return the optimizer's parameters, keyed as in a state dict (by position or name)."""
+    """Return the optimizer's parameters with the keys of a state dict (positions or names)."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
-# Key of the stamp in the first parameter group of a state dict: loading keeps unknown keys of
-# groups, but drops unknown top-level keys. If a user loads before the first step, when flatshard's
-# hooks are not registered on the optimizer yet, the first step checks the stamp.
+# Key of the stamp in the first parameter group of a state dict. The stamp is in a group, because
+# torch's loading removes unknown top-level keys. If a user loads before the first step, flatshard's
+# hooks are not registered on the optimizer yet. Then the first step finds the stamp and checks it.
 STAMP = "flatshard"
 
 _ONE_RANKS = (
@@ -238,7 +237,7 @@ _ONE_RANKS = (
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Raise if the user loaded state of another rank, layout or optimizer. Called before a step."""
+    """Raise, before a step, if the loaded state is of another rank, layout or optimizer."""
     watch(optimizer)
     for group in optimizer.param_groups:
         if STAMP in group:
@@ -258,8 +257,8 @@ def check_state(optimizer: Optimizer) -> None:
 def watch(optimizer: Optimizer) -> None:
     """Register hooks that put the stamp into state dicts, and check the stamp at loading.
 
-    Lookahead, which steps an inner optimizer, may have no hooks, because it does not call
-    ``super().__init__()``. Its ``state_dict()`` calls the inner optimizer's, whose hooks run.
+    An optimizer that does not call ``super().__init__()`` (Lookahead) cannot have hooks. But its
+    ``state_dict()`` calls the ``state_dict()`` of its inner optimizer, which has hooks.
     """
     for one in with_inner(optimizer):
         saving: Any = getattr(one, "_optimizer_state_dict_post_hooks", None)
@@ -276,7 +275,8 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     stamp, asked = _stamp(optimizer), torch_request()
     if is_elementwise(optimizer) and (asked is None or stamp is None):
         state_dict["state"] = {k: adapter.shown(one) for k, one in state_dict["state"].items()}
-    # Even if "state" is empty, `shared_state` compares the ranks' groups (NorMuon's momenta).
+    # Call `shared_state` even if "state" is empty: it also compares the ranks' parameter groups, in
+    # which NorMuon stores its momenta.
     if stamp is not None and (state_dict["state"] or asked is not None):
         if asked is not None:
             shared = adapter.shared_state(optimizer)
@@ -288,8 +288,7 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             return
         state_dict["param_groups"][0][STAMP] = stamp
         if stamp["rank"] == 0:
-            # Warn now: otherwise, users would notice the missing parts only when loading the saved
-            # file.
+            # Warn now. Otherwise users would notice only at loading that the file lacks parts.
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
@@ -297,7 +296,7 @@ _asked_for_shards: list[Optimizer] = []
 
 
 def parts(optimizer: Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``, in which state per element is sharded."""
+    """Return ``optimizer.state_dict()`` with sharded tensors, and without a stamp."""
     asked = with_inner(optimizer)
     _asked_for_shards.extend(asked)
     try:
@@ -313,7 +312,7 @@ def is_stamped(state_dict: dict[str, Any]) -> bool:
 def unstamped(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the stamp of a state dict, and return the state dict without the stamp.
 
-    Without a stamp (from torch's ``set_state_dict``), state per element becomes sharded tensors.
+    If torch's ``set_state_dict`` loads, there is no stamp, and full tensors become sharded tensors.
     """
     if not is_stamped(state_dict):
         asked = torch_request()
@@ -342,7 +341,7 @@ def _check_stamp(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _stamp(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the stamp: rank, world size and a digest of the layout. None if nothing is sharded."""
+    """Return the stamp: rank, world size, digest of the layout. None without sharded parameters."""
     specs = [one.spec for one in adapter.all_params(optimizer) if isinstance(one, FlatShardTensor)]
     if not specs:
         return None
@@ -362,10 +361,10 @@ def check_same_state(
     *,
     some_may_lack: bool = False,
 ) -> None:
-    """Raise ValueError on all ranks if ranks hold different values under the same name.
+    """Raise ValueError on all ranks if values with the same name differ between ranks.
 
-    Values may differ if the optimizer itself calls collectives, and updates a parameter's state on
-    only one rank.
+    Values differ, for example, if the optimizer itself calls collectives, and updates the state of
+    each parameter on only one rank.
 
     Collective: all ranks of ``ranks``.
 
@@ -393,12 +392,12 @@ def check_same_state(
                 )
 
 
-# The dtype and shape of a tensor, or the text of another value; and sums over the tensor.
+# A text (a tensor's dtype and shape, or another value's `repr`), and sums over the tensor.
 _Digest = tuple[str, tuple[float, ...]]
 
 
 def _digest(value: Any) -> _Digest:
-    """Return a text that is equal on ranks with the same value, and sums that are almost equal."""
+    """Return a text and sums. On ranks with the same value, texts are equal, and sums are close."""
     if not isinstance(value, Tensor):
         return repr(value), ()
     text = f"{value.dtype} {tuple(value.shape)}"
@@ -413,7 +412,7 @@ def _digest(value: Any) -> _Digest:
 
 
 def _are_close(one: _Digest | None, other: _Digest | None) -> bool:
-    """Whether two ranks have the same value. Sums may differ by rounding."""
+    """Whether the digests are of the same value. Sums may differ by rounding."""
     if one is None or other is None or one[0] != other[0]:
         return one == other
     pairs = zip(one[1], other[1], strict=False)

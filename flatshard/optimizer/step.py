@@ -31,23 +31,23 @@ from flatshard.units.module_tree import unit_text
 @functools.cache
 def install() -> None:
     """Register the global hook before all optimizer steps, once per process."""
-    # A global hook also works for optimizers that were built before the model was wrapped.
+    # Use a global hook, which also works for optimizers that were made before wrapping.
     register_optimizer_step_pre_hook(_before_step)
 
 
 def restore_all() -> None:
-    """Put sharded parameters back into optimizers whose last step raised before ``_end`` ran."""
+    """Put the sharded parameters back into optimizers whose last step raised."""
     for optimizer in list(stepping):
         stepping.pop(optimizer).undo(optimizer)
 
 
 def _restore_after_failure(optimizer: Optimizer) -> None:
-    """Make all steps of the optimizer's class, also the current one, ``restore_all`` if they raise.
+    """Make ``step()`` of the optimizer's class call ``restore_all`` if a step raises.
 
     Otherwise a program that catches the error could make a new optimizer of the plain parameters in
-    ``param_groups``, which would train nothing.
+    ``param_groups``. That optimizer would train nothing.
     """
-    # Torch has no hook for a step that raises. So replace the step function, `func`, in the closure
+    # torch has no hook for a step that raises. So replace the step function, `func`, in the closure
     # of torch's wrapper (`profile_hook_step`). The wrapper reads `func` after the pre-hooks, so the
     # current step changes, too. Without a wrapper, the next forward or step calls `restore_all`.
     step: Any = type(optimizer).step
@@ -56,15 +56,15 @@ def _restore_after_failure(optimizer: Optimizer) -> None:
         if step.__globals__["__name__"] == Optimizer.__module__ and "func" in cells:
             func = cells["func"].cell_contents
             if getattr(func, "__module__", None) != __name__:
-                # With `skip`, Dynamo compiles `func`, but not the function around `func`.
+                # With `skip`, Dynamo compiles `func`, but not `call` of `_restoring`.
                 cells["func"].cell_contents = torch._dynamo.decorators.skip(_restoring(func))
             return
         step = getattr(step, "__wrapped__", None)
 
 
 def _restoring(step: Any) -> Any:
-    # Do not use `functools.wraps`: Dynamo's marks of `step` must not become marks of `call`,
-    # because all functions that `_restoring` returns share the code of `call`.
+    # Do not use `functools.wraps`, which would copy Dynamo's marks of one `step` to `call`. All
+    # functions that `_restoring` returns share the code of `call`, so all would be marked.
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
@@ -86,14 +86,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
-    # Restore optimizers whose steps have failed. If an outer optimizer (Lookahead) is stepping
-    # `optimizer` now, nothing has failed.
+    # Restore optimizers whose last step raised. If an optimizer in `stepping` is calling
+    # `optimizer.step()` now, as Lookahead does, no step has raised.
     if stepping and not any(optimizer in adapters.with_inner(outer) for outer in stepping):
         restore_all()
     for extension in adapters.extensions:
         extension.before_step(optimizer)
-    # Users' hooks, perhaps added since the last step, must see the sharded parameters. So `_begin`
-    # must run after all their pre hooks, and `_end` before their post hooks.
+    # Users' hooks must see the sharded parameters. So `_begin` must run after all users' pre hooks,
+    # and `_end` before all users' post hooks. Repeat this in each step: users may have added hooks.
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
@@ -110,11 +110,11 @@ def _steps_a_model(optimizer: Optimizer) -> bool:
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Replace the optimizer's sharded parameters by plain parameters, for the next step.
 
-    Returns new arguments for torch's call of ``step()``, or None to keep ``args`` and ``kwargs``.
+    Returns new arguments for torch's call of ``step()``. None: use ``args`` and ``kwargs``.
     """
     if unhooked:
         return None
-    if optimizer in stepping:  # `super().step()` in `step()`: torch calls the hooks once more
+    if optimizer in stepping:  # `step()` has called `super().step()`, which calls the hooks again
         stepping[optimizer].undo(optimizer)
     adapter = adapter_of(optimizer)
     given = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -126,13 +126,13 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
                 result = given()
             for extension in adapters.extensions:
                 extension.before_step(optimizer)
-            _check_params(optimizer)  # check again: the closure's backward computes the gradients
+            _check_params(optimizer)  # check again, because the closure has computed gradients
             return result
 
         is_early = type(adapter) is not adapters.OptimizerAdapter and adapter.needs_loss(optimizer)
         closure = adapters.Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
-    # While an optimizer is stepping, this step is a part of its step.
+    # If another optimizer is stepping, this step is a part of that optimizer's step.
     for record in () if stepping else adapters.at_step:
         record(optimizer)
     stepping[optimizer] = adapter
@@ -153,7 +153,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_params(optimizer: Optimizer) -> None:
-    """Raise if gradients are not reduced yet, or if the optimizer cannot step the gradients."""
+    """Raise if gradients are not reduced yet, or if the optimizer cannot use the gradients."""
     if sharded_tensor.ASSIGNED:
         _check_assigned(optimizer)
     unreduced = bool(UNREDUCED)
@@ -167,7 +167,7 @@ def _check_params(optimizer: Optimizer) -> None:
                     continue
                 if get_dtype(grad) is not get_dtype(param):
                     check_dtype(optimizer, group, param)
-                # UNREDUCED contains all gradients in `.grad` that are not yet reduced completely.
+                # UNREDUCED contains all gradients in `.grad` that are not reduced over all ranks.
                 if unreduced and grad in UNREDUCED:
                     where = unit_text(UNREDUCED[grad])
                     raise RuntimeError(sharded_tensor.not_reduced(where, "step()"))
@@ -198,7 +198,7 @@ def _check_assigned(optimizer: Optimizer) -> None:
 
 
 def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None:
-    """Raise if a unit trains on only some ranks of ``world``: norms would differ between ranks."""
+    """Raise if only some ranks of ``world`` train a unit: norms would differ between ranks."""
     for handle in handles:
         if handle.topology.world.size < world.size:
             raise RuntimeError(
@@ -214,15 +214,15 @@ def check_reduced(
 ) -> None:
     """Raise, on all ranks, if any rank has gradients that were accumulated under ``no_sync``.
 
-    ``is_reducing``: whether the last forward began outside of ``no_sync``. If it did not, the call
-    is collective: all ranks of ``world``. Otherwise, the ranks do not communicate.
+    ``is_reducing``: whether the last forward began outside of ``no_sync``. If False, this call is
+    collective: all ranks of ``world``. If True, the ranks do not communicate.
     """
     error = None
     if shown := [unit_text(handle.unit_name) for handle in handles if handle.grads.is_shown()]:
         where = f"{shown[0]}, rank {world.rank}"
         error = RuntimeError(sharded_tensor.not_reduced(where, "clip_grad_norm_()"))
     if not is_reducing:
-        # Under `no_sync`, perhaps only some ranks have unreduced gradients.
+        # Under `no_sync`, it may be that only some ranks have unreduced gradients.
         raise_everywhere(error, world, op_name="clip_grad_norm_")
     if error is not None:
         raise error
@@ -239,14 +239,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Implement ``ShardedWrapper.clip_grad_norm_`` for the gradients of ``params``.
 
-    ``handles``: handles of all flat parameters that contain the sharded parameters in ``params``.
+    ``handles``: the flat parameters that contain the sharded parameters in ``params``.
 
-    Collective: all ranks that hold ranges of ``params``.
+    Collective: all ranks that share ``params``.
     """
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
-    # Use the order of the model's parameters, so that rounding does not depend on the order of
-    # `params`.
+    # Sort as in the model, so that rounding does not depend on the order of `params`.
     ordered = [param for key, param in wanted.items() if key not in sharded]
     ordered += [param for key, param in sharded.items() if key in wanted]
     with torch._C.DisableTorchFunctionSubclass():
@@ -256,8 +255,8 @@ def clip_grad_norm_(
     norms = operators.norms(grads, order)
     # Let torch combine the norms (each a number), with dtypes and errors as for plain tensors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
-    # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations need no
-    # dispatch in Python. torch reads only the attribute `grad` of each parameter.
+    # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations are fast.
+    # torch reads only the attribute `grad` of each object.
     ranges: Any = [SimpleNamespace(grad=sharded_tensor.local_range(grad)) for grad in grads]
     nn.utils.clip_grads_with_norm_(ranges, max_norm, total, foreach)
     return total

@@ -1,6 +1,6 @@
 """The user's options. Each option is validated once: when it is made, or passed to a wrapper.
 
-``precision`` has the options about dtypes, and ``extras`` the table of extras.
+The module ``precision`` has the options for dtypes. ``extras`` has the table of optional features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flatshard.options.extras import extra
 
 @dataclass(frozen=True)
 class Placement:
-    """The properties of a strategy. Code that runs steps reads only these properties."""
+    """The properties of a sharding strategy. Code that runs steps reads only these properties."""
 
     # Whether parameters, gradients and optimizer state are split over the shard group.
     sharded: bool = True
@@ -28,13 +28,13 @@ class Placement:
     # If False, a unit stays unsharded until its parameters change, or until a forward without
     # gradients ends.
     reshard_after_backward: bool = True
-    # Whether parameters are split only within each node, so that nodes hold replicas.
+    # Whether parameters are split only within each node, so that each node has a full replica.
     hybrid: bool = False
-    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node holds
-    # a replica of the parameters, so that all-gathers stay within the node.
+    # With `hybrid`: whether gradients and optimizer state are split over all ranks. Each node has a
+    # replica of the parameters, so that all-gathers stay within the node.
     over_all: bool = False
-    # If a number k: after forward, each rank keeps 1/k of the parameters, so that backward
-    # all-gathers from only k ranks. If None, backward all-gathers from the same ranks as forward.
+    # A number k: after forward, each rank stores 1/k of the parameters, so that backward
+    # all-gathers from only k ranks. None: backward all-gathers from the same ranks as forward.
     regather_size: int | None = None
     # Whether ranks may skip the unit in a step, or run units in different orders.
     may_diverge: bool = False
@@ -70,7 +70,7 @@ class ShardingStrategy(_SameAsTorchs):
     """
 
     NO_SHARD = "NO_SHARD"
-    """All ranks hold everything and all-reduce gradients, as in DistributedDataParallel."""
+    """Nothing is sharded. Ranks all-reduce gradients, as in DistributedDataParallel."""
     SHARD_OP = "SHARD_OP"
     """Optimizer state and reduced gradients are sharded: ZeRO stage 1.
 
@@ -81,9 +81,9 @@ class ShardingStrategy(_SameAsTorchs):
     FULL_SHARD = "FULL_SHARD"
     """Parameters are resharded after forward and unsharded again for backward: ZeRO stage 3."""
     HYBRID_SHARD = "HYBRID_SHARD"
-    """``FULL_SHARD`` over the ranks of each node. Each node holds a replica of the model."""
+    """``FULL_SHARD`` over the ranks of each node. Each node has a replica of the model."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-    """``SHARD_GRAD_OP`` over the ranks of each node. Each node holds a replica of the model."""
+    """``SHARD_GRAD_OP`` over the ranks of each node. Each node has a replica of the model."""
     _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     """The name that FSDP1 has for ``HYBRID_SHARD_ZERO2``."""
     HYBRID_SHARD_OP = "HYBRID_SHARD_OP"
@@ -166,13 +166,13 @@ class BackwardPrefetch(_SameAsTorchs):
     BACKWARD_PRE = "BACKWARD_PRE"
     """Start before this unit's gradients are computed. This gives the most overlap."""
     BACKWARD_POST = "BACKWARD_POST"
-    """Start after this unit was resharded. This keeps one unit less in memory."""
+    """Start after this unit was resharded. Then one unit less is in memory."""
     END_OF_FORWARD = "END_OF_FORWARD"
-    """As ``BACKWARD_PRE``, but backward's first all-gather starts already when forward ends.
+    """Like ``BACKWARD_PRE``, but backward's first all-gather already starts when forward ends.
 
-    When forward ends, the last unit stays unsharded, which saves one all-gather, and the all-gather
-    of the unit that backward needs next starts at once. Use this on a slow network, which would be
-    idle between forward and backward. After a forward without backward, both units stay unsharded.
+    The last unit of forward stays unsharded, which saves one all-gather. When forward ends, the
+    all-gather of the next unit in backward starts. Use this on a slow network, which would be idle
+    between forward and backward. After a forward without backward, both units stay unsharded.
     """
 
 
@@ -219,7 +219,7 @@ def check_flags(policy: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Where shards, gradients and optimizer state are kept between uses.
+    """Where shards, gradients and optimizer state are stored between uses.
 
     Without ``path``, offloaded tensors are in host memory. If the model computes on the CPU, all
     tensors are in host memory anyway, so nothing changes. With ``path``, offloaded tensors are in
@@ -239,7 +239,7 @@ class CPUOffload:
             copies the shard to the device, each reduce-scatter copies the gradient back, and
             optimizers step in the offload target.
         offload_optimizer: offload the optimizer state, and on an accelerator also gradients and
-            full precision shards. The device keeps a copy of each shard in the compute dtype. No
+            full precision shards. A copy of each shard in the compute dtype stays on the device. No
             effect if ``offload_params`` is set, too.
         path: a directory for the files; ranks may pass different directories.
         pin_memory: whether to pin host memory, so that copies overlap with computation.
@@ -321,7 +321,7 @@ class TransportOptions:
 
     @property
     def needs_gloo(self) -> str:
-        """Text of the user's option that only gloo supports, for an error. "": no such option."""
+        """The user's option that only gloo supports, as a text for errors. Empty: there is none."""
         if self.collectives is Collectives.SOCKETS:
             return 'collectives="sockets"'
         return f"wire_dtype={self.wire_dtype}" if self.wire_dtype else ""
@@ -346,7 +346,7 @@ def as_coalesce_bytes(value: object) -> int:
 def as_transport(collectives: object, wire_dtype: object) -> TransportOptions:
     """Check the user's ``collectives`` and ``wire_dtype``, and return both as one object."""
     chosen = as_member(Collectives, collectives, "collectives")
-    # Of the narrower dtypes, only bfloat16 has the same range as float32.
+    # Accept only bfloat16: no other narrow dtype has the same range as float32.
     if wire_dtype not in (None, torch.bfloat16):
         error = ValueError if isinstance(wire_dtype, torch.dtype) else TypeError
         raise error(f"wire_dtype: expected torch.bfloat16 or None, got {wire_dtype!r}.")

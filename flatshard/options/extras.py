@@ -1,15 +1,15 @@
-"""``EXTRAS``: the table of extras. An extra is a folder that can be deleted.
+"""``EXTRAS``: the table of extras. An extra is an optional feature in a folder of its own.
 
-The core imports no extra. It looks an extra up in this table when a model is wrapped or an option
-is given, never in a step.
+A user may delete the folder, so other code does not import extras directly. When a model is wrapped
+or an option is given, ``extra`` or ``default_extra`` imports the extra. Steps import nothing.
 """
 
 from importlib import import_module
 from typing import Any
 
 FOLDER = "flatshard.extras"
-# Folder and purpose of each extra; the error for a missing folder has the purpose. Extras that act
-# at one moment of a step act in this order.
+# Folder and purpose of each extra. If a folder is missing, the error says the purpose. Extras that
+# act at the same moment of a step act in this order.
 EXTRAS = {
     "join": "lets ranks without input left follow the other ranks",
     "uneven": "lets ranks accumulate over different numbers of micro-batches",
@@ -69,7 +69,7 @@ def default_extra(name: str) -> Any | None:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        # Do not hide a missing dependency of an existing folder.
+        # Raise if the folder exists, but a module that it imports is missing.
         if error.name not in (package, FOLDER):
             raise
         return None

@@ -1,9 +1,9 @@
 """Mixed precision: casts of inputs, outputs and buffers, and gradients in another dtype.
 
-``PrecisionPlan`` decides, before anything is sharded, which parameters and modules inside a unit
-have another dtype than the unit's ``MixedPrecision`` says: modules of the classes in
-``module_classes_to_ignore``, and with the extra ``overrides`` also modules and parameters chosen by
-name or by a function. Such parameters lie in a separate flat parameter.
+Before anything is sharded, ``PrecisionPlan`` finds the parameters and modules in a unit whose dtype
+differs from ``param_dtype`` of the unit's ``MixedPrecision``. These are modules of the classes in
+``module_classes_to_ignore``, and with the extra ``overrides`` also modules and parameters that the
+user chooses by name or by a function. Such parameters are in a separate flat parameter.
 
 [Note: modules in a dtype of their own]
 Example: a float32 norm inside a bfloat16 unit. A forward pre-hook casts the norm's inputs to
@@ -35,8 +35,8 @@ from flatshard.units.module_proxy import ModuleProxy
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-# Attribute of a module whose buffers are cast. Its value is a pair: the dtype to which the buffers
-# are cast, and a dict from each buffer's name to the buffer's original dtype.
+# Name of an attribute that modules with cast buffers get. Its value is a pair: the dtype after the
+# cast, and a dict from the buffers' names to the buffers' original dtypes.
 CAST_BUFFERS = "_flatshard_cast_buffers"
 
 
@@ -47,7 +47,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     cast = [_cast_leaf(leaf, dtype) for leaf in leaves]
-    # Return the same object: the module may append to a list of the caller.
+    # Return the same object, because the module may append to a list of the caller.
     if all(after is before for after, before in zip(cast, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(cast, spec)
@@ -71,7 +71,7 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_arguments(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs]:
-    # Cast each argument separately, so that an argument without a cast stays the same object.
+    # Cast each argument separately, so that an argument that needs no cast stays the same object.
     return (
         tuple(cast_floats(value, dtype) for value in args),
         {name: cast_floats(value, dtype) for name, value in kwargs.items()},
@@ -107,17 +107,17 @@ class ModuleCasts:
     # Dtype in which the module computes. None means the dtype of the module's parameters, or of its
     # buffers if the module has no parameters.
     dtype: torch.dtype | None
-    # The parent module's dtype, for outputs if no input is a floating point tensor.
+    # The parent module's dtype, to which outputs are cast if no input is a floating point tensor.
     outside: torch.dtype | None
-    called_with: torch.dtype | None = None  # dtype of the inputs of the call that runs
+    called_with: torch.dtype | None = None  # dtype of the caller's inputs in the running call
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True)
 
     def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        # Save the dtype of the caller's arguments: `_after` casts the output to this dtype, but
-        # cannot read the dtype, because torch passes the cast arguments to forward hooks.
+        # Store the dtype of the caller's arguments, to which `_after` casts the output. `_after`
+        # itself gets only the cast arguments.
         self.called_with = _first_float(pytree.tree_leaves((args, kwargs))) or self.outside
         # Look up the dtype in each call, because the user may convert the module after wrapping.
         own = _first_float(chain(module.parameters(), module.buffers())) or torch.float32
@@ -143,7 +143,7 @@ def cast_buffers(wanted: Mapping[nn.Module, torch.dtype], left_alone: Collection
         }
         if own:
             module.__dict__[CAST_BUFFERS] = dtype, own
-            # torch sets an attribute on each hook that is registered.
+            # Register a new `partial`, because torch sets an attribute on the hook.
             module.register_state_dict_post_hook(partial(_give_own_dtypes))
     for module in wanted:
         cast_again(module)
@@ -166,8 +166,8 @@ def _give_own_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[prefix + name] = value.to(dtype)
 
 
-# torch's optimizers that would raise for gradients in another dtype than the parameter's
-# (MixedPrecision(keep_low_precision_grads=True)), or keep state in the wrong dtype, and why.
+# torch's optimizers that do not work if gradients have another dtype than the parameter
+# (MixedPrecision(keep_low_precision_grads=True)), and the reasons.
 _NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
 _REFUSALS = {
     **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
@@ -177,8 +177,7 @@ _REFUSALS = {
 }
 
 
-# Under DisableTorchFunctionSubclass, these functions take a third of the time of an attribute
-# access.
+# Under DisableTorchFunctionSubclass, these functions are three times as fast as attribute access.
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
 get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
@@ -187,7 +186,7 @@ get_grad, put_grad, get_dtype = _GRAD.__get__, _GRAD.__set__, _DTYPE.__get__
 def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Assign ``param.grad``. The gradient may have any floating point dtype."""
     if grad is not None and get_dtype(grad) != get_dtype(param):
-        # None: torch accepts a gradient of any dtype.
+        # With `grad_dtype` None, torch accepts a gradient of any dtype.
         param.grad_dtype = None
     put_grad(param, grad)
 
@@ -200,7 +199,7 @@ def check_dtype(
         grad = param.grad
         if grad is None or grad.dtype == param.dtype:
             return
-    # The class that defines `step`: a subclass may define a `step` that accepts the gradient.
+    # Find the class that defines `step`, because a subclass may have a `step` that works.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
     why = _REFUSALS.get(kind)
@@ -209,7 +208,7 @@ def check_dtype(
     elif kind == "SGD" and group["momentum"]:
         why = "would keep its momentum in the gradients' dtype"
     if why is not None:
-        spec = getattr(param, "shard_spec", None)  # None: the parameter is not sharded
+        spec = getattr(param, "shard_spec", None)  # None if the parameter is not sharded
         where = "" if spec is None else f"parameter {spec.name!r}: "
         raise RuntimeError(
             f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
@@ -247,7 +246,7 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
 class Override:
     """A dtype that replaces ``param_dtype`` of the unit's precision for a module or a parameter.
 
-    If ``dtype`` is None, unsharded parameters have the same dtype as the sharded parameters.
+    ``dtype=None``: unsharded parameters have the dtype of the sharded parameters.
     """
 
     dtype: torch.dtype | None
@@ -340,8 +339,8 @@ class PrecisionPlan:
         elif override is not None:
             compute_dtype, gather_dtype = override.dtype, None
             if reduce_dtype is not None:
-                # Reduce in the wider of both dtypes: if an override keeps a parameter in fp32, the
-                # gradient must not be rounded to a `reduce_dtype` of bf16.
+                # Reduce in the wider of the two dtypes. For example, if an override selects fp32
+                # for a parameter, its gradient must not be rounded to a `reduce_dtype` of bf16.
                 own = override.dtype or param.dtype
                 wider = torch.promote_types(own, reduce_dtype)
                 reduce_dtype = None if wider == own else wider

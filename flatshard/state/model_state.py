@@ -1,15 +1,14 @@
 """State dicts of models: full or sharded tensors, under the names of the unwrapped model.
 
-Torch's ``state_dict()`` recurses over the modules, and state dict hooks on the modules replace the
-values. So the order of entries, extra state and users' hooks work as in an unwrapped model.
-``model.state_dict()``, ``model.module.state_dict()`` and a submodule's ``state_dict()`` contain the
-same values.
+torch's ``state_dict()`` recurses over the modules. In its result, state dict hooks on the modules
+replace sharded values by full values, for example. So the order of entries, extra state and users'
+hooks work as in an unwrapped model, and so does ``state_dict()`` of a submodule.
 
 [Note: writes into state dicts]
-The tensors of an unwrapped model's state dict share memory with the parameters, and some classes
+In an unwrapped model's state dict, the tensors share memory with the parameters, and some classes
 for moving averages (timm's) write into these tensors. In a sharded model's state dict, the tensors
-are full copies of the parameters. So ``WriteThrough`` copies written values to the shards, when the
-model is used next or when the tensor is freed.
+are full copies of the parameters. So ``WriteThrough`` copies values that users write into these
+tensors to the shards, when the model is used next or when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def gather_full(
     """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
 
     Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
-    unsharded buffer has the values already.
+    unsharded buffer already has the values.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -67,14 +66,14 @@ def gather_full(
 def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
     """Return the original parameter to which an entry of a state dict belongs, or None.
 
-    None for an ``nn.Parameter``, so that the entry stays as it is: with ``keep_vars=True``, the
-    user wants the parameters themselves instead of full tensors.
+    Returns None for an ``nn.Parameter``, because the entry must not change: with ``keep_vars=True``
+    the user wants the parameters themselves instead of full tensors.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
         return None
     if isinstance(tensor, FlatShardTensor):
         return next((param for param in handle.params if param.spec is tensor.spec), None)
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, the local tensor
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor of a DTensor
     if tensor.untyped_storage()._cdata != handle.buffer.untyped_storage()._cdata:
         return None
     place = tensor.storage_offset(), tuple(tensor.shape)
@@ -89,7 +88,7 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Form and device of state dicts, and the ranks that receive them; like FSDP1's configs."""
+    """The form and device of state dicts, and the ranks that get them (as in FSDP1's configs)."""
 
     is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`
     offload_to_cpu: bool = False
@@ -106,7 +105,7 @@ class UnitStateDict:
         self.writes = WriteThrough()  # shared by all units of a model
         self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
-        # Number of nested calls of `state_dict()`, of which the outermost replaces values.
+        # Number of nested calls of `state_dict()`. Only the outermost call replaces values.
         self._depth = 0
         places = (place for handle in unit.handles for place in handle.places)
         for module in {*unit.modules, *(module for module, _, _ in places)}:
@@ -127,8 +126,8 @@ class UnitStateDict:
         is_saving = not options.rank0_only or self.unit.topology.world.rank == 0
         for handle in () if options.is_sharded else self.unit.handles:
             given = _replace_by_full(handle, state_dict, options.offload_to_cpu, is_saving)
-            # A write into a tensor of the state dict must change the model, unless the user asked
-            # for copies, on the CPU or on rank 0.
+            # A user's write into a tensor of the state dict must change the model, except if the
+            # user asked for a state dict on the CPU or on rank 0.
             if not (options.offload_to_cpu or options.rank0_only):
                 for param, full in given.items():
                     self.writes.watch(handle, param, full)
@@ -165,8 +164,8 @@ class UnitStateDict:
         for handle in self.unit.handles:
             for place, attribute, param in handle.places:
                 key = prefix + attribute
-                # If tensor parallelism splits the parameter, torch requires the shape of the local
-                # part, which the module holds.
+                # If tensor parallelism splits the parameter, torch expects the shape of the local
+                # part, which is the module's parameter.
                 if place is module and key in state_dict:
                     state_dict[key] = param.spec.split(state_dict[key])
         self._enter(module)
@@ -177,8 +176,8 @@ class UnitStateDict:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module in self.unit.modules:
-            # The outermost modules with these hooks. An earlier call that raised may have left a
-            # wrong depth.
+            # No call encloses the call for a unit's module. Reset the depth, which may be wrong if
+            # an earlier call has raised.
             self._depth = 0
         self.writes.check()
         self._depth += 1
@@ -191,10 +190,10 @@ class UnitStateDict:
 def _replace_by_full(
     handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool, is_saving: bool
 ) -> dict[OriginalParam, Tensor]:
-    """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies; return the copies.
+    """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies, and return these.
 
-    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group, and for
-    tensor-parallel parameters of the mesh.
+    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group, or for
+    tensor-parallel parameters all ranks of the mesh.
     """
     found = {key: original_of(handle, value) for key, value in state_dict.items()}
     param_of_key = {key: param for key, param in found.items() if param is not None}
@@ -221,7 +220,7 @@ def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) 
     for key, value in list(state_dict.items()):
         if original_of(handle, value) is None:
             continue
-        # Under NO_SHARD, the value may be a plain tensor in the shard's memory: a valid entry.
+        # Under NO_SHARD, the value may be a plain tensor in the shard's memory. Leave it as it is.
         if isinstance(value, FlatShardTensor):
             local = value.local.cpu() if to_cpu else value.local
             state_dict[key] = state_shard(local, value.spec, value.shard_role)
@@ -235,11 +234,11 @@ def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) 
 def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) -> None:
     """Move or remove entry ``key``, if it is a buffer, extra state or ignored parameter."""
     value = state_dict[key]
-    # With keep_vars=True, the value may be the parameter that the module holds.
+    # With keep_vars=True, the value may be the module's parameter.
     is_parameter = isinstance(value, nn.Parameter)
     if isinstance(value, FlatShardTensor) and not is_parameter:
-        # This is a parameter of another unit, whose hooks run later, and all-gather that unit on
-        # all ranks.
+        # This is a parameter of another unit. Leave it: the other unit's hooks, which run later,
+        # all-gather its parameters on all ranks.
         return
     if not is_saving:
         del state_dict[key]
@@ -292,8 +291,8 @@ class WatchedCopy:
     user: weakref.ref[Tensor]
     copy: Tensor  # shares memory and version counter with the user's tensor
 
-    # Version and some values of `copy` (see `_state`), when `copy` and the shard last had equal
-    # values. None: the extra `device_checks` has found a write since.
+    # Version and some values of `copy` (see `_state`) at the time when `copy` and the shard last
+    # had equal values. None: since then, the extra `device_checks` has found a write to `copy`.
     state: tuple[int, list[int]] | None
     handle: FlatParamHandle
     param: OriginalParam
@@ -303,7 +302,7 @@ class WatchedCopy:
 class WriteThrough:
     """Watches tensors that ``state_dict()`` returned, and copies users' writes to the shards.
 
-    A tensor is watched until the user drops the tensor. See [Note: writes into state dicts].
+    A tensor is watched as long as the user refers to it. See [Note: writes into state dicts].
     """
 
     def __init__(self) -> None:
@@ -317,9 +316,9 @@ class WriteThrough:
         return WriteThrough()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
-        """Start to watch ``full``: values that the user writes into ``full`` go to the shard.
+        """Start copying values that the user writes into ``full`` to the shard.
 
-        ``full`` is a full copy of ``param``, which ``state_dict()`` is about to return.
+        ``full``: a full copy of ``param``, which ``state_dict()`` is about to return.
         """
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
@@ -334,7 +333,7 @@ class WriteThrough:
             self.take_over([given])
 
     def check(self) -> None:
-        """Copy written values to the shards; raise RuntimeError if written values are lost."""
+        """Copy users' writes to the shards. Raises RuntimeError if written values are lost."""
         self.take_over([*self.given.values()])
         self.raise_lost()
 
@@ -350,7 +349,7 @@ class WriteThrough:
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
-        """Copy to the shards the values that users wrote into ``some`` tensors of state dicts."""
+        """Copy values that users wrote into ``some`` tensors of state dicts to the shards."""
         for given in some:
             state, given.state = given.state, _state(given.copy)
             if state == given.state:
@@ -374,8 +373,8 @@ def _state(copy: Tensor) -> tuple[int, list[int]]:
 
     On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
     """
-    # Most writes increase the version, also under no_grad. But the program's own collectives
-    # (``dist.all_reduce(value)``) change only the values.
+    # Most writes increase the version, also under no_grad. But the program's collectives, such as
+    # ``dist.all_reduce(value)``, change only the values.
     return copy._version, sample(copy)
 
 

@@ -1,8 +1,8 @@
 """Optimizer state dicts by parameter name, with full or sharded tensors.
 
 Full tensors do not depend on the sharding, so any number of ranks can load them. An entry of a
-parameter's state is either *per element*, like a momentum, or *one per parameter*, like ``step``.
-Entries per element are sharded like the parameter.
+parameter's state has either one value per element, like a momentum, or one value per parameter,
+like ``step``. Entries with one value per element are sharded like the parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OptimState:
     ) -> StateDict:
         """Return the full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
 
-        ``device``: device of the result; None: each tensor stays on its device. Collective: all
+        ``device``: device of the result. None: each tensor stays on its device. Collective: all
         ranks that train the units.
         """
         shared, units = self._shared(), self.units
@@ -71,7 +71,7 @@ class OptimState:
         return copied(full, device, shares_memory=True) if is_kept else {}
 
     def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
-        """Return the state by parameter name, with sharded tensors for state per element.
+        """Return the state by parameter name. State with one value per element is sharded.
 
         The tensors share memory with the optimizer's state, unless they are copied to the CPU.
         """
@@ -138,7 +138,7 @@ class OptimState:
 
         Args:
             state_dict: the result of ``optimizer.state_dict()``. None: the call is made here.
-            shared: the state of parameters with state only on their owner.
+            shared: the state that only one rank of each parameter has, from `_shared`.
         """
         optimizer = self.optimizer
         _check_optimizer(optimizer)
@@ -156,7 +156,7 @@ class OptimState:
             {**_options(group), "params": [params[key].fqn for key in group["params"]]}
             for group in own["param_groups"]
         ]
-        # A key that belongs to no parameter holds state of the whole optimizer.
+        # An entry whose key belongs to no parameter is state of the whole optimizer.
         whole = {key: value for key, value in own["state"].items() if key not in params}
         taken = whole.keys() & {param.fqn for param in found}
         _check_whole(optimizer, {**_rest(own), **whole}, taken)
@@ -165,10 +165,10 @@ class OptimState:
 
 
 def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
-    """Return the optimizer state of the units' unsharded parameters (under NO_SHARD, for example).
+    """Return the optimizer state of parameters that are not sharded (NO_SHARD), to compare ranks.
 
     A checkpoint contains a single copy of this state, so the state must be equal on all ranks. The
-    keys of the result are used only in error messages.
+    keys of the result are texts for error messages.
 
     ``state_dict``: the optimizer's state dict, keyed by parameter name. ``params``: its parameters.
     """
@@ -186,7 +186,7 @@ def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any
 
 
 def _rest(state_dict: StateDict) -> StateDict:
-    """Return the entries of a state dict beside torch's usual ``state`` and ``param_groups``."""
+    """Return the entries of a state dict except torch's usual ``state`` and ``param_groups``."""
     return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
 
 
@@ -261,10 +261,7 @@ def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
 
 
 def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
-    """Raise ValueError unless the state and the optimizer have the same parameters.
-
-    Torch's ``load_state_dict`` has the same requirement.
-    """
+    """Raise ValueError unless state and optimizer have the same parameters, as torch requires."""
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in set(own)]
     if missing or unexpected:
@@ -307,21 +304,20 @@ def _loaded(
 ) -> Any:
     """Return this rank's part of ``value``, which is called ``name`` in a parameter's full state.
 
-    ``numbers``: names of state with one number per parameter.
+    ``numbers``: names of state that is one number per parameter.
 
     Raises:
-        ValueError: the value is per element, and its shape differs from the parameter's.
+        ValueError: the value's shape differs from the parameter's shape.
     """
     if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
-    # A copy of the part of full state. Already sharded state is used without a copy, as torch's
-    # load_state_dict does.
+    # `part` is a copy if `value` is full. A sharded `value` is not copied, as in torch.
     part = adapter.part_per_element(spec, value, is_number=name in numbers)
     if part is None:
         is_tensor = isinstance(value, Tensor) and value.dim() > 0
         is_number = is_tensor and value.numel() == 1 and name in numbers
-        # Only element-wise optimizers keep nothing but numbers and values per element.
+        # Optimizers that are not element-wise may have state of any shape.
         if is_number or not (is_tensor and elementwise):
             return copied(value)
         raise ValueError(
@@ -342,7 +338,7 @@ def _facts(where: str, state: StateDict) -> Facts:
 
 
 def _fact(value: Any) -> str:
-    """Return a text that describes a value in an optimizer's state; ranks compare the texts."""
+    """Return a text, for ranks to compare, that describes a value in an optimizer's state."""
     if isinstance(value, FlatShardTensor):
         return f"{value.dtype} per element"
     if isinstance(value, Tensor):
@@ -370,7 +366,7 @@ class OptimParams:
         prefixes = {module: unwrapped(f"{name}.") if name else "" for name, module in named}
         found: dict[int, OptimParam] = {}
         for param in chain.from_iterable(handle.params for u in units for handle in u.handles):
-            # A tied parameter has several places. Use the first place inside of the given model,
+            # A tied parameter has several locations. Use the first one inside of the given model,
             # which may be only a part of the sharded model.
             place = next(place for place in param.locations if place.module in prefixes)
             name = prefixes[place.module] + place.attribute
@@ -399,10 +395,7 @@ class OptimParams:
         return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
-        """Return a dict from parameters' keys in ``state_dict`` to the parameters.
-
-        ``state_dict`` must be a state dict of the same optimizer.
-        """
+        """Return the parameters, keyed as in ``state_dict``, a state dict of the same optimizer."""
         keys = [list(group["params"]) for group in state_dict["param_groups"]]
         expected, found = [[len(group) for group in groups] for groups in (self.groups, keys)]
         if found != expected:
@@ -414,8 +407,5 @@ class OptimParams:
 
 
 def unwrapped(name: str) -> str:
-    """Return a parameter's name without the prefix of torch's ``checkpoint_wrapper``.
-
-    torch, too, removes the prefix in state dicts.
-    """
+    """Return a name without the prefix of torch's ``checkpoint_wrapper``, as in state dicts."""
     return name.replace("_checkpoint_wrapped_module.", "")

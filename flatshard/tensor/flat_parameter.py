@@ -1,6 +1,7 @@
 """``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-``OriginalParam``: one parameter of the unwrapped model, whose elements lie in a flat parameter.
+A unit is one module, or several small ones, whose parameters are sharded together.
+``OriginalParam``: one parameter of the unwrapped model, whose elements are in a flat parameter.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 
 @dataclass(eq=False)
 class FlatParamPlan:
-    """How one flat parameter is made: its layout, process groups, places in memory and dtypes.
+    """How to make one flat parameter: its layout, process groups, devices and dtypes.
 
-    A conversion (``model.to(...)``) leaves the plan as it is. ``unit_name`` and ``pending_sends``
+    A conversion (``model.to(...)``) does not change the plan. ``unit_name`` and ``pending_sends``
     change if the user later wraps a module around the unit.
     """
 
     unit_name: str  # name of the unit, for errors
     device: torch.device  # device on which modules compute
-    # All parameters of the flat parameter have the same dtype, `requires_grad` and precision.
+    # All parameters in a flat parameter have the same dtype, `requires_grad` and precision.
     dtype: torch.dtype  # dtype of the shards
     requires_grad: bool
     precision: ParamPrecision
@@ -49,21 +50,21 @@ class FlatParamPlan:
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
     topology: Topology = field(init=False)  # set, with the targets, when the unit is made
     targets: OffloadTargets = field(init=False)
-    # Collectives of the model whose sent tensors other ranks may still be reading.
+    # Collectives of the model of which other ranks may still be reading the sent tensors.
     pending_sends: PendingSends = field(init=False, default_factory=PendingSends)
 
     def take_params(self) -> list[OriginalParam]:
-        """Make the original parameters from ``infos``, which the plan then no longer refers to."""
+        """Make an ``OriginalParam`` for each of ``infos``, and remove ``infos`` to free memory."""
         infos, self.infos = self.infos, []
         return [OriginalParam(info, index, self) for index, info in enumerate(infos)]
 
 
 class FlatParameter(nn.Parameter):
-    """Parameters of one unit as a padded 1-D parameter; each rank holds a chunk.
+    """Parameters of one unit as a padded 1-D parameter, of which each rank stores an equal chunk.
 
-    The values are this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers get the original
-    parameters instead, which are views of the chunk. ``print`` shows which original parameters lie
-    in which chunk.
+    The tensor contains only this rank's chunk, ``(flat_layout.shard_numel,)``. Optimizers get the
+    original parameters instead, which are views of the chunk. ``print(flat_param)`` shows which
+    original parameters are in which chunk.
 
     Example:
         ```python
@@ -73,8 +74,8 @@ class FlatParameter(nn.Parameter):
         ```
 
     Attributes:
-        flat_layout: where each original parameter lies in the flat parameter, how many elements are
-            padding, and which elements each rank holds.
+        flat_layout: the position of each original parameter in the flat parameter, the number of
+            padding elements, and the range of each rank.
         rank: index of this rank's chunk, below ``flat_layout.world_size``.
     """
 
@@ -88,18 +89,18 @@ class FlatParameter(nn.Parameter):
         cls, chunk: Tensor, layout: FlatLayout, rank: int, params: Sequence[OriginalParam]
     ) -> FlatParameter:
         """Make a flat parameter that shares the memory of ``chunk``, ``(layout.shard_numel,)``."""
-        # Autograd computes gradients of the full parameters, views of the unsharded buffer.
+        # No `requires_grad`: autograd computes gradients of the full parameters, not of the chunk.
         self: FlatParameter = Tensor._make_subclass(cls, chunk, False)
         self.flat_layout, self.rank = layout, rank
-        # Keep weak references, because each original parameter refers to a view of the chunk:
-        # Python's garbage collector does not see the reference from a view to its base, so the
-        # collector would never free a cycle through a view.
+        # Use weak references, because each original parameter refers to a view of the chunk, and
+        # the view to this object. Python's garbage collector does not see the second reference, and
+        # would never free the cycle.
         self._params = [weakref.ref(param) for param in params]
         return self
 
     @property
     def params(self) -> list[OriginalParam]:
-        """The original parameters in the flat parameter; none if the model was deleted."""
+        """The original parameters in the flat parameter. Empty if the model was deleted."""
         return [param for known in self._params if (param := known()) is not None]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -108,33 +109,33 @@ class FlatParameter(nn.Parameter):
 
 def is_wrapped(param: Tensor) -> bool:
     """Whether a parameter belongs to a wrapped model, sharded or not."""
-    # A parameter that is not sharded, as under NO_SHARD, has a hook of the engine.
+    # Recognise a parameter that is not sharded (NO_SHARD) by a hook that flatshard registers.
     hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
     return isinstance(param, FlatShardTensor) or any(hasattr(h, "of_flatshard") for h in hooks)
 
 
 class OriginalParam:
-    """One parameter of the unwrapped model, and its place in a flat parameter.
+    """One parameter of the unwrapped model, and its position in a flat parameter.
 
     Attributes:
         index: number of the parameter within the flat parameter.
-        span: range of the parameter's elements in the flat parameter; the same on all ranks.
-        spec: ``span``, and this rank's part of it, in the form that a ``FlatShardTensor`` needs.
-            The parameter's gradients and optimizer state share this object.
-        locations: the modules and attributes that hold the parameter. The name of the first
+        span: range of the parameter's elements in the flat parameter. The same on all ranks.
+        spec: ``span``, and this rank's part of ``span``. The parameter's sharded tensor, gradients
+            and optimizer state share this object.
+        locations: the modules and attributes that refer to the parameter. The name of the first
             location is the parameter's name.
-        sharded: the parameter that users and optimizers hold. If the model is sharded, a
-            ``FlatShardTensor`` whose memory is a part of this rank's chunk. If this rank holds all
+        sharded: the parameter object for users and optimizers. If the model is sharded, a
+            ``FlatShardTensor`` that is a view of this rank's chunk. If this rank stores all
             elements, a plain parameter.
-        full: the plain parameter that modules hold while they compute, a view of the unsharded
-            buffer. ``full`` and ``sharded`` have the same ``__dict__``. If the chunk itself is the
-            unsharded buffer (this rank holds all elements, and forward computes in the same dtype),
-            ``full`` is ``sharded``.
-        kept_grad: the object of the last published gradient, which `Gradients.publish` uses again
-            if nothing else refers to it. It has no attributes while it is not in use.
-        published: weak reference to the last published gradient of a parameter that is not
-            sharded, or a function that returns None.
-        post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to run
+        full: the plain parameter with which modules compute, a view of the unsharded buffer.
+            ``full`` and ``sharded`` have the same ``__dict__``. If the chunk itself is the
+            unsharded buffer (this rank stores all elements, and forward computes in the same
+            dtype), ``full`` is ``sharded``.
+        kept_grad: the tensor object that was last put into ``.grad``. `Gradients.publish` reuses
+            the object if the program does not refer to it. While unused, it has no attributes.
+        published: weak reference to the tensor that was last put into ``.grad``, for a parameter
+            that is not sharded. Otherwise a function that returns None.
+        post_accumulate_hooks: users' hooks (``register_post_accumulate_grad_hook``), to call
             once the reduced gradient is in ``.grad``.
     """
 
@@ -153,15 +154,15 @@ class OriginalParam:
             replicas=topology.replicate,
             # Set by `extras/tensor_parallel`, if the parameter was a DTensor before wrapping.
             tensor_parallel=getattr(info.param, "dtensor_split", None),
-            # Where optimizer state with one value per element lies. None: where the shard lies.
+            # Where to store optimizer state with one value per element. None: beside the shard.
             state_target=plan.targets.state,
             holders=lambda: layout.holders(index, topology.holders),
         )
         self.kept_grad: Any = None
         self.published: Callable[[], object] = NoneType
         self.post_accumulate_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        # torch's dictionaries of hooks from before wrapping, until the full parameter exists. Not
-        # copies, so that users can still remove the hooks by their handles.
+        # Hooks that users registered before wrapping, until `_move_hooks` moves them. These are
+        # torch's own dictionaries, so that users' handles can still remove the hooks.
         self._waiting_hooks: tuple[Any, Any] | None = None
         self._grad_hook: Any = None
         self.spec._original = weakref.ref(self)
@@ -173,7 +174,7 @@ class OriginalParam:
 
     @property
     def where(self) -> str:
-        """Text for messages that names the parameter and its unit."""
+        """Text for messages, with the names of the parameter and its unit."""
         return f"parameter {self.spec.name!r} ({unit_text(self.spec.unit)})"
 
     @property
@@ -184,7 +185,7 @@ class OriginalParam:
     # ------------------------------------------------------------ the sharded parameter
 
     def show_chunk(self, chunk: Tensor, *, is_whole: bool) -> None:
-        """Give ``sharded`` new memory: its range of ``chunk``, ``(shard_numel,)``.
+        """Make ``sharded`` a view of its range of ``chunk``, this rank's shard ``(shard_numel,)``.
 
         ``is_whole``: whether the chunk is the whole flat parameter. Then ``sharded`` is a plain
         parameter.
@@ -197,7 +198,7 @@ class OriginalParam:
         if self.sharded.is_meta:
             self._swap_into(nn.Parameter(view_of(chunk, self.span), self.requires_grad))
         else:
-            # `.data` replaces only the memory: the object keeps its hooks and attributes.
+            # An assignment to `.data` replaces only the memory, not the hooks and attributes.
             self.sharded.data = view_of(chunk, self.span)
         if self.spec.state_target is not None:
             self.spec.state_target.keep_state_of(self.sharded)
@@ -228,15 +229,14 @@ class OriginalParam:
             )
         for place in self.locations:
             if isinstance(place.module, nn.RNNBase):
-                # ``swap_tensors`` refuses a tensor with weak references. None tells an RNN that the
-                # weight has not changed.
+                # ``swap_tensors`` raises if a tensor has weak references, so replace the RNN's
+                # references. None means to the RNN that the weight has not changed.
                 place.module._flat_weight_refs = [None] * len(place.module._flat_weights_names)
                 place.module.__dict__["_flat_weights"] = []
             for hook in place.module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # The hook computes the weight before each forward. Detach the last computed
-                    # weight: if its autograd graph still refers to the parameter, the swap below
-                    # fails.
+                    # The hook computes the weight before each forward. Detach the weight from its
+                    # last autograd graph, which refers to the parameter: the swap below would fail.
                     setattr(place.module, hook.name, getattr(place.module, hook.name).detach())
         attributes = sharded_tensor.attributes_of(param)
         if is_first:
@@ -246,8 +246,8 @@ class OriginalParam:
         try:
             torch.utils.swap_tensors(param, view)
         except RuntimeError as error:
-            # Another thread (a profiler, the deadlock detection) may refer to the parameter for a
-            # moment.
+            # Try again, because another thread (of a profiler or the deadlock detection) may refer
+            # to the parameter for a moment.
             if tries > 1:
                 time.sleep(0.2)
                 return self._swap_into(view, tries=tries - 1)
@@ -258,15 +258,15 @@ class OriginalParam:
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
-            # ``swap_tensors`` has also removed the user's hooks from the parameter. This parameter
-            # is not sharded and takes part in forward itself, so autograd must call the hooks.
+            # ``swap_tensors`` has removed the user's hooks. Put the hooks back: modules compute
+            # with this parameter itself, so autograd must call them.
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Move users' hooks from before wrapping to the objects on which the hooks must run now.
+        """Move hooks that users registered before wrapping to the objects that now call them.
 
-        Tensor hooks go to ``full``, and get this rank's gradient before the reduction.
-        Post-accumulate-grad hooks run once the reduced gradient is in ``.grad``.
+        Tensor hooks move to ``full``, and get this rank's gradient before the reduction.
+        Post-accumulate-grad hooks are called once the reduced gradient is in ``.grad``.
         """
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
@@ -280,22 +280,22 @@ class OriginalParam:
     # ------------------------------------------------------------ the full parameter
 
     def make_full(self, view: Tensor | None) -> None:
-        """Set ``full`` to a new parameter with the memory of ``view``; to ``sharded`` if None."""
+        """Set ``full`` to a new parameter in the memory of ``view``. None: set to ``sharded``."""
         before: nn.Parameter | None = getattr(self, "full", None)
         self.full = self.sharded if view is None else nn.Parameter(view, False)
         if view is not None:
             # Share the attributes: users may set an attribute in a forward, and read it between
             # steps.
             self.full.__dict__ = self.sharded.__dict__
-            # While the unit is resharded, the class of `full` is `FreedParameter`, whose errors get
-            # the parameter's name from this reference. The reference is weak because the spec
-            # refers to this object, and Python would free a cycle late.
+            # While the unit is resharded, the class of `full` is `FreedParameter`. Its errors get
+            # the parameter's name from this reference. The reference is weak, because Python would
+            # free a cycle of references late.
             self.full._full_of = weakref.ref(self.spec)  # type: ignore[attr-defined]
         # For integer parameters `requires_grad` is always False, so this call does not raise.
         self.full.requires_grad_(self.requires_grad)
         # If `full` is a new object, move the hooks there.
         if before is not None and before is not self.full:
-            # Shared, because users may still remove the hooks by their handles.
+            # Share torch's dictionary of hooks, so that users' handles can still remove the hooks.
             self.full._backward_hooks = before._backward_hooks
             self._hook_grad()
         if self.is_sharded:
@@ -316,14 +316,13 @@ class OriginalParam:
         register = nn.Parameter.register_post_accumulate_grad_hook
         register_hook(self.full, register, self._grad_hook)
         if not self.is_sharded and self.full is not self.sharded:
-            # Users may compute with this parameter outside of forward, and the hook also averages
-            # gradients of such uses.
+            # Outside of forward, users compute with `sharded`. The hook averages these gradients.
             register_hook(self.sharded, register, self._grad_hook)
 
     # ------------------------------------------------------------ gradients
 
     def of_chunk(self, chunk: Tensor) -> Tensor:
-        """Return a tensor for ``.grad``, in the memory of ``chunk``, a chunk of gradients."""
+        """Return a tensor for ``.grad``: a view of ``chunk``, this rank's flat gradient."""
         if not self.is_sharded:
             # Programs call `p.grad.detach_()`, and torch refuses to detach a view in place.
             return view_of(chunk, self.span).data
@@ -332,14 +331,14 @@ class OriginalParam:
         return FlatShardTensor(local, spec, role=sharded_tensor.GRADIENT, flat=chunk, origin=origin)
 
     def of_unreduced(self, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
-        """Return a tensor for ``.grad`` that shows ``grad``, this rank's unreduced gradient.
+        """Return a tensor for ``.grad`` with the values of this rank's unreduced gradient ``grad``.
 
-        ``grad_dtype``: the dtype of published gradients.
+        ``grad_dtype``: the dtype of reduced gradients in ``.grad``.
         """
         dtype, device, kept = self.sharded.dtype, self.sharded.device, self.kept_grad
         if not self.is_sharded:
             return grad.to(device, dtype).view(grad.shape)
-        # Published gradients use the same Python object, if they have the same dtype.
+        # If reduced gradients have the same dtype, they will reuse this Python object.
         keeps = dtype is grad_dtype
         if not keeps or kept is None or kept.__dict__:
             nothing = torch.empty(0, dtype=dtype, device=device)
@@ -354,9 +353,9 @@ class OriginalParam:
         return kept  # type: ignore[no-any-return]
 
     def hold_hooks(self) -> None:
-        """Keep autograd from calling users' post-accumulate-grad hooks until ``give_hooks_back``.
+        """Take users' post-accumulate-grad hooks from autograd, until ``give_hooks_back``.
 
-        The hooks expect the reduced gradient, but autograd would call them before the reduction.
+        The hooks need the reduced gradient, but autograd would call them before the reduction.
         """
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
         for key in [k for k, hook in hooks.items() if not hasattr(hook, "of_flatshard")]:
@@ -368,12 +367,12 @@ class OriginalParam:
             hook(self.sharded)
 
     def give_hooks_back(self) -> None:
-        """Undo ``hold_hooks``, so that users can remove the hooks by their handles."""
+        """Undo ``hold_hooks``, so that users' handles can remove the hooks."""
         if self.post_accumulate_hooks:
             hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             hooks.update(self.post_accumulate_hooks)
             self.post_accumulate_hooks.clear()
 
 
-# These hooks run inside of backward, but after the gradients are averaged.
+# `run_hooks` calls users' hooks inside of backward, but after the gradients are averaged.
 sharded_tensor.CALLERS[id(OriginalParam.run_hooks.__code__)] = sharded_tensor.Caller.PROGRAM

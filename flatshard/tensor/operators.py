@@ -1,9 +1,9 @@
 """Functions that run torch's operators on sharded tensors (``FlatShardTensor``).
 
-An element-wise operation needs no communication: each rank runs it only on its own range of the
-elements. For random numbers, every rank draws the numbers of the full tensor, and keeps the numbers
-of its own range. In a reduction over all elements, such as a norm, each rank reduces its own range,
-and one collective combines the results.
+An element-wise operation needs no communication: each rank runs the operation only on its own range
+of the elements. For random numbers, every rank draws the numbers of the full tensor, and uses only
+those for its own range. In a reduction over all elements, such as a norm, each rank reduces its own
+range, and one collective combines the results.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _POINTWISE = frozenset(
     copy tanh_backward sigmoid_backward threshold_backward""".split()
 )
 
-_ROLE_LENGTH = 80  # maximum length of a text from `_role_of`, without the digest at its end
+_ROLE_LENGTH = 80  # maximum length of the text that `_role_of` returns, without the digest
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """Return the part of an operand that belongs to this rank's range of ``spec``.
+    """Return this rank's range of an operand: the same elements as the range in ``spec``.
 
     Raises:
-        NeedsFullTensor: this rank does not hold the part, or the gradient would be wrong.
+        NeedsFullTensor: this rank lacks elements of the range, or the gradient would be wrong.
     """
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
@@ -61,8 +61,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
         return value.local
     if isinstance(value, Tensor) and value.dim() > 0:
         if torch.is_grad_enabled() and value.requires_grad:
-            # Refuse: the gradient depends on all ranks' elements, but autograd would use only this
-            # rank's elements.
+            # Refuse: the gradient of `value` depends on the elements of all ranks, but autograd
+            # would use only this rank's elements.
             spec.refuse("a product with a tensor that requires a gradient")
         return spec.slice(value)
     return value
@@ -80,9 +80,9 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not in_place and (refused := _needs_full(func, operands, origin, caller)) is not None:
         if func._schema.name.endswith("_like"):
             return _full_like(func, args, kwargs)
-        # After `NeedsFullTensor`, flatshard runs an operation of the program again with full
-        # tensors. But nothing catches the error of a derivative formula, so compute with full
-        # tensors here.
+        # `__torch_function__` catches `NeedsFullTensor`, and runs the program's operation again
+        # with full tensors. Operations of a derivative formula are not called through
+        # `__torch_function__`, so run them with full tensors here.
         if caller is not Caller.AUTOGRAD or torch.is_grad_enabled():
             like.refuse(f"{func._schema.name} {refused}")
         result = spec.owner.run_full(func, args, kwargs)
@@ -91,8 +91,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     origin.is_drawn = origin.source is Source.OTHER and _has_draws(func, operands)
     if in_place and like.is_alike:
         args = (like, *(_whole_if_cut_elsewhere(value, spec) for value in args[1:]))
-    # Drop the argument `memory_format`, which does not apply to this rank's 1-D range: a sharded
-    # tensor keeps the parameter's memory format.
+    # Remove the argument `memory_format`: this rank's range is 1-D, and the result always has the
+    # parameter's memory format.
     kwargs = {key: _local(v, spec) for key, v in kwargs.items() if key != "memory_format"}
     result = func(*(_local(value, spec) for value in args), **kwargs)
     if in_place:
@@ -102,29 +102,29 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     target = spec.state_target
     if target is not None and func._schema.name.endswith("_like"):
-        # Optimizers make their state, which may lie on the disk, with ``zeros_like`` and the like.
+        # An optimizer makes its state with ``zeros_like``. Put the state where the user wants it
+        # (on disk, for example).
         result = target.take_in(result) if result.device == like.local.device else result
     return FlatShardTensor(result, spec, role=_role_of(func, args), origin=origin)
 
 
 def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Caller) -> str | None:
-    """Return why an operation must compute with full tensors, or None if it need not.
+    """Return why an operation must compute with full tensors. None: it may compute with ranges.
 
-    The reason is a place of the step, such as "in forward", at which ranks may compute different
-    results. A sharded result would mix ranges of the ranks' different results.
+    The reason is a phase of the step, such as "in forward", in which the ranks may compute
+    different results. A sharded result would mix ranges of these different results.
     """
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     if not all(tensor.is_alike and not tensor.shard_origin.is_arriving for tensor in sharded):
         return None
-    # A user's `torch.autograd.Function` or hook may add this rank's gradient to
-    # ``zeros_like(weight)``. A derivative formula gets such a gradient as a plain tensor.
+    # A user's `torch.autograd.Function` or hook may make ``zeros_like(weight)``, and then add this
+    # rank's gradient. In a derivative formula, a plain operand may be this rank's gradient.
     is_mixed = origin.source is Source.OTHER
     if caller is Caller.PROGRAM_FOR_GRADIENT or (caller is Caller.AUTOGRAD and is_mixed):
         return "in the computation of a gradient"
-    # In forward, there are three reasons. An operand may differ between ranks, such as an
-    # activation of this rank's batch. The unit may compute in another dtype than the dtype of the
-    # shard. The user may fill the result of ``empty_like`` with random numbers that each rank draws
-    # for its own batch.
+    # In forward, three cases need full tensors. An operand may differ between ranks, such as an
+    # activation of this rank's batch. The module may compute in another dtype than the shard's.
+    # The user may fill the result of ``empty_like`` with numbers for this rank's batch.
     spec, name = sharded[0].spec, func._schema.name
     if sharded[0].shard_origin.source is Source.PARAMETERS and spec.owner.is_in_forward:
         is_cast = spec.original is not None and spec.original.full.dtype is not sharded[0].dtype
@@ -134,10 +134,10 @@ def _needs_full(func: Any, operands: Sequence[Any], origin: Origin, caller: Call
 
 
 def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``zeros_like`` or a similar function, and return a full plain tensor."""
+    """Run ``zeros_like`` or a similar function so that the result is a full plain tensor."""
     like: FlatShardTensor = args[0]
     like.spec.refuse_part(func._schema.name)
-    # If ``like`` comes from a parameter, use the dtype and device in which the unit computes.
+    # If ``like`` was computed from parameters, use the dtype and device in which modules compute.
     original = like.spec.original if like.shard_origin.source is Source.PARAMETERS else None
     full = like.spec.empty(like.local if original is None else original.full)
     return func(full, *args[1:], **kwargs)  # type: ignore[no-any-return]
@@ -150,8 +150,9 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
         NeedsFullTensor: a sharded operand requires a gradient, so autograd records the operation,
             and another operand may differ between ranks.
     """
-    # Each element's gradient would be only for the random numbers (or the plain tensor) of the rank
-    # that holds the element. DistributedDataParallel averages the gradients for all ranks' values.
+    # Refuse, because the gradient would be wrong. The ranks have different random numbers or plain
+    # tensors, and DistributedDataParallel averages the gradients of all ranks. Here, an element's
+    # gradient would come only from the rank that stores the element.
     sharded = [value for value in operands if isinstance(value, FlatShardTensor)]
     is_drawn = any(value.shard_origin.is_drawn for value in sharded)
     has_plain = sum(isinstance(value, Tensor) for value in operands) > len(sharded)
@@ -164,14 +165,14 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
 
 
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
-    """Return ``value.full_tensor()`` if the ranks hold other ranges of ``value`` than of ``spec``.
+    """Return ``value.full_tensor()`` if ``value`` is sharded in other ranges than ``spec``.
 
-    For example, a momentum encoder has other flat parameters than its encoder. If the ranges
-    differ, collective: all ranks of the shard group of ``value``.
+    For example, a momentum encoder may be divided into other units than the trained encoder.
+    Collective if the ranges differ: all ranks of the shard group of ``value``.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
-        with torch.no_grad():  # autograd has recorded the operation already
+        with torch.no_grad():  # autograd has already recorded the in-place operation
             return value.full_tensor()
     return value
 
@@ -179,12 +180,13 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains checksums of plain operands. So a norm or sum of the result raises if they
-    differ between ranks: ranks compare the names of collectives, which contain the role.
+    The role contains checksums of the plain operands. If plain operands differ between ranks, a
+    later norm or sum of the result raises, because its collective has the role in its name, and
+    ranks compare these names.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
-    # Limit the length: the role of a running average contains its role of the previous step, and
-    # would grow in each step.
+    # Limit the length. For a running average, for example, each step's role contains the role of
+    # the step before.
     digest = f"... {zlib.crc32(text.encode()):08x}"
     return text if len(text) < _ROLE_LENGTH else text[:_ROLE_LENGTH] + digest
 
@@ -192,21 +194,21 @@ def _role_of(func: Any, args: Sequence[Any]) -> str:
 def _operand(value: Any) -> str:
     if isinstance(value, FlatShardTensor):
         return value.shard_role + value.shard_origin.written
-    # Compute no checksum of a number on an accelerator: optimizers keep numbers in tensors, and
-    # must not wait for the accelerator.
+    # Leave out numbers in tensors on an accelerator. Optimizers have such numbers, and a checksum
+    # would make the host wait for the accelerator.
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cpu):
         return f"tensor {zlib.crc32(repr(checksum(value)).encode()):08x}"
     return repr(value) if isinstance(value, int | float) else ""
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach or fused operation, which combines the tensors at the same position of lists.
+    """Run a foreach or fused operation, which combines tensors at the same position in lists.
 
     For example, ``torch._foreach_add_(params, updates)`` adds ``updates[i]`` to ``params[i]``.
     """
     lists = [value for value in args if isinstance(value, list | tuple)]
-    # For each position, the `ShardSpec` of the first sharded tensor there, or None. Other lists may
-    # have plain tensors at this position, such as updates of sharded parameters.
+    # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
+    # plain tensors at this position, such as updates of sharded parameters.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
         for values in zip_longest(*lists)
@@ -251,11 +253,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record_write(
     tensor: FlatShardTensor, result: Origin, func: Any, operands: Sequence[Any]
 ) -> None:
-    """Record in the tensor's origin that an operation with the origin ``result`` was in place."""
+    """Update a tensor's origin after a write in place. ``result``: the origin of the new values."""
     origin = tensor.shard_origin
     if origin.may_change:
         origin.source, origin.graph_task = result.source, result.graph_task
-        # tensors with the source OTHER may differ between ranks
+        # Ranks compare `written`. With the source OTHER, operands may differ between ranks.
         if result.source is not Source.OTHER:
             text = f"{origin.written}{_role_of(func, operands)}"
             origin.written = f", written {zlib.crc32(text.encode()):08x}"
@@ -277,16 +279,16 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if caller is Caller.PROGRAM_FOR_GRADIENT or spec.owner.is_in_forward:
             return _full_like(func, args, kwargs)
     if tensor.is_alike and spec.owner.is_in_forward:
-        # Refuse in forward: each rank may have drawn different random numbers for its own batch.
+        # Refuse in forward, where the program may want different random numbers on each rank.
         spec.refuse(f"{func._schema.name} in forward")
-    # Refuse a part of a DTensor: all parts would get the same random numbers.
+    # Refuse parts of a DTensor, which would all get the same random numbers.
     spec.refuse_part(func._schema.name)
-    # Draw the full tensor on every rank: then all ranks' generators stay in the same state, and the
-    # values do not depend on the world size.
+    # Draw the full tensor on every rank. Then the generators of all ranks stay in the same state,
+    # and the values do not depend on the world size.
     role = f"{_role_of(func, args)}, generator {_generator_digest(local.device, kwargs)}"
     part = spec.slice(func(spec.empty(local), *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        # Clone: a view would keep the drawn full tensor in memory.
+        # Clone, because a view would keep the drawn full tensor in memory.
         return FlatShardTensor(part.clone(), spec, role=role, origin=Origin(is_drawn=True))
     local.copy_(part)
     sharded_tensor.wrote((tensor,))
@@ -299,8 +301,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _generator_digest(device: torch.device, kwargs: dict[str, Any]) -> str:
     """Return a digest of the state of the generator that an operator is about to use.
 
-    The state must be the same on all ranks. Otherwise the ranks draw different tensors, whose
-    ranges do not form one tensor.
+    Ranks compare the digest. With different states, the ranks would draw different full tensors.
     """
     if kwargs.get("generator") is not None:
         state = kwargs["generator"].get_state()
@@ -316,12 +317,12 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
     if rest and (func is not aten.view.default or tuple(rest[0]) != tensor.spec.shape):
         tensor.refuse(f"{func._schema.name} to another shape or dtype")
     if rest:
-        # Refuse a part of a DTensor: `orthogonal_()` calls `view_as()` to write a result that
-        # `orthogonal_()` has computed from one part only.
+        # Refuse parts of a DTensor: `orthogonal_()` calls `view_as()`, and would write a result
+        # that is computed from one part only.
         tensor.spec.refuse_part("view_as()")
-    # Make a new tensor that shares the memory: a view in torch's sense would have another version
-    # counter. Leave inference mode, in which a new tensor gets no version counter, so that autograd
-    # would raise when it reads the counter.
+    # Return a new object with the same `local`, and so with the same version counter. Leave
+    # inference mode: a tensor that is made in inference mode has no version counter, and autograd
+    # raises when it reads the counter.
     with torch.inference_mode(False):
         origin = tensor.shard_origin
         twin = FlatShardTensor(tensor.local, tensor.spec, role=tensor.shard_role, origin=origin)
@@ -331,10 +332,11 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 
 
 def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
-    """Raise for dropout on a trained sharded parameter; otherwise return NotImplemented.
+    """Raise NeedsFullTensor for dropout on a trained sharded parameter.
 
-    The gradients for the numbers of different ranks would not be averaged. Raises before the first
-    number is drawn, so that the function can run again with full tensors.
+    The gradients for the random numbers of different ranks would not be averaged. Raises before a
+    number is drawn, so that the function can run again with full tensors. For other tensors,
+    returns NotImplemented, and torch's function runs.
     """
     tensor = first_sharded(args, kwargs)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -367,7 +369,7 @@ sharded_tensor.HANDLERS.update(
 
 
 def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
-    """Reduce a few numbers, in place, over the ranks of each communicator in turn. Collective."""
+    """Reduce a few numbers in place, over one communicator after another. Collective."""
     for comm in comms:
         values = comm.reduce_scalars(values, op, op_name=op_name)
     return values
@@ -377,7 +379,7 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
     """Return this rank's elements of a sharded tensor.
 
     Raises:
-        RuntimeError: the tensor is a gradient that was not reduced over all ranks yet.
+        RuntimeError: the tensor is a gradient that is not yet reduced over all ranks.
     """
     unit = sharded_tensor.UNREDUCED.get(tensor)
     if unit is not None:
@@ -409,10 +411,10 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return the p-norm of each tensor, with the dtype and device that torch's result would have.
+    """Return the p-norm of each tensor. The norms have the same dtypes and devices as in torch.
 
-    Collective: all ranks that hold elements of ``tensors``. The norms of all tensors with the same
-    communicators are reduced together.
+    Collective: all ranks that share ``tensors``. One collective reduces the norms of all tensors
+    that have the same communicators.
 
     Args:
         tensors: plain or sharded tensors.
@@ -431,8 +433,8 @@ def norms(
         else:
             names = [tensor.described for tensor in some]
             together = joined_norms([*map(own_part, some)], names, order, dtype, comms)
-            # One cast of all norms for each pair (device, dtype) is faster than one cast of each
-            # norm.
+            # Cast all norms together, once for each pair (device, dtype): this is faster than
+            # casting each norm.
             kinds = [(tensor.device, (dtype or tensor.dtype).to_real()) for tensor in some]
             cast = {kind: together.to(*kind).unbind() for kind in set(kinds)}
             found = [cast[kind][number] for number, kind in enumerate(kinds)]
@@ -447,25 +449,25 @@ def joined_norms(
     dtype: torch.dtype | None,
     comms: Comms,
 ) -> Tensor:
-    """Return norms of tensors, in float64, ``(len(parts),)``.
+    """Return the norms of several tensors, in float64, ``(len(parts),)``.
 
-    Collective: all ranks of ``comms``, the communicators of each of the tensors.
+    Collective: all ranks of ``comms``.
 
     Args:
         parts: this rank's elements of each tensor.
-        names: descriptions of the tensors, which ranks compare.
+        names: descriptions of the tensors. Ranks compare these texts.
         order: the p of the norms.
         dtype: dtype in which to compute the norms of the parts. None: the dtype of each part, but
             at least float32.
-        comms: the communicators whose ranks together hold all elements.
+        comms: the communicators of the tensors. Their ranks together hold all elements.
     """
-    # torch warns when it counts nonzero complex numbers (order 0). A norm depends only on absolute
-    # values.
+    # Use absolute values, on which a norm depends only: for complex numbers and order 0, torch
+    # would warn.
     parts = [part.abs() if part.is_complex() else part for part in parts]
     on_host = comms[0].host.device if comms else torch.device("cpu")
     device = parts[0].device if parts[0].device.type != "cpu" else on_host
-    # The value of a rank without elements, which does not change the result: a negative power of
-    # infinity adds 0 to the sum.
+    # The norm of a tensor of which this rank has no elements. It does not change the result: for a
+    # negative order, infinity to this power adds 0 to the sum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
     for kind in {part.dtype for part in parts}:
@@ -473,7 +475,7 @@ def joined_norms(
         sums = dtype or _sum_dtype(kind)
         norms = torch._foreach_norm([*some.values()], order, sums) if some else []
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
-    # Use float64: powers of the norms are added, and the square of 1e20 would overflow float32.
+    # Use float64, because powers of the norms are added: the square of 1e20 overflows float32.
     local = torch.stack([*found.values()]).to(torch.float64)
     op_name = f"norm of order {order:g} of {names[0]}"
     if len(parts) > 1:
@@ -493,14 +495,11 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Handle ``sum`` and ``mean`` over all elements.
-
-    Collective: all ranks that hold elements of the tensor.
-    """
+    """Run ``sum`` or ``mean`` over all elements. Collective: all ranks that share the tensor."""
     given = _bind(func, args, kwargs)
     tensor = given["self"]
     spec, part = tensor.spec, own_part(tensor).to(given.get("dtype") or tensor.dtype)
-    # Round to float16 or bfloat16 only once, after the sums of all ranks are added.
+    # Round to float16 or bfloat16 only once, after adding the sums of all ranks.
     total = part.sum(dtype=_sum_dtype(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
@@ -539,8 +538,9 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
     is_nan = values.isnan()
-    # The MAX and MIN of a backend may lose a NaN, and differ between ranks. So replace NaN by 0,
-    # and reduce marks together with the values: 1 for MAX, and -1 for MIN, where a rank has NaN.
+    # With NaN, a backend's MAX and MIN may return a number, and different numbers on the ranks. So
+    # replace NaN by 0, and reduce marks together with the values. Where a rank has NaN, its mark is
+    # 1 for MAX and -1 for MIN; otherwise 0.
     marks = is_nan.to(values.dtype) * (1 if largest else -1)
     both = torch.cat([values.masked_fill(is_nan, 0), marks])
     found, marks = _reduced(both, comms, op, op_name).chunk(2)
@@ -548,16 +548,16 @@ def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> T
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle the operator with which ``GradScaler`` unscales gradients and looks for overflows.
+    """Run the operator by which ``GradScaler`` unscales gradients and looks for overflows.
 
     If one rank finds inf or NaN, ``found_inf`` becomes 1 on all ranks, so that all ranks skip the
-    optimizer step. Collective: all ranks that hold elements of the gradients.
+    optimizer step. Collective: all ranks that share the gradients.
     """
     gradients, found_inf, inverse_scale = args
     func([sharded_tensor.local_range(g) for g in gradients], found_inf, inverse_scale)
     sharded_tensor.wrote(gradients)
-    # Remove duplicate communicators with a dictionary instead of a set, which has no fixed order:
-    # all ranks must use the communicators in the same order.
+    # Remove duplicate communicators with a dictionary, because a set has no fixed order. All ranks
+    # must use the communicators in the same order.
     for comm in dict.fromkeys(
         comm for g in sharded_tensor.sharded_in(gradients) for comm in g.spec.comms
     ):
@@ -586,12 +586,12 @@ def _differentiable(kind: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` has sharded parameters.
+    """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` contains sharded parameters.
 
-    The graph of a loss leads to the full parameters. In the backward of a user's
-    ``torch.autograd.Function`` (a checkpoint, or the adjoint method of an ODE), return the
-    gradients of the full parameters for this rank's batch. Later, ``average_full_gradients``
-    averages the gradients that the user's function returns.
+    Only calls of ``grad`` in the backward of a user's ``torch.autograd.Function`` (a checkpoint, or
+    the adjoint method of an ODE) are supported. The graph of a loss leads to the full parameters,
+    so return their gradients for this rank's batch. When the user's function returns the gradients
+    to autograd, a hook averages them (``average_full_gradients``).
     """
     given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}
@@ -606,14 +606,14 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
             "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
-    # A graph may use the full parameter, the sharded one, or both, so ask torch for both gradients.
-    # Torch must allow None for one of them; inputs without any gradient raise below.
+    # A graph may use the full parameter, the sharded parameter, or both. So ask torch for both
+    # gradients, and allow None. If both are None, raise below.
     allow_unused, kwargs["allow_unused"] = kwargs["allow_unused"], True
-    # Edges instead of the full parameters, which may be resharded (`FreedParameter`). A sum of a
-    # parameter (`OutsideUse`) leads to the sharded parameter, so ask for both gradients.
+    # Pass edges of the graph instead of the full parameters: while a unit is resharded, operations
+    # on its full parameters raise (`FreedParameter`).
     edges = [_edge(t) if id(t) in params else t for t in args[1]]
     found = func(args[0], edges + [_edge(p.full) for p in params.values()], **kwargs)
-    # For each input, the gradient of the input, and of the full parameter if there is one.
+    # For each input, a pair: the input's gradient, and the gradient of its full parameter or None.
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
     if not allow_unused and any(g is f is None for g, f in pairs):
@@ -632,7 +632,8 @@ def _edge(tensor: Tensor) -> Any:
 def _is_leaf_of_parameter(tensor: FlatShardTensor) -> bool:
     """Whether autograd would add the gradient of ``tensor`` to ``.grad`` of a parameter.
 
-    True for the parameter, and for the tensor that ``ctx.saved_tensors`` returns in its place.
+    True for a parameter, and for the tensor that ``ctx.saved_tensors`` returns if a parameter was
+    saved.
     """
     original: Any = tensor.spec.original
     may_be = original is not None and tensor.requires_grad and tensor.is_leaf

@@ -1,4 +1,4 @@
-"""``ShardSpec``: which elements of a parameter this rank holds, and which ranks hold the rest."""
+"""``ShardSpec``: this rank's elements of a parameter, and the ranks that store the others."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from flatshard.units.module_tree import unit_text
 
 
 class ParamOwner:
-    """Interface by which an operation on a parameter calls the model that trains the parameter.
+    """Interface of a model to operations on its sharded parameters.
 
-    This base class does nothing. It is the owner of copies of parameters, and of parameters whose
+    This base class does nothing. It is used for copies of parameters, and for parameters whose
     model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is running
 
     def run_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``func``, called with full tensors in place of sharded tensors.
+        """Call ``func`` with full tensors in place of sharded tensors, and return the result.
 
-        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor does not
-        come from parameters of the model.
+        Returns NotImplemented if ``func`` writes to its arguments, or if a sharded tensor was not
+        computed from parameters of the model.
         """
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Tell the model that a backward of a use outside of forward is running.
+        """Notify the model that a backward reaches a use of a parameter outside of forward.
 
-        Called before the gradient of that use is averaged.
+        Called before the gradient of this use is averaged.
         """
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        """Unshard a parameter's unit again for a read in backward; returns whether it did."""
+        """Unshard a parameter's unit again for a read in backward, if possible. Returns whether."""
         return False
 
 
@@ -47,7 +47,7 @@ _NOBODY = ParamOwner()
 
 
 class NeedsFullTensor(RuntimeError):
-    """Error: an operation needs the full tensor, but this rank holds only the range of ``spec``.
+    """An operation needs the full tensor, but this rank stores only the range of ``spec``.
 
     If possible, flatshard catches the error and runs the operation with full tensors.
     """
@@ -57,13 +57,13 @@ class NeedsFullTensor(RuntimeError):
         self.spec = spec  # None on ranks that raise the error of another rank
 
     def __reduce__(self) -> tuple[type[NeedsFullTensor], tuple[str]]:
-        # Another process gets only the message: the spec refers to process groups.
+        # Pickle only the message, because the spec refers to process groups.
         return NeedsFullTensor, (str(self),)
 
 
 @dataclass(eq=False)
 class ShardSpec:
-    """The place of a parameter in a flat parameter, and the range of elements of this rank.
+    """The position of a parameter in a flat parameter, and the range that this rank stores.
 
     The parameter's gradients and optimizer state share this object.
     """
@@ -71,44 +71,44 @@ class ShardSpec:
     name: str  # name of the parameter in the unwrapped model
     unit: str  # name of the parameter's unit
     span: ParamSpan  # the parameter's elements in the flat parameter, the same on all ranks
-    local: LocalSpan  # the part of ``span`` in this rank's chunk
+    local: LocalSpan  # the part of ``span`` in this rank's shard
     _: KW_ONLY
-    comm: Communicator  # the shard group: the ranks that hold the other elements
-    replicas: Communicator = ALONE  # the replicate group: the ranks that hold the same elements
+    comm: Communicator  # the shard group: the ranks that store the other elements
+    replicas: Communicator = ALONE  # the replicate group: the ranks that store the same elements
 
-    # How the DTensor is split of which the parameter is the local part (`extras/tensor_parallel`).
-    # None: the parameter is not part of a DTensor.
+    # If the parameter is the local part of a DTensor: how the DTensor is split
+    # (`extras/tensor_parallel`). Otherwise None.
     tensor_parallel: Any = None
     # Disk for optimizer state with one value per element (`OffloadTargets.state`). None: the state
-    # lies where the shard lies.
+    # is stored beside the shard.
     state_target: Any = None
-    # Function that returns the ranks of `comm` that hold elements of the parameter, and which
-    # elements, as slices. None: only this rank holds elements.
+    # Function that returns pairs of a rank of `comm` and a slice, the range of the parameter that
+    # the rank stores. None: only this rank stores elements.
     holders: Any = None
-    # Weak references: gradients and optimizer state refer to this object, and must not keep the
-    # model alive.
+    # Weak references to the model: gradients and optimizer state refer to this object, and must not
+    # keep a deleted model in memory.
     _owner: Callable[[], ParamOwner | None] = lambda: None
     _original: Callable[[], Any] = lambda: None
 
     def __post_init__(self) -> None:
-        # Values of `span` and `local`, as attributes, because each operation on a tensor reads
-        # them. `order`: dimensions in memory order, outermost first.
+        # Store values of `span` and `local` as attributes, because each operation on a tensor reads
+        # the values. `order`: dimensions in memory order, outermost first.
         span, local = self.span, self.local
         self.shape, self.strides, self.order = span.shape, span.strides, span.order
-        # This rank holds the elements [offset, offset + numel) of the parameter, in memory order.
-        # These elements begin at `start` in this rank's chunk; `range` is their place there.
+        # This rank stores the elements [offset, offset + numel) of the parameter, in memory order.
+        # In this rank's shard of the flat parameter, these elements are at `range`.
         self.start, self.numel, self.offset = local
         self.range = slice(self.start, self.start + self.numel)
-        # Element-wise operations can combine two sharded tensors if their places are equal.
+        # Element-wise operations can combine two sharded tensors if these values are equal.
         self.place = self.shape, self.strides, self.offset, self.numel
         self.holders = self.holders or (lambda: [(self.comm.rank, slice(0, self.numel))])
-        # The ranks that hold the other elements of the parameter, or of the whole DTensor: the
-        # shard group, and with tensor parallelism also the tensor-parallel groups.
+        # The groups of ranks that together store all elements: the shard group, and with tensor
+        # parallelism also the tensor-parallel groups.
         split = self.tensor_parallel
         self.comms: tuple[Communicator, ...] = (self.comm, *(() if split is None else split.comms))
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of a full tensor, as a 1-D tensor.
+        """Return this rank's range of a full tensor, as a 1-D tensor.
 
         ``tensor`` may have any strides, and any shape that broadcasts to the parameter's shape.
 
@@ -124,12 +124,12 @@ class ShardSpec:
                     f"broadcasts to {self.shape}, got {tuple(tensor.shape)}. Use p.full_tensor().",
                     self,
                 ) from None
-        # ``reshape`` copies only if the memory has another order than the parameter's.
+        # ``reshape`` copies only if the elements are not in the parameter's memory order.
         return tensor.permute(self.order).reshape(-1)[self.offset : self.offset + self.numel]
 
     @property
     def owner(self) -> ParamOwner:
-        """The model that trains the parameter, or a ``ParamOwner`` that does nothing."""
+        """The model that trains the parameter. If none does, a ``ParamOwner`` that does nothing."""
         return self._owner() or _NOBODY
 
     @owner.setter
@@ -143,7 +143,7 @@ class ShardSpec:
 
     @property
     def whole(self) -> Any:
-        """An object with ``shape`` and ``strides`` of the parameter, or of the whole DTensor."""
+        """Object with the ``shape`` and ``strides`` of the whole DTensor, or of the parameter."""
         return self.tensor_parallel or self
 
     def unsplit(self, local: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class ShardSpec:
     def refuse_part(self, operation: str) -> None:
         """Raise NotImplementedError if the parameter is part of a DTensor.
 
-        Called before any communication, so all ranks raise.
+        Callers must not have communicated yet. Then all ranks raise, and none waits.
         """
         if len(self.comms) > 1:
             raise NotImplementedError(
@@ -184,15 +184,15 @@ class ShardSpec:
             )
 
     def where(self, described: str | None = None) -> str:
-        """Return a text for errors: the tensor (default: the parameter), its unit and this rank."""
+        """Return a text for errors with the tensor (default: the parameter), unit and rank."""
         what = described or f"parameter {self.name!r}"
         return f"{what} ({unit_text(self.unit)}, rank {self.comm.global_rank})"
 
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter, which
-        the message advises to use in the forward of its module.
+        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter. Then
+        the message advises to use the parameter in the forward of its module.
         """
         refuse_foreign_wrapper()
         remedy = (
@@ -208,5 +208,5 @@ class ShardSpec:
 
 
 def first_of_dtensor(specs: Iterable[ShardSpec]) -> str | None:
-    """Return the name of the first parameter that is part of a DTensor. None: there is none."""
+    """Return the name of the first parameter that is part of a DTensor, or None."""
     return next((spec.name for spec in specs if spec.tensor_parallel is not None), None)

@@ -4,10 +4,10 @@ The elements of a parameter, in memory order, are divided into consecutive range
 one range as a 1-D tensor. A parameter, gradient or state tensor in this form is a sharded tensor.
 
 Every operation on a sharded tensor either returns the right result or raises. Element-wise
-operations run on this rank's range. A reduction over all elements, such as a norm, combines the
-ranks' results by one collective. If a program writes a full tensor to a sharded tensor, each rank
-copies only its own range. Every other operation raises, and names the parameter. Modules hold plain
-parameters during forward and backward.
+operations run on this rank's range. For a reduction over all elements, such as a norm, one
+collective combines the ranks' results. If a program writes a full tensor to a sharded tensor, each
+rank copies only its own range. Every other operation raises an error that names the parameter.
+During forward and backward, modules contain plain parameters instead.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep Dynamo from tracing ``function`` and the functions that ``function`` calls.
+    """Prevent Dynamo from tracing ``function`` and the functions that ``function`` calls.
 
-    Unlike ``torch.compiler.disable``, ``untraced`` adds no time to calls, because the result is
-    ``function`` itself.
+    Unlike ``torch.compiler.disable``, ``untraced`` does not slow down calls, because it returns
+    ``function`` itself and no wrapper.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -61,21 +61,21 @@ def untraced(function: _Function) -> _Function:
 # The functions that implement torch's operators for sharded tensors, keyed by operator name and
 # called as ``handler(func, args, kwargs)``. ``flatshard.tensor.operators`` adds handlers.
 HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-# Replacements, keyed by torch function, of functions that autograd would differentiate wrongly. A
-# replacement may return NotImplemented.
+# Replacements of torch functions that autograd would differentiate wrongly, keyed by the function.
+# If a replacement returns NotImplemented, torch's function runs.
 ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {}
 _GRAD: Any = Tensor.grad
 _DTYPE: Any = Tensor.dtype
 _COMPARES_DTYPES = torch.distributed.distributed_c10d._ensure_all_tensors_same_dtype.__code__
-GRADIENT = "gradient of"  # `FlatShardTensor.shard_role` of a parameter's gradient
+GRADIENT = "gradient of"  # value of `FlatShardTensor.shard_role` for a parameter's gradient
 
-# Unreduced gradients in ``.grad``, and sharded tensors computed from them, with the name of the
-# unit. Norms and optimizer steps of these tensors raise.
+# Gradients in ``.grad`` that are not reduced yet (under no_sync), and sharded tensors computed from
+# these gradients. The values are unit names, for errors. Norms and optimizer steps of them raise.
 UNREDUCED: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 # Sharded parameters whose ``.grad`` the program has set to a full tensor since the last backward.
 ASSIGNED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-# Modules in which torch defines collectives, also in newer versions. A collective's schema does not
-# mark the written tensors.
+# Modules in which torch defines collectives. A collective is recognised by its module, because its
+# schema does not mark written tensors, and because newer versions of torch may add collectives.
 _COLLECTIVE_MODULES = (
     *("torch.distributed", "torch._ops.c10d", "torch._ops._c10d"),
     *("torch._ops.symm_mem", "torch._ops._dtensor"),
@@ -85,10 +85,10 @@ _COLLECTIVE_MODULES = (
 class Source(enum.IntEnum):
     """Which tensors the values of a sharded tensor were computed from."""
 
-    PARAMETERS = 0  # parameters and Python numbers
-    GRADIENTS = 1  # parameters, Python numbers and averaged gradients
-    # Also tensors that may differ between ranks. Then the ranks' ranges may not form one full
-    # tensor.
+    PARAMETERS = 0  # only parameters and Python numbers
+    GRADIENTS = 1  # also averaged gradients
+    # Also tensors that may differ between ranks. Then the ranges on the ranks may be parts of
+    # different full tensors.
     OTHER = 2
 
 
@@ -96,8 +96,8 @@ class Caller(enum.Enum):
     """Who called an operator on a sharded tensor."""
 
     PROGRAM = enum.auto()
-    # A ``torch.autograd.Function`` or a tensor hook of the program. As under
-    # DistributedDataParallel, it computes a gradient of this rank, before the average.
+    # A ``torch.autograd.Function`` or a tensor hook of the program. It computes this rank's
+    # gradient, which is not averaged yet, as under DistributedDataParallel.
     PROGRAM_FOR_GRADIENT = enum.auto()
     AUTOGRAD = enum.auto()  # a derivative formula of torch
 
@@ -109,10 +109,10 @@ class Origin:
     Attributes:
         source: which tensors the values were computed from.
         is_fixed: whether ``source`` stays the same if the tensor is written. True for a parameter
-            and its gradient, into which all ranks write the same tensors.
+            and its gradient, because all ranks must write the same full tensors to them.
         is_drawn: whether the values were computed from random numbers of this rank's generator.
         graph_task: autograd's number of the backward in which flatshard averaged this gradient.
-        written: text with a checksum of the in-place operations on the tensor and their numbers.
+        written: text with a checksum of all in-place operations on the tensor and their operands.
     """
 
     source: Source = Source.OTHER
@@ -120,8 +120,8 @@ class Origin:
     is_drawn: bool = False
     graph_task: int | None = None
     written: str = ""
-    # Tensors with the same memory that users hold (earlier results of `p.data`), keyed by id. An
-    # assignment to `p.data` must not change their values.
+    # Earlier results of `p.data` that the program still has, keyed by id. They share the memory of
+    # `p`, but a later assignment to `p.data` must not change their values.
     aliases: weakref.WeakValueDictionary[int, FlatShardTensor] | None = None
 
     @property
@@ -136,10 +136,10 @@ class Origin:
 
 
 def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origin:
-    """Return how an operation computes its result. ``operands``: arguments of the operation."""
+    """Return the ``Origin`` of an operation's result. ``operands``: the operation's arguments."""
     source, graph_task = Source.PARAMETERS, None
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-    # A derivative formula turns its Python numbers into tensors without dimensions.
+    # In a derivative formula of torch, a Python number arrives as a tensor without dimensions.
     makes_numbers = caller is Caller.AUTOGRAD and any(tensor.dim() for tensor in tensors)
     for tensor in tensors:
         if not isinstance(tensor, FlatShardTensor):
@@ -148,20 +148,20 @@ def origin_of(operands: Iterable[Any], caller: Caller = Caller.PROGRAM) -> Origi
         source = max(source, tensor.shard_origin.source)
         if tensor.shard_origin.is_arriving:
             graph_task = tensor.shard_origin.graph_task
-            # A hook or `torch.autograd.Function` computes with this rank's gradient under
-            # DistributedDataParallel, and not every function of averages is the average.
+            # Under DistributedDataParallel, a hook or `torch.autograd.Function` gets this rank's
+            # gradient. Here it gets the average, and may compute another result, such as a square.
             source = source if caller is Caller.AUTOGRAD else Source.OTHER
     return Origin(source, graph_task=graph_task)
 
 
-# Who called an operator, if a function on the stack has code with this `id`. (The `id` is the key,
-# because hashing a code object is slow.) None: autograd's engine, which calls formulas and hooks.
+# The caller that a function on the stack stands for. The keys are `id`s of code objects, because
+# hashing a code object is slow. None: autograd's engine, which calls formulas and hooks.
 CALLERS: dict[int, Caller | None] = {id(torch.autograd.graph._engine_run_backward.__code__): None}
 
 
 def caller_of_operator() -> Caller:
     """Return who called the operator on a sharded tensor that is running."""
-    # torch turns forward-mode gradients off in the forward of a `torch.autograd.Function`.
+    # In the forward of a `torch.autograd.Function`, torch disables forward-mode gradients.
     in_function = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
     if not in_function and torch._C._current_graph_task_id() == -1:
         return Caller.PROGRAM
@@ -173,7 +173,7 @@ def caller_of_operator() -> Caller:
             if found is not Caller.PROGRAM_FOR_GRADIENT or in_function:
                 return found or caller
             caller = found
-    # In a backward on an accelerator, no Python frame of this thread calls the hook or formula.
+    # A backward on an accelerator calls hooks and formulas in a thread without other Python frames.
     return caller
 
 
@@ -184,7 +184,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def copied_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Return ``attributes_of`` a parameter, for a copy of the parameter: tensors are cloned."""
+    """Return ``attributes_of(tensor)`` for a copy of the parameter: tensors are cloned."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in attributes_of(tensor).items()
@@ -192,7 +192,7 @@ def copied_attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
-    """Raise RuntimeError if ``value``, for ``tensor.data``, has another shape, dtype or device."""
+    """Raise RuntimeError if ``tensor.data = value`` would change the shape, dtype or device."""
     expected, found = [(tuple(one.shape), one.dtype, one.device) for one in (tensor, value)]
     if found != expected:
         raise RuntimeError(
@@ -202,8 +202,8 @@ def check_data(where: str, tensor: Tensor, value: Tensor) -> None:
 
 
 def _count_references() -> int:
-    # Count references in the same way as the setter of `FlatShardTensor.grad`, because versions of
-    # Python count local variables differently.
+    # Measure the count, as the setter of `FlatShardTensor.grad` does: it depends on the version of
+    # Python.
     only = torch.empty(0)
     return sys.getrefcount(only)
 
@@ -212,18 +212,18 @@ _NUM_REFERENCES = _count_references()  # count for a tensor to which only a loca
 
 
 class LocalView(Tensor):
-    """Elements that this rank holds, as users get them: a view of a shard or of optimizer state.
+    """This rank's elements of a parameter or of its optimizer state, as a view for users.
 
-    Operations return plain tensors.
+    Operations on the view return plain tensors.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The tensor without autograd, as ``Tensor.data``; an assignment copies the new values."""
-        # torch's `data` has a new version counter, so flatshard would not see writes to the shard,
-        # and would use stale unsharded buffers.
+        """The tensor without autograd, as ``Tensor.data``. An assignment copies the new values."""
+        # Return `detach()`, which shares the version counter. torch's `data` has a new counter, so
+        # flatshard would not notice writes to the shard, and would use stale unsharded buffers.
         return self.detach()
 
     @data.setter
@@ -232,21 +232,21 @@ class LocalView(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    # Copy only the view: torch would copy the whole storage, which is the shard of the unit.
+    # Copy only the view. torch would copy the whole storage, which is the shard of a whole unit.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # so that files contain plain tensors
+        return self.detach().__reduce_ex__(protocol)  # a pickle contains a plain tensor
 
 
-# How often a program may have changed ``requires_grad`` of a sharded tensor, by one of these
-# functions: an assignment calls ``__set__``. Steps read this number, and not every flag.
+# ``num_flag_writes`` counts calls of functions that may change ``requires_grad`` (``__set__`` is an
+# assignment). A step reads this number instead of the flags of all sharded parameters.
 _FLAG_WRITERS = ("__set__", "requires_grad_", "detach_")
 num_flag_writes = 0
 
-# Makes torch raise when the memory of a storage is accessed. None: a build of torch without CUDA
-# may lack this function.
+# Function that makes torch raise when the memory of a storage is accessed. None: the installed
+# torch lacks this function (a build without CUDA may).
 set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
     "a sharded tensor (flatshard.FlatShardTensor) was assigned to .data of a plain tensor, or C++ "
@@ -256,7 +256,7 @@ _NO_MEMORY = (
 
 
 class FlatShardTensor(torch.Tensor):
-    """A parameter, gradient or state tensor; each rank holds only a 1-D range of the elements.
+    """A parameter, gradient or state tensor of which each rank stores only a range of the elements.
 
     ``shape``, strides, dtype and device are those of the full parameter.
 
@@ -270,36 +270,37 @@ class FlatShardTensor(torch.Tensor):
 
     Attributes:
         local: this rank's range of the elements in memory order, ``(spec.numel,)``.
-        spec: describes the parameter, and the range of the parameter that ``local`` holds.
-        shard_flat: this rank's chunk of the flat parameter or of its gradient, of which ``local``
-            is a view that begins at ``spec.start``. None: ``local`` has its own memory.
-        is_unit_parameter: whether the tensor is a parameter of a unit.
+        spec: describes the parameter, and the range of the parameter that is in ``local``.
+        shard_flat: this rank's shard of the flat parameter or of its gradient. ``local`` is a view
+            of ``shard_flat`` that begins at ``spec.start``. None: ``local`` has its own memory.
+        is_unit_parameter: whether the tensor is a parameter of the model, not computed from one.
         shard_origin: how the values were computed.
-        shard_role: the tensor's relation to the parameter, such as ``"gradient of"``, in the name
-            of each collective. Ranks compare names, so they never combine ranges of different
-            tensors.
+        shard_role: the tensor's relation to the parameter, such as ``"gradient of"``. It is part of
+            each collective's name. Ranks compare these names, so they never combine ranges of
+            different tensors.
     """
 
-    # Users tag parameters (``p.role = "bias"``), so attributes have names that no user chooses, or
-    # are read-only. `vars` of the class contains the name of each attribute that flatshard sets.
+    # Users set attributes of parameters (``p.role = "bias"``). So attributes that flatshard sets
+    # have unusual names. All are in `vars` of the class, where `attributes_of` finds the names.
     local: Tensor = property(attrgetter("shard_local"))  # type: ignore[assignment]
     spec: ShardSpec = property(attrgetter("shard_spec"))  # type: ignore[assignment]
     shard_spec: Any = None
     shard_flat: Tensor | None = None
     is_unit_parameter: bool = False
-    # Set, in `__dict__`, while this object is the `kept_grad` of an `OriginalParam`.
+    # Set, in `__dict__`, while an `OriginalParam` refers to this object as `kept_grad`, for reuse.
     is_kept: bool
     shard_role: str = GRADIENT
-    # With tensor parallelism: whether the tensor has the shape of the whole DTensor.
+    # With tensor parallelism: whether ``shape`` is that of the whole DTensor (in `StateShard`).
     shows_unsplit = False
 
-    # For a gradient that `Gradients.show` has put into `.grad`: this rank's unreduced gradient of
-    # the full parameter, and the version that `shard_local` had when it was computed.
+    # Set for a gradient that `Gradients.show` has put into `.grad`: this rank's unreduced gradient
+    # of the full parameter, and the version counter of `shard_local` just after its computation.
     shard_unreduced: Tensor | None = None
     shard_version = 0
 
-    # `__new__` sets these two attributes. `Gradients` does not always, because few programs read
-    # them. All published gradients share one origin: no write changes it (`is_fixed`).
+    # `__new__` sets `shard_origin` and `shard_local`. `Gradients` may leave them out, for
+    # speed, because few programs read them. So the defaults are this origin, which all gradients
+    # share (no write changes it, `is_fixed`), and a `shard_local` that is computed on demand.
     shard_origin: Origin = Origin(Source.GRADIENTS, is_fixed=True)
 
     @cached_property
@@ -307,7 +308,7 @@ class FlatShardTensor(torch.Tensor):
         if self.shard_unreduced is None:
             return self.shard_flat.narrow(0, self.spec.start, self.spec.numel)  # type: ignore[union-attr]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # Slice before the cast. A slice after the cast would keep a full gradient in memory.
+            # Slice before the cast: a slice of the cast tensor would keep all of it in memory.
             local = self.spec.slice(self.shard_unreduced)
             local = local.to(self.device, _DTYPE.__get__(self))
         self.shard_version = local._version
@@ -337,9 +338,8 @@ class FlatShardTensor(torch.Tensor):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # Let torch raise if C++ code bypasses dispatch (a collective with nested lists, for
-        # example, or a plain tensor whose `.data` the program sets to the sharded tensor): it would
-        # read from address 0.
+        # Make torch raise if C++ code reads the tensor's memory, which would be address 0. This
+        # happens in a collective with nested lists, and after `plain.data = sharded`.
         torch._C._set_throw_on_mutable_data_ptr(self)
         if set_access_error is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -352,7 +352,7 @@ class FlatShardTensor(torch.Tensor):
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
         """Make a sharded parameter in the memory of ``flat``.
 
-        ``flat``: this rank's chunk of the flat parameter, ``(shard_numel,)``.
+        ``flat``: this rank's shard of the flat parameter, ``(shard_numel,)``.
         """
         local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
@@ -374,7 +374,7 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def described(self) -> str:
-        """Text such as ``gradient of 'fc1.weight'``, for the names of collectives."""
+        """Text such as ``gradient of 'fc1.weight'``, which is part of the names of collectives."""
         return f"{self.shard_role}{self.shard_origin.written} {self.spec.name!r}"
 
     @property
@@ -399,7 +399,7 @@ class FlatShardTensor(torch.Tensor):
         A gradient that was accumulated under ``no_sync`` is not averaged: each rank contributes its
         own gradient for its range.
 
-        As ``DTensor.full_tensor``, the call is recorded for backward, which averages the gradient
+        Like ``DTensor.full_tensor``, the call is differentiable. Its backward averages the gradient
         over the ranks. To save or print values, add ``.detach()``.
 
         Collective: all ranks of the shard group. A backward through the result is collective, too.
@@ -413,7 +413,7 @@ class FlatShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without autograd, as ``Tensor.data`` of a plain tensor.
 
-        An assignment copies the new values into this rank's range. Tensors that users got from
+        An assignment copies the new values into this rank's range. Tensors that users read from
         ``data`` before the assignment keep the old values.
         """
         return self.detach()
@@ -431,12 +431,12 @@ class FlatShardTensor(torch.Tensor):
                     alias.shard_origin = Origin(alias.shard_origin.source)
             self.copy_(value)
 
-    # Notices a collective with a list of tensors (``dist.scatter(x, [p, p])``): neither
-    # ``__torch_function__`` nor ``__torch_dispatch__`` sees all of these lists, but
-    # torch.distributed first compares the tensors' dtypes.
+    # Raises if the caller is a collective with a list of tensors (``dist.scatter(x, [p, p])``).
+    # ``__torch_function__`` and ``__torch_dispatch__`` do not see all such lists, but
+    # torch.distributed reads the tensors' dtypes first.
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the elements, as ``Tensor.dtype`` of a plain tensor."""
+        """The dtype of the elements, like ``Tensor.dtype`` of a plain tensor."""
         caller = sys._getframe(1)
         if caller.f_code is _COMPARES_DTYPES:
             name = caller.f_back.f_code.co_name  # type: ignore[union-attr]
@@ -446,7 +446,7 @@ class FlatShardTensor(torch.Tensor):
     # Bypasses ``__torch_function__``, which is slow: each step reads ``grad`` of each parameter.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient, as ``Tensor.grad`` of a plain tensor."""
+        """The gradient, like ``Tensor.grad`` of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
@@ -456,9 +456,9 @@ class FlatShardTensor(torch.Tensor):
             before: Any = _GRAD.__get__(self)
             _GRAD.__set__(self, value)
             is_kept = before is not None and before is not value and "is_kept" in before.__dict__
-            # If nothing else refers to the gradient, free its memory, so that the object may be
-            # reused; otherwise drop it. References made here: the local variable and the argument
-            # of `getrefcount` (`_NUM_REFERENCES`), and `kept_grad`.
+            # If the program has no reference to the old gradient, free its memory and leave the
+            # object in `kept_grad`, for reuse. Otherwise remove it from `kept_grad`. References of
+            # flatshard: this local variable (`_NUM_REFERENCES`), and `kept_grad`.
             if (
                 is_kept
                 and sys.getrefcount(before) == _NUM_REFERENCES + 1
@@ -504,14 +504,14 @@ class FlatShardTensor(torch.Tensor):
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register ``hook``, which is called with this rank's full gradient before the reduction.
+        """Register ``hook``, which gets this rank's full gradient before the reduction.
 
         On a sharded tensor that is not a parameter, such as a gradient, the hook works as in torch.
         """
         full = self._full()
         if full is None:
             return super().register_hook(hook)
-        # torch refuses hooks on a frozen tensor; the user may have unfrozen the parameter since.
+        # torch refuses hooks on frozen tensors, and `full` may be frozen still, unlike `self`.
         if self.requires_grad:
             full.requires_grad_(True)
         split = self.spec.tensor_parallel
@@ -527,20 +527,22 @@ class FlatShardTensor(torch.Tensor):
         return handle
 
     def _full(self) -> nn.Parameter | None:
-        # A gradient has the same spec, but its hook must not be registered on the parameter.
+        # None for a gradient, which has the spec of its parameter: a hook on the gradient must not
+        # be registered on the parameter.
         original = self.spec.original if getattr(self, "_is_param", False) else None
         return None if original is None else original.full
 
     # -------------------------------------------------- torch.distributed.checkpoint (DCP)
     # DCP saves and loads a tensor through these methods (planner_helpers, in torch 2.11 to 2.15).
-    # Each rank lists the boxes (rectangular blocks) of the full tensor that it holds, as views of
-    # its range, so that loading writes in place.
+    # Each rank lists the boxes (rectangular blocks) of the full tensor that its range consists of.
+    # DCP gets the boxes as views of the range, so that loading writes in place.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         # Slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
-        # An empty chunk could have the name and offset of another rank's, and DCP keeps the first.
+        # List no empty chunk (DCP's word for a box): an empty chunk may have the same offsets as a
+        # chunk of another rank, and DCP keeps only the first of the two.
         chunks = self._chunks()
         _check_writer(fqn, len(chunks))
         data = metadata.TensorProperties(dtype=self.local.dtype)
@@ -555,9 +557,9 @@ class FlatShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # A load writes to the shard, so the next unshard must all-gather again, on all ranks. DCP
-        # calls this method on all ranks before loading, but writes nothing on a rank without
-        # elements: raise the version counter here.
+        # After a load, the next unshard must all-gather again, on all ranks. A changed version
+        # counter causes this. But on a rank without elements, the load writes nothing, so increase
+        # the counter here: DCP calls this method on all ranks before it loads.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
@@ -612,8 +614,8 @@ class FlatShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except NeedsFullTensor as error:
-            # The traceback and this frame refer to each other, so the frame's tensors would live
-            # until Python's garbage collector runs.
+            # Remove the traceback. It and this frame refer to each other, so the frame's tensors
+            # would stay in memory until Python's garbage collector runs.
             refused = error.with_traceback(None)
         owner = None if refused.spec is None else refused.spec.owner
         result = NotImplemented if owner is None else owner.run_full(func, args, kwargs)
@@ -627,25 +629,24 @@ class FlatShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         handler = HANDLERS.get(name)
-        # Foreach and fused operators are too many to list by name, and newer versions of torch add
-        # more.
+        # Do not list foreach and fused operators by name: newer versions of torch add more.
         if handler is None and name.startswith(("_foreach_", "_fused_")):
             handler = HANDLERS["_foreach"]
         if handler is None and is_collective(func):
             handler = collective
         if handler is None or (kwargs and func._schema.is_mutable and _has_out(kwargs)):
-            # Handlers write only to the first argument. For `torch.nan_to_num(p.grad, out=p.grad)`,
-            # copy the result to `out`.
+            # Handlers write only to the first argument. So in `torch.nan_to_num(g, out=g)`, compute
+            # the result without `out`, then copy it.
             out, is_elementwise = kwargs.get("out"), torch.Tag.pointwise in func.tags
             if handler is not None and is_elementwise and isinstance(out, FlatShardTensor):
                 rest = {name: value for name, value in kwargs.items() if name != "out"}
                 result = func.overloadpacket(*args, **rest)
-                # For another shape, torch resizes `out`, and for some dtypes, torch raises.
+                # Refuse other shapes and dtypes, for which torch would resize `out` or raise.
                 if result.shape == out.shape and torch.can_cast(result.dtype, out.dtype):
                     return out.copy_(result)
             first_sharded(args, kwargs).refuse(func._schema.name)
         result = handler(func, args, kwargs)
-        # The square or a copy of an unreduced gradient is unreduced, too.
+        # A result computed from an unreduced gradient (its square or copy) is unreduced, too.
         for unit in {UNREDUCED[t] for t in sharded_in(args) if t in UNREDUCED} if UNREDUCED else ():
             UNREDUCED.update((tensor, unit) for tensor in sharded_in((result,)))
         return result
@@ -656,17 +657,17 @@ def _has_out(given: dict[str, Any]) -> bool:
 
     Handlers write only to the first positional argument, so no handler can run such a call.
     """
-    # Do not write ``any(sharded_in(...))``, which would evaluate the truth value of a tensor.
+    # ``any(sharded_in(...))`` would fail: it evaluates the truth value of tensors.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
 
 def is_collective(func: Any) -> bool:
-    """Whether torch.distributed defines the function or operator, which is then a collective."""
+    """Whether the function or operator is a collective of torch.distributed."""
     return (getattr(func, "__module__", None) or "").startswith(_COLLECTIVE_MODULES)
 
 
 def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Raise RuntimeError: the user's program calls a collective on a sharded tensor."""
+    """Raise RuntimeError, because the user's program calls a collective on a sharded tensor."""
     refuse_foreign_wrapper()
     tensor = first_sharded(args, kwargs)
     remedy = (
@@ -685,7 +686,7 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
 
 
 def not_reduced(where: str, caller: str) -> str:
-    """Return the text of an error: ``caller`` got gradients that were not reduced."""
+    """Return the text of an error. ``caller``: the function that got unreduced gradients."""
     return (
         f"{where}: {caller} got gradients that were accumulated under no_sync and not reduced. Run "
         f"the last backward before {caller} outside of no_sync."
@@ -694,9 +695,9 @@ def not_reduced(where: str, caller: str) -> str:
 
 def wrote(values: Sequence[Any]) -> None:
     """Record a write to the sharded tensors among ``values``."""
-    # Raise the shard's version counter, by which the next unshard sees that the shard was written
-    # after the last all-gather. Operations under ``__torch_dispatch__`` do not raise the counter
-    # themselves.
+    # Increase the shard's version counter. From the counter, the next unshard sees that the shard
+    # has changed since the last all-gather. Operations under ``__torch_dispatch__`` do not increase
+    # the counter themselves.
     torch.autograd.graph.increment_version([tensor.local for tensor in sharded_in(values)])
 
 
@@ -708,7 +709,7 @@ def local_range(tensor: Tensor) -> Tensor:
 def version_of(grad: Tensor) -> int:
     """Return a number that changes when the program writes to a gradient."""
     if isinstance(grad, FlatShardTensor) and grad.shard_unreduced is not None:
-        local = grad.__dict__.get("shard_local")  # without it, the program has not read the values
+        local = grad.__dict__.get("shard_local")  # missing if the program never read the values
         return 0 if local is None else local._version - grad.shard_version
     return local_range(grad)._version
 
@@ -720,12 +721,12 @@ def local_grad(grad: Tensor | None, spec: ShardSpec) -> Tensor:
 
 
 def sharded_in(values: Sequence[Any]) -> Iterator[FlatShardTensor]:
-    """Yield the sharded tensors among ``values``, and in lists among ``values``."""
+    """Yield the sharded tensors in ``values``, and in lists that ``values`` contains."""
     return (t for t in tensors_in(values, depth=0) if isinstance(t, FlatShardTensor))
 
 
 def first_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShardTensor:
-    """Return the first sharded tensor among the arguments, for errors to name."""
+    """Return the first sharded tensor among the arguments, which an error can name."""
     return next(sharded_in((*args, *kwargs.values())))
 
 
@@ -733,11 +734,12 @@ CALLERS[id(FlatShardTensor.__torch_function__.__func__.__code__)] = (  # type: i
     Caller.PROGRAM_FOR_GRADIENT
 )
 
-# These methods read the tensor's memory without ``__torch_dispatch__``: ``apply_`` would crash.
+# These methods bypass ``__torch_dispatch__``, and read the tensor's memory, which does not exist:
+# ``apply_`` would crash the process. So they raise.
 for _name in ("numpy", "__array__", "__dlpack__", "tolist", "apply_", "map_", "share_memory_"):
     setattr(FlatShardTensor, _name, partialmethod(FlatShardTensor.refuse, f"{_name}()"))
 
-# Torch's gradient clipping and optimizers use foreach kernels only for types in these lists.
+# torch's gradient clipping and optimizers use foreach kernels only for the types in these lists.
 for _module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
     importlib.import_module(_module)._foreach_supported_types.append(FlatShardTensor)
 
@@ -750,9 +752,9 @@ def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
     There, torch counts the tensors that autograd saves, and raises if the recomputation saves more
-    or fewer tensors than the forward. A parameter may be sharded in the forward and
-    unsharded in the recomputation. So flatshard's own operations on a sharded parameter must not
-    let autograd save more tensors than torch's operations on the unsharded parameter do.
+    or fewer tensors than the forward. But a parameter may be sharded in the forward and unsharded
+    in the recomputation. So operations on the sharded parameter must save as many tensors as
+    torch's operations on the unsharded parameter.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -761,8 +763,8 @@ def is_counted() -> bool:
 def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
     """Raise NeedsFullTensor if ``func`` runs in a forward and does not write to a tensor.
 
-    The caller then runs ``func`` with full tensors. A try on the shard could save tensors before it
-    fails, which ``torch.utils.checkpoint`` would count (``is_counted``).
+    The caller then runs ``func`` with full tensors. Trying ``func`` on the shard first could save
+    tensors before it fails, and ``torch.utils.checkpoint`` would count them (``is_counted``).
     """
     name = func.__name__
     changes = name == "__setitem__" or (name[-1] == "_" != name[-2])
@@ -772,12 +774,12 @@ def refuse_counted(func: Callable[..., Any], spec: ShardSpec) -> None:
 
 def _check_writer(fqn: str, num_boxes: int) -> None:
     """Raise RuntimeError if DCP's ``HuggingFaceStorageWriter`` would silently lose values."""
-    # DCP does not pass the writer, which is among the callers' local variables.
+    # DCP does not pass the writer to this method. Find it in the callers' local variables.
     local = (frame.f_locals for frame in callers())
     writer: Any = next((one["storage_writer"] for one in local if "storage_writer" in one), None)
     if "HuggingFaceStorageWriter" not in (base.__name__ for base in type(writer).__mro__):
         return
-    # The writer writes one box of a tensor per rank, and without `save_distributed` one in total.
+    # The writer writes at most one box of a tensor per rank. Without `save_distributed`, only one.
     if num_boxes > 1 or not writer.save_distributed:
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
@@ -790,8 +792,8 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
 class StateShard(FlatShardTensor):
     """A sharded entry of a state dict, which ``async_save`` of DCP can copy to host memory.
 
-    ``async_save`` makes the copy by ``new_empty``, and then copies the attributes. So the method
-    ``new_empty`` of this class returns a sharded tensor.
+    ``async_save`` makes the copy by ``new_empty``, and then copies the attributes. So ``new_empty``
+    of this class returns a sharded tensor.
     """
 
     shows_unsplit = True
@@ -813,8 +815,8 @@ class StateShard(FlatShardTensor):
 
 def state_shard(local: Tensor, spec: ShardSpec, role: str) -> Tensor:
     """Return an entry of a sharded state dict in the memory of ``local``, ``(spec.numel,)``."""
-    # Return a plain tensor without elements: DCP would not save an entry that has no chunk on any
-    # rank.
+    # For a parameter without elements, return a plain tensor: DCP saves no sharded entry that has
+    # no elements on any rank.
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
     return StateShard(local.detach(), spec.detached(), role=role)

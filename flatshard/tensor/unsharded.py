@@ -1,14 +1,14 @@
-"""Full parameters after their unit was resharded, and uses of parameters outside of forward.
+"""Guards full parameters after resharding, and averages gradients from outside of forward.
 
 [Note: freed parameters]
-A user may keep an unsharded parameter from a forward, and read it after its unit was resharded. The
-read would end the process, or, with the shared-memory transport, mix shards from before and after
-an optimizer's step. So resharding a unit changes the class of its full parameters to
-``FreedParameter``, whose operations raise, and unsharding changes the class back.
+In forward, a user may store an unsharded parameter, and read it after its unit (a module with its
+flat parameters) was resharded. The read would crash the process. With the shared-memory transport,
+the read may mix values from before and after an optimizer step. So resharding changes the class of
+full parameters to ``FreedParameter``, whose operations raise. Unsharding changes the class back.
 
-The user may also keep a view of a parameter, such as ``weight[0]``. For views, ``forbid`` makes
+The user may also store a view of a parameter, such as ``weight[0]``. For views, ``forbid`` makes
 torch raise when an operation reads the memory, in C++ too. If the installed torch cannot do this,
-the read ends the process, and ``python -X faulthandler`` prints the line.
+the read crashes the process, and ``python -X faulthandler`` prints the line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METHODS = """__hash__ data_ptr dim element_size is_complex is_contiguous is_flo
 _PROPERTIES = """_backward_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
     is_sparse itemsize layout nbytes ndim requires_grad shape""".split()
 
-# Methods and attributes of a tensor that read no elements. They also work on a `FreedParameter`.
+# Methods and attributes of a tensor that read no elements. A `FreedParameter` allows them.
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     method
     for name in _PROPERTIES
@@ -60,12 +60,12 @@ class FreedParameter(nn.Parameter):
         where = "of a model that is gone" if spec is None else repr(spec.name)
         if func is Tensor.__repr__:
             return f"FreedParameter({where})"
-        # In backward, autograd may need a parameter that flatshard expected not to be read, such as
-        # an embedding table.
+        # In backward, autograd may read a parameter that flatshard did not unshard, because usual
+        # backwards do not read it (an embedding table).
         if spec is not None and spec.owner.bring_back(spec):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        # For an attribute, the function is `__get__` or `__set__` of ``func.__self__``.
+        # If the program uses an attribute, ``func`` is `__get__` or `__set__` of ``func.__self__``.
         is_property = name in ("__get__", "__set__")
         raise RuntimeError(
             f"parameter {where}: the program used "
@@ -78,21 +78,21 @@ class FreedParameter(nn.Parameter):
 
 
 def set_accessible(params: Iterable[nn.Parameter], may_read: bool) -> None:
-    """Allow or forbid operations on full parameters, by their class."""
-    # Change the class instead of a flag: a class that checks a flag would need
-    # ``__torch_function__``, which would slow down forward.
+    """Allow or forbid operations on full parameters, by changing the class of the parameters."""
+    # Use a class instead of a flag. To check a flag, unsharded parameters would need
+    # ``__torch_function__``, too, which would slow down forward.
     kind = nn.Parameter if may_read else FreedParameter
     for param in params:
         param.__class__ = kind
 
 
-# Undoes `forbid`, before the buffer with this address of its storage gets memory again. Torch 2.11
-# cannot undo `set_access_error`, so `forbid` does nothing there.
+# `allow(storage)` undoes `forbid` before a buffer gets memory again. torch 2.11 lacks the function,
+# so `allow` is `hash`, which changes nothing, and `forbid` does nothing.
 allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", hash)
 
 
 def forbid(storage: int, unit: str, rank: int) -> None:
-    """Make torch raise, if it can, when a freed buffer or a view of the buffer is read.
+    """Make torch raise when a freed buffer, or a view of the buffer, is read (not in torch 2.11).
 
     ``storage`` is the address of the buffer's storage (``_cdata``).
     """
@@ -100,7 +100,7 @@ def forbid(storage: int, unit: str, rank: int) -> None:
         sharded_tensor.set_access_error(storage, _message(unit, rank))
 
 
-@functools.cache  # because every unit calls this function in every step
+@functools.cache  # because this function is called for every unit in every step
 def _message(unit: str, rank: int) -> str:
     return (
         f"{unit_text(unit)}, rank {rank}: a view of an unsharded parameter (weight[0], "
@@ -117,7 +117,7 @@ class OutsideUse(torch.autograd.Function):
     over the ranks, and returns this rank's range of the average.
     """
 
-    # Number of calls of `forward`, by which an optimizer that steps in backward notices uses.
+    # Number of calls of `forward`. From this, an optimizer that steps in backward notices calls.
     count = 0
 
     @staticmethod
@@ -138,12 +138,12 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     """Return ``function(tensor)``, recorded for backward as ``OutsideUse``.
 
     Raises:
-        NotImplementedError: the gradient would arrive at a leaf that the program has made, such as
-            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, the leaf gets
-            the gradient of one rank; a sharded leaf could hold only a range of that gradient.
+        NotImplementedError: the gradient would go to a leaf that the program has made, such as
+            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, such a leaf gets
+            this rank's full gradient, but a sharded leaf can store only a range of the gradient.
     """
-    # Inside of a `torch.autograd.Function`, do not raise: the gradient goes to `_averaged`. For
-    # example, the forward of a fused loss computes the gradient that the loss's backward returns.
+    # Do not raise inside of a `torch.autograd.Function`, such as a fused loss that computes its
+    # gradient in forward: the gradient that the function returns goes to `_averaged`.
     is_of_program = sharded_tensor.caller_of_operator() is sharded_tensor.Caller.PROGRAM
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
@@ -159,7 +159,7 @@ def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
     if tensor.grad_fn is None:
         return None if tensor.is_unit_parameter else tensor
-    # The graph is short: it has only operations on sharded tensors.
+    # The search is short, because the graph has only operations on sharded tensors.
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -171,12 +171,12 @@ def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     return None
 
 
-@untraced  # autograd calls it as a hook, also in a compiled step
+@untraced  # because autograd also calls this function as a hook in a compiled step
 def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     """Average a gradient over the ranks, and return this rank's range of the average.
 
-    Collective: all ranks that train the parameter, unless autograd's formulas computed ``gradient``
-    from a result of this function.
+    Collective: all ranks that train the parameter, unless ``gradient`` is already averaged (an
+    earlier call of this function returned it, or autograd computed it from such a result).
 
     Args:
         spec: describes the parameter.
@@ -184,14 +184,14 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
             shape. None: the user's function returned no gradient.
 
     Raises:
-        RuntimeError: ``gradient`` is a sharded tensor with ranges of different ranks' gradients, or
-            the program has registered a hook on the parameter.
+        RuntimeError: ``gradient`` is a sharded tensor whose ranges come from different gradients,
+            or the program has registered a hook on the parameter.
     """
     if gradient is None:
         return None
     if spec.original is not None and spec.original.full._backward_hooks:
-        # A hook must get the sum of all gradients. But here the gradients from forward reach the
-        # full parameter, and this gradient reaches the sharded parameter.
+        # A hook must get the sum of all gradients of the parameter. But gradients of uses in
+        # forward go to the full parameter, and this gradient goes to the sharded parameter.
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
@@ -207,7 +207,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
                 "Expected a full gradient. In a torch.autograd.Function, compute the gradient from "
                 "weight.new_zeros(weight.shape), and compute with full tensors outside of it."
             )
-        gradient = gradient.full_tensor()  # the same on all ranks
+        gradient = gradient.full_tensor()  # equal on all ranks, so the average is the same
     spec.owner.start_backward()
     # Copy the gradient: the reduction overwrites its input, and autograd may pass the same gradient
     # to other functions, too.
@@ -230,7 +230,7 @@ def average_full_gradients(param: FlatShardTensor) -> None:
 
 
 def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    """Call ``register(param, hook)``, unless the parameter is an integer, without a gradient."""
+    """Call ``register(param, hook)``, except for a parameter of integers, which has no gradient."""
     if param.is_floating_point() or param.is_complex():
         is_trained = param.requires_grad
         # torch refuses hooks on a frozen parameter, but users may unfreeze the parameter later.
@@ -239,8 +239,8 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-# Record calls of `full_tensor` for backward, except the call in `OutsideUse.forward`, where
-# gradients are disabled.
+# Make `full_tensor` differentiable. Inside `OutsideUse.forward`, gradients are disabled, and
+# `full_tensor` only gathers.
 sharded_tensor.ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(
     use_outside, function=FlatShardTensor.full_tensor
 )

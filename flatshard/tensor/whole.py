@@ -32,7 +32,7 @@ class Moved(NamedTuple):
 def start_gather(
     parts: Iterable[tuple[ShardSpec, Tensor, int | None]], op_name: str
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to gather full tensors.
+    """Start gathering full tensors.
 
     Collective: all ranks of the parameters' shard groups. If ranks gather different tensors, all
     ranks raise CollectiveError before any value is sent.
@@ -43,8 +43,8 @@ def start_gather(
         op_name: name of the operation, which ranks compare.
 
     Returns:
-        A function that waits, and returns the full tensors in the order of ``parts``, with None for
-        tensors that this rank does not get. The full tensors share no memory with the parts.
+        A function that waits, and returns the full tensors in the order of ``parts``. It returns
+        None for tensors that this rank does not get. Full tensors share no memory with the parts.
     """
     moved = [
         Moved(spec, part, spec.empty(part) if owner in (None, spec.comm.rank) else None, owner)
@@ -81,19 +81,19 @@ def _by_comm(moved: Iterable[Moved]) -> Iterable[list[Moved]]:
 
 
 def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callable[[], None]:
-    """Start to fill full tensors from parts or, if ``divides``, parts from full tensors.
+    """Start copying parts into full tensors or, if ``divides``, full tensors into parts.
 
-    Returns a function that waits. Collective: all ranks of the group.
+    Returns a function that waits for the copies. Collective: all ranks of the group.
     """
     comm = moved[0].spec.comm
-    # elements to exchange with each holder
+    # At index i: the ranges of this rank's full tensors that rank i stores.
     ranges: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    # elements to exchange with each owner
+    # At index i: this rank's parts of the tensors that rank i has, or gets, in full.
     parts: list[list[Tensor]] = [[] for _ in range(comm.size)]
-    held = Counter[int]()  # number of bytes that each rank sends to every rank
+    held = Counter[int]()  # number of bytes that each rank sends to all other ranks
     is_moved = False
     for spec, part, full, owner in moved:
-        holders = spec.holders()  # on all ranks, because the first call may be collective
+        holders = spec.holders()  # call this on all ranks, because the first call may be collective
         is_moved |= any(rank != owner for rank, _ in holders)
         if owner is not None and part.numel():
             parts[owner].append(part)
@@ -111,17 +111,17 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     sends[comm.rank], receives[comm.rank] = [], []
     if comm.size == 1:
         return lambda: None
-    # Ranks compare this name before any value is sent: backends match collectives only by order,
-    # and would mix values.
+    # Before any value is sent, ranks compare this name. Otherwise values of different tensors could
+    # be mixed, because backends match collectives only by their order.
     kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
     op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
     comm.host.meet(op_name)
-    # All ranks must decide in the same way: by the layout, not by this rank's parts.
+    # Decide by the layout, not by this rank's parts, so that all ranks decide in the same way.
     if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():
-        # In the exchange, a few ranks would send almost everything to all other ranks. A sum sends
-        # less per rank.
+        # A few ranks store most elements, and would send them to all other ranks. A sum over the
+        # ranks sends less per rank than this exchange.
         return _sum(moved, op_name)
     nbytes = attrgetter("nbytes")
     lengths, expected = ([sum(map(nbytes, one)) for one in side] for side in (sends, receives))
@@ -140,11 +140,12 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
 
 
 def _sum(moved: Sequence[Moved], op_name: str) -> Callable[[], None]:
-    """Complete full tensors, which have this rank's elements, by a sum over the ranks."""
+    """Fill full tensors by a sum over the ranks. They already contain this rank's elements."""
     flats = [_flat(one.spec, one.full) for one in moved if one.full is not None]
     for one, flat in zip(moved, flats, strict=False):
         flat[: one.spec.offset] = flat[one.spec.offset + one.spec.numel :] = 0
-    # Each element is zero on all ranks but one. Add bytes, so that the sum rounds no value.
+    # On all ranks but one, an element is zero. Add the elements as bytes, so that no value is
+    # rounded.
     data = torch.cat([*map(as_bytes, flats)])
     moved[0].spec.comm.reduce_scalars(data, "SUM", op_name=op_name)
     for flat, values in zip(flats, data.split([flat.nbytes for flat in flats]), strict=False):

@@ -1,17 +1,17 @@
-"""``FlatLayout``: where each original parameter lies in a flat parameter, and on which rank.
+"""``FlatLayout``: the position of each original parameter in a flat parameter, and its ranks.
 
 The layout is a pure function of names, shapes, memory orders, alignment and world size. So every
-rank knows without communication which rank holds an element.
+rank knows without communication which rank stores an element.
 
 The elements of a parameter stay in memory order, so a view of the parameter's range has the same
 strides as the unwrapped parameter (channels_last, for example). ``start``, ``end`` and ``offset``
-count elements in memory order.
+count elements in memory order. In this example, ``.`` is padding:
 
     a:(2,3) b:(5,) on 2 ranks, alignment 1 -> numel 11, padded_numel 12, shard_numel 6
       rank 0 |a a a a a a|   rank 1 |b b b b b .|
 
-Torch's checkpoints consist of n-D boxes. ``boxes_of`` cuts a range of a parameter's elements into
-boxes:
+torch's distributed checkpoints consist of n-D boxes (rectangular blocks). ``boxes_of`` divides a
+range of a parameter's elements into boxes:
 
     shape (4, 3), elements [2, 11):    . . 1     box 1: offsets (0, 2), sizes (1, 1)
                                        2 2 2     box 2: offsets (1, 0), sizes (2, 3)
@@ -34,7 +34,7 @@ from torch import Tensor
 # In a flat parameter, every original parameter and every rank's shard begins at a multiple of this
 # number of bytes.
 ALIGNMENT_BYTES = 16
-# Bytes of a memory page, which differ on some ARM systems. Large shards fill whole pages, so that
+# Bytes of a memory page. Some ARM systems have larger pages. Large shards fill whole pages, so that
 # shared memory or a file can be mapped as a shard.
 PAGE_BYTES = max(mmap.PAGESIZE, 4096)
 # Minimum size, in bytes, of a shard that fills whole pages.
@@ -43,8 +43,8 @@ PAGED_BYTES = 1 << 20
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, from the outermost in memory to the innermost."""
-    # If several dimensions have equal strides, all except one have size 1. Put the dimensions of
-    # size 1 further in, so that `strides_of` computes the same strides from the order.
+    # In a dense tensor, of several dimensions with equal strides at most one is larger than 1. Put
+    # dimensions of size 1 further in, so that `strides_of(order)` returns the tensor's strides.
     shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -max(shape[d], 1)))
     dense = strides_of(shape, order)
@@ -89,7 +89,7 @@ class ParamSpan:
 
 
 class LocalSpan(NamedTuple):
-    """The part of an original parameter that lies in one rank's shard. The part may be empty."""
+    """The part of an original parameter that is in one rank's shard. The part may be empty."""
 
     start: int  # index of the part's first element in the shard
     numel: int
@@ -97,7 +97,7 @@ class LocalSpan(NamedTuple):
 
 
 def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
-    """Return the view of ``flat``, an unsharded buffer ``(padded_numel,)``, at ``span``."""
+    """Return the parameter at ``span`` as a view of ``flat``, an unsharded buffer."""
     return flat.as_strided(span.shape, span.strides, flat.storage_offset() + span.start)
 
 
@@ -151,20 +151,20 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """Padding in the flat parameter: ``(index, start, end)``, in ascending order.
+        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order.
 
-        There is padding from ``start`` to ``end`` before the original parameter ``index``.
+        The original parameter ``index`` comes after this padding.
         """
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return the half-open range of the flat parameter that ``rank`` holds."""
+        """Return the half-open range of the flat parameter that ``rank`` stores."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_span(self, index: int, rank: int) -> LocalSpan:
-        """Return the part of original parameter ``index`` that lies in the shard of ``rank``."""
+        """Return the part of original parameter ``index`` that is in the shard of ``rank``."""
         span = self.spans[index]
         begin, stop = self.shard_range(rank)
         # A parameter before or after the shard has an empty range at the shard's beginning or end.
@@ -174,7 +174,7 @@ class FlatLayout:
         return LocalSpan(start - begin, end - start, offset)
 
     def holders(self, index: int, ranks: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return which ranks hold which elements of a parameter. ``ranks[i]`` holds shard i."""
+        """Return pairs: a rank, and its elements of a parameter. ``ranks[i]`` stores shard i."""
         start, end, numel = self.spans[index].start, self.spans[index].end, self.shard_numel
         shards = range(start // numel, -(-end // numel)) if start < end else ()
         return [
@@ -189,7 +189,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def shard_length(numel: int, multiple: int, *, itemsize: int) -> int:
-    """Return the smallest length of a shard for ``numel`` elements, a multiple of ``multiple``."""
+    """Return the length of a shard: ``numel``, rounded up for alignment, and to whole pages."""
     numel = round_up(numel, multiple)
     is_paged = numel * itemsize >= PAGED_BYTES
     return round_up(numel, math.lcm(multiple, PAGE_BYTES // itemsize)) if is_paged else numel

@@ -1,4 +1,4 @@
-"""``ModuleProxy``: takes the place of a wrapped module in a model, and behaves as this module.
+"""``ModuleProxy``: replaces a wrapped module in a model, and behaves like the module.
 
 ``refuse_foreign_wrapper`` raises if a wrapper of torch (DistributedDataParallel, for example) is
 applied to the model.
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 class _Parameters(dict[str, Any]):
     """The attribute ``_parameters`` of a proxy. It is empty: the wrapped module has the parameters.
 
-    ``torch.nn.utils.prune``, ``weight_norm`` and ``spectral_norm`` take a parameter out of here.
+    Raises if ``torch.nn.utils.prune``, ``weight_norm`` or ``spectral_norm`` removes a parameter.
     """
 
     def __missing__(self, name: str) -> NoReturn:
@@ -42,7 +42,7 @@ class ModuleProxy(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        # Without this property, each call of a unit would find the module by three `__getattr__`.
+        # Without this property, each call of a unit would call `__getattr__` three times.
         return self._modules["module"]  # type: ignore[return-value]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self._module_if_set()
-        # `unit.weight += 1` assigns the parameter that the module holds already.
+        # `unit.weight += 1` assigns the parameter that the attribute already has.
         if module is not None and value is module._parameters.get(name) is not None:
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
@@ -108,8 +108,8 @@ class ModuleProxy(nn.Module):
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
             super().__setattr__(name, value)
-        # The wrapper and the module both have `training`, and the module's forward reads the
-        # module's own.
+        # The wrapper and the module both have `training`. Set both, because the module's forward
+        # reads the module's attribute.
         if not is_own or (name == "training" and module is not None):
             setattr(module, name, value)
 
@@ -155,8 +155,8 @@ class ModuleProxy(nn.Module):
 
         Raises ValueError if the caller is DistributedDataParallel or a similar wrapper.
         """
-        # Such wrappers list the model's modules before they broadcast rank 0's shards to all ranks,
-        # or shard the shards.
+        # Such wrappers call this method first. Later they would broadcast rank 0's shards to all
+        # ranks, or shard the shards.
         refuse_foreign_wrapper()
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -165,7 +165,7 @@ class ModuleProxy(nn.Module):
         refuse_foreign_wrapper()
         return super().named_children()
 
-    # Register on the wrapped module: its forward reads the value, and `named_modules` lists it.
+    # Register buffers, parameters and modules on the wrapped module, whose forward reads them.
 
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         self.module.register_buffer(*args, **kwargs)
@@ -190,14 +190,14 @@ class ModuleProxy(nn.Module):
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # the hook is for this call only: its lists belong to this call
+            hook.remove()  # the hook's lists of names belong to this call only
 
         hook = self.register_load_state_dict_post_hook(clean)
 
 
 def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
-    # A slow import, which torch's optimizers make anyway.
+    # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
     proxy._modules["module"], proxy.training = module, module.training
@@ -206,7 +206,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # A compiled caller's graph must end at this call: Dynamo cannot trace the unit's hooks.
+    # The graph of a compiled caller must end at this call: Dynamo cannot trace the unit's hooks.
     for function in (forward, type(proxy).forward, ModuleProxy.forward):
         skip(function)
     with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
@@ -221,7 +221,7 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
 
 
 def replace_children(module: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Replace each module inside ``module`` by its proxy, in every parent of that module."""
+    """Replace the modules in ``proxies`` by their proxies, in all parents inside ``module``."""
     for inner in list(module.modules()):
         for name, child in inner._modules.items():
             if child is not None and child in proxies:
@@ -239,7 +239,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the frames on this thread's call stack, innermost first, without this generator's."""
+    """Yield the frames on this thread's call stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -248,8 +248,8 @@ def callers() -> Iterator[FrameType]:
 
 # ---------------------------------------------------------------- wrappers of torch
 
-# Functions, by module and name, that make or run wrappers of torch that must not be applied to
-# sharded parameters, with the wrapper's name for the error.
+# Names of torch's wrappers that must not be applied to sharded parameters, for errors. The keys are
+# the functions that make or run the wrappers: (module, function name).
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",

@@ -6,8 +6,8 @@ code reads a parameter, the parameter must belong to an outer unit. So three kin
 never units:
 
 - A module without ``forward`` (``ModuleList``, ``ParameterList``, ...).
-- All modules inside a module that reads weights of children instead of calling the children, as
-  ``MultiheadAttention`` passes ``out_proj.weight`` to a function.
+- All modules inside a module that reads weights of children instead of calling the children:
+  ``MultiheadAttention``, for example, passes ``out_proj.weight`` to a function.
 - Modules inserted by ``torch.nn.utils.parametrize``, which run when code reads an attribute.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Classes whose code reads weights of child modules; subclasses count, too. Listed by name, because
-# torchvision may not be installed, and some classes are newer than the oldest supported torch.
+# Classes whose code reads weights of child modules, also in subclasses. The list has names, because
+# torchvision may not be installed, and older versions of torch lack some classes.
 _READS_CHILDREN = {
     "torch.nn.modules.activation.MultiheadAttention",
     "torch.nn.modules.loss.LinearCrossEntropyLoss",
@@ -34,13 +34,13 @@ _READS_CHILDREN = {
 class Ignored:
     """Modules and tensors that are not sharded, moved, compared between ranks or synchronised.
 
-    A tensor is ignored in all modules that hold it, or in none. So if an ignored module shares a
-    parameter with another module (tied weights), the parameter is ignored in both modules.
+    If an ignored module shares a parameter with another module (tied weights), the parameter is
+    ignored in both modules.
     """
 
     # Ignored modules, with all descendants. All tensors of these modules are ignored.
     modules: frozenset[nn.Module] = frozenset()
-    # Ignored parameters and buffers of modules that are not ignored, by attribute, because a
+    # Ignored parameters and buffers of other modules, as pairs (module, attribute), because a
     # conversion (`.to()`, for example) may replace the tensors.
     places: frozenset[tuple[nn.Module, str]] = frozenset()
     # Names, in the unwrapped model, of the modules and tensors that the user chose.
@@ -49,7 +49,7 @@ class Ignored:
     is_elsewhere: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the ignored parameters and buffers, as the modules hold them now."""
+        """Yield the ignored parameters and buffers that the modules have now."""
         for module in self.modules:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
@@ -62,7 +62,7 @@ class Ignored:
         return {id(tensor) for tensor in self.tensors()}
 
     def within(self, modules: Iterable[nn.Module]) -> Ignored:
-        """Return the ignored modules and tensors that lie inside of ``modules``, without names."""
+        """Return the ignored modules and tensors inside of ``modules``, without names."""
         inside = {inner for module in modules for inner in module.modules()}
         return Ignored(
             self.modules & inside,
@@ -76,7 +76,7 @@ NOTHING = Ignored()
 def places_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, attribute and tensor of each parameter and buffer in each module.
 
-    A tensor that several modules hold is yielded several times.
+    A tensor that several modules share is yielded several times.
     """
     for path, inner in module.named_modules():
         for attribute, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
@@ -109,7 +109,8 @@ class ModuleTree:
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the children that may be units or contain units, with their attribute names.
 
-        Closed modules, and children without parameters to shard, are left out.
+        The result has no ignored children, no children whose weights other modules read, and no
+        children without parameters to shard.
         """
         return [
             (name, child)
@@ -154,7 +155,7 @@ def paths(
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """A place that holds a parameter: ``module._parameters[attribute]``. ``name`` is its FQN."""
+    """One location of a parameter: ``module._parameters[attribute]``. ``name`` is the FQN there."""
 
     module: nn.Module
     attribute: str
@@ -163,12 +164,12 @@ class ParamLocation:
 
 @dataclass
 class ParamInfo:
-    """An original parameter, and all its places in the model. The first place gives the name."""
+    """An original parameter, and all its locations in the model. The first determines the name."""
 
     param: nn.Parameter
     locations: list[ParamLocation] = field(default_factory=list)
-    # The modules around all places of the parameter, outermost first. Only one of these modules can
-    # own the parameter: a tied weight must belong to a module around all users.
+    # The modules that contain all locations of the parameter, outermost first. The parameter must
+    # belong to one of these modules, so that a tied weight is unsharded for all its users.
     containers: Sequence[nn.Module] = ()
 
     @property
@@ -176,7 +177,7 @@ class ParamInfo:
         return self.locations[0].name
 
     def owner(self, units: Container[nn.Module]) -> nn.Module:
-        """Return the innermost of ``units`` that contains all users of the parameter."""
+        """Return the innermost module of ``units`` that contains all users of the parameter."""
         return next(module for module in reversed(self.containers) if module in units)
 
 
@@ -194,7 +195,7 @@ def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[Par
             # Identify parameters by id, so that a weight with several users is stored once.
             info = found.setdefault(id(param), ParamInfo(param, [], modules))
             info.containers = [module for module in info.containers if module in modules]
-            # List each place once: a shared module has several paths to the same place.
+            # Add each location once, although a shared module has several paths to the location.
             if all((at.module, at.attribute) != (inner, attribute) for at in info.locations):
                 name = f"{path}.{attribute}" if path else attribute
                 info.locations.append(ParamLocation(inner, attribute, name))
@@ -214,7 +215,7 @@ def _read_by_others(module: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the name of a unit from ``names``, the FQNs of its modules.
+    """Return the name of a unit whose modules have the FQNs ``names``.
 
     A unit has several modules if small neighbouring units were joined (``coalesce_bytes``).
     """

@@ -277,8 +277,8 @@ def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
 def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywords]:
     """Return the modules that a callable policy chooses, each with an empty dict of keywords."""
     chosen: dict[nn.Module, Keywords] = {}
-    # The parameters of the units in each visited module, which every parent of a shared module must
-    # leave out in the count of elements.
+    # For each visited module: the parameters that belong to units in the module. If several parents
+    # share the module, each parent leaves these parameters out of `nonwrapped_numel`.
     held_in: dict[nn.Module, set[nn.Parameter]] = {}
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -287,7 +287,7 @@ def _ask(tree: ModuleTree, policy: Callable[..., bool]) -> dict[nn.Module, Keywo
         params = tree.params(module)
         held: set[nn.Parameter] = set()
         if policy(module=module, recurse=True, nonwrapped_numel=numel(params)):
-            # The policy's argument `nonwrapped_numel`: the number of this module's elements that
+            # `left`, the policy's `nonwrapped_numel`, is the number of this module's elements that
             # are in no unit inside the module.
             held = held.union(*(visit(child) for _, child in tree.open_children(module)))
             left = numel(params - held)
@@ -393,7 +393,7 @@ def _class_tuple(classes: Any, argument: str) -> tuple[type, ...]:
 
 
 def show(value: object) -> str:
-    """Return a short text for a value in a message: the repr of a module could fill pages."""
+    """Return a short text for a value in a message, because a module's repr could fill pages."""
     if isinstance(value, nn.Module):
         return f"an instance of {type(value).__name__}"
     if isinstance(value, list | tuple | set | frozenset):
