@@ -253,7 +253,7 @@ def clip_grad_norm_(
         grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     order = float(norm_type)
     norms = operators.norms(grads, order)
-    # Let torch combine the norms (each a number), with dtypes and errors as for plain tensors.
+    # Let torch combine the norms of all gradients: then dtypes and errors are as for plain tensors.
     total = nn.utils.get_total_norm(norms, order, error_if_nonfinite, foreach)
     # Pass this rank's ranges of the gradients to torch as plain tensors, whose operations are fast.
     # torch reads only the attribute `grad` of each object.

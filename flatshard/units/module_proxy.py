@@ -248,8 +248,9 @@ def callers() -> Iterator[FrameType]:
 
 # ---------------------------------------------------------------- wrappers of torch
 
-# Names of torch's wrappers that must not be applied to sharded parameters, for errors. The keys are
-# the functions that make or run the wrappers: (module, function name).
+# Torch's wrappers that must not be applied to sharded parameters. The values are the wrappers'
+# names for error messages; the keys are the functions that make or run them: (module, function
+# name).
 _MAKERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.nn.parallel.data_parallel", "forward"): "DataParallel",

@@ -130,7 +130,7 @@ class AverageOver(StepExtension):
             )
 
     def end_backward(self, has_gradients: bool) -> None:
-        """Keep the count if this backward has accumulated gradients of parameters."""
+        """Keep this backward's count until the gradients that it belongs to are reduced."""
         if has_gradients or self._accumulated() != self._before:
             self._earlier = [] if self._state.is_reducing else self._counts()
         else:  # this backward computed gradients of inputs, for example, but of no parameter

@@ -352,8 +352,8 @@ def _missing(need: WaitCondition, begun: AllBegun) -> int:
 
     ``begun``: the collectives that the rank has begun.
     """
-    # The numbers of the program's collectives and of NCCL collectives are unknown if several
-    # threads of the rank communicate. Then assume that the rank has begun the collective, so that
+    # If several threads of the rank communicate, it is unknown how many collectives of the program
+    # and of NCCL the rank has begun. Then assume that the rank has begun this collective, so that
     # no false deadlock is reported.
     unsaid = need.number if need.kind in (PROGRAM, ON_GPU) else 0
     return need.number - begun.get(need.group, {}).get(str(need.kind), (unsaid,))[0]

@@ -54,7 +54,8 @@ DEFAULTS = {"use_orig_params": True}
 # Keywords of torch's wrappers that have another name in ShardedWrapper. Each function converts the
 # value of torch's keyword into keywords of ShardedWrapper.
 OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # For DistributedDataParallel, an empty list means the same as None: a module on the CPU.
+    # DistributedDataParallel treats an empty list like None. Programs pass both for a module on the
+    # CPU, which needs no `device_id`.
     "device_ids": lambda value: {"device_id": _only(value)} if value else {},
     "output_device": lambda value: {"device_id": value},
     # Unlike ``broadcast_buffers=False``, torch's ``forward_sync_buffers=False`` sends rank 0's
