@@ -164,9 +164,9 @@ def _check_program(state: RunState, maxima: bytes) -> None:
     differ: the ranks exchange details, to name the difference.
     """
     model, *digest = differ(maxima)
-    if state.steps is not None and not any(digest):
-        state.steps.facts.clear()
     if not (model or any(digest)):
+        if state.steps is not None:
+            state.steps.facts.clear()
         return
     backward = f"backward of {unit_text(state.root.name)}"
     if model:
