@@ -600,7 +600,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return summon.summon(module, request, recurse=recurse)  # type: ignore[no-any-return]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` with each module of the unwrapped module, children first; not with wrappers.
+        """Call ``fn`` with each module of the unwrapped module, children first, without wrappers.
 
         ``fn`` sees full plain parameters, and its edits are kept, even if ``fn`` raises. ``fn``
         must write the same values on all ranks: if ``fn`` draws random numbers, use the same seed

@@ -433,9 +433,9 @@ class Gradients:
                         else original.of_chunk(chunk)
                     )
                     set_grad(original.sharded, grad)
-                # Mark the tensor in `.grad`, so that an optimizer step raises. Also mark a reduced
-                # gradient of an earlier step: a step with only this gradient would leave out the
-                # accumulated gradients.
+                # Mark the tensor in `.grad`, so that an optimizer step raises. This also holds if
+                # `.grad` is the reduced gradient of an earlier backward: a step with this gradient
+                # would leave out the accumulated gradients.
                 UNREDUCED[grad] = original.spec.unit
                 self.shown[original] = grad, version_of(grad), is_view
 

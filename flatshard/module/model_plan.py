@@ -61,7 +61,8 @@ class PlannedUnit:
         splits = not self.name and self.number > 0 and self.settings.boundary != "tensor"
         for info in (info for member in self.members for info in member.infos):
             param = info.param
-            # In backward, the head's gradient is complete first, and the embedding's gradient last.
+            # Reduce large parameters separately: in backward, the head's gradient is complete
+            # first, and the embedding's gradient last.
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision

@@ -626,15 +626,15 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
 def part_per_element(
     spec: ShardSpec, value: Any, *, is_local: bool = False, is_number: bool = True
 ) -> Tensor | None:
-    """Return this rank's range of ``value``, 1-D, or None if it is not one value per element.
+    """Return this rank's range of ``value``, 1-D, or None if ``value`` is not per element.
 
     Args:
         spec: the parameter's shape, and this rank's range.
         value: optimizer state of the parameter, full or sharded.
-        is_local: whether a 1-D tensor as long as this rank's range is this rank's range. True only
-            for optimizers that step ranges. For other optimizers, a tensor of another kind, such as
-            the means of the rows, may have this length by chance.
-        is_number: whether a tensor of one element is one number per parameter, even if the
+        is_local: whether to take a 1-D tensor of the range's length for the range itself. True only
+            for optimizers that step ranges. For other optimizers, a different tensor, such as the
+            means of the rows, may have this length by chance.
+        is_number: whether to take a tensor of one element for one number per parameter, even if the
             parameter, or this rank's range, has only one element.
 
     Raises:

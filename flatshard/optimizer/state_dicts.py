@@ -224,9 +224,10 @@ def params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Any]
     return dict(zip(keys, adapter.all_params(optimizer), strict=False))
 
 
-# Key of the stamp in the first parameter group of a state dict. The stamp is in a group, because
-# torch's loading removes unknown top-level keys. If a user loads before the first step, flatshard's
-# hooks are not registered on the optimizer yet. Then the first step finds the stamp and checks it.
+# Key of the stamp (the rank, and a digest of the layout), which loading checks. The stamp is in the
+# first parameter group, because torch's loading removes unknown top-level keys. If a user loads
+# before the first step, flatshard's hooks are not registered yet, so the first step checks the
+# stamp.
 STAMP = "flatshard"
 
 _ONE_RANKS = (

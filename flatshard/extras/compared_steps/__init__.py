@@ -52,9 +52,9 @@ class ComparedSteps:
     def __init__(self, state: RunState) -> None:
         self.digest, self.facts = 0, deque[Facts](maxlen=4096)
         self._state = weakref.proxy(state)
-        # Cache for parameter groups of optimizers. The keys are the ids of the group's parameters.
-        # The values are the first of the parameters' names (None if the model has none of these
-        # parameters), and a text with the number and a checksum of the names, for ranks to compare.
+        # Cache for parameter groups of optimizers. Key: the ids of the group's parameters. Value:
+        # the first parameter's name (None if the model has none of these parameters), and a text
+        # that ranks compare: the number of names, and a checksum of the names.
         self._groups: dict[tuple[int, ...], tuple[str | None, str]] = {}
         _models.add(self)
         ComparedSteps.num_made += 1

@@ -396,9 +396,8 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
     for rank, report in reports.items():
         for group in mine.begun.keys() & report.begun.keys():
             (ours, own), (theirs, their_own) = _own_on_gpu(mine, group), _own_on_gpu(report, group)
-            # If rank A has begun at least as many collectives as rank B, but fewer collectives of
-            # the program, then A has begun a collective of the model where B has begun a collective
-            # of the program.
+            # If rank A has begun at least as many collectives as rank B, but fewer outside of the
+            # model, then at some position A's collective is the model's, and B's collective is not.
             is_mixed = own != their_own and (ours - theirs) * (own - their_own) <= 0
             if report.wait > 0 and is_mixed and min(own, their_own) >= 0:
                 text = (
@@ -412,11 +411,10 @@ def _mixed(mine: _Report, reports: _Reports) -> _Finding | None:
 
 
 def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
-    """Return how many NCCL collectives a rank has begun in ``group``.
+    """Count the NCCL collectives that a rank has begun in ``group``: all, and the user program's.
 
-    Returns two numbers: how many NCCL collectives in total, and how many of the user's program.
-    (0, 0): the rank has begun no NCCL collective, or no collective of flatshard. The kind of
-    flatshard's collectives is the name of the process group, perhaps with " on cuda".
+    Returns (0, 0) if the rank has begun none, or none of flatshard's. flatshard's collectives are
+    recorded under the group's name, perhaps with " on cuda" appended.
     """
     names = (group, f"{group} on cuda")
     of_model = [k[name][0] for k in report.begun.values() for name in names if name in k]

@@ -139,7 +139,7 @@ class PeerProcess:
         return Awaited(self, tag * _WORDS, number)
 
     def taken(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has read data for collective ``number`` of ``tag``."""
+        """Return an ``Awaited`` that ends once the process has read ``tag``'s data ``number``."""
         # The wait also ends if the process has ended, because then the process reads no more data.
         return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
 
