@@ -104,7 +104,7 @@ class Forward:
 
         for unit in state.units:
             unit.begin_iteration()
-        self._prefetch.order.begin_forward()
+        self._prefetch.begin_forward()
         state.expects_backward = torch.is_grad_enabled()
         if state.expects_backward:
             # As in DistributedDataParallel, backward does not reduce if `no_sync` was around the
@@ -221,7 +221,7 @@ class Forward:
             # Record the order of units, to prefetch them in the next forward. Leave out units that
             # some ranks may skip: otherwise ranks would prefetch different units.
             if not unit.may_diverge:
-                self._prefetch.order.record(unit.index)
+                self._prefetch.order.append(unit.index)
             self.unshard(unit)
             if len(unit.running) == 1:
                 state.edits.begin(unit)
@@ -354,7 +354,7 @@ class Forward:
             unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
         # If all units ran in the order of the last forward, unfinished all-gathers are prefetches
         # for the first units of backward. Otherwise a prefetched unit may not have run.
-        if failed or not self._prefetch.order.is_complete:
+        if failed or not self._prefetch.is_complete:
             self._drop_prefetched(failed)
         # Wait until no other rank reads this rank's shards: the optimizer may write the shards
         # next. Waiting once, and not at each unit, lets a rank run ahead.

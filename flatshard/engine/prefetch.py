@@ -9,55 +9,13 @@ from flatshard.engine.unit import Unit
 from flatshard.options import BackwardPrefetch
 
 
-class ExecutionOrder:
-    """Records the order of units in a forward, and predicts the next forward and backward.
-
-    A wrong prediction costs only time: a unit that was not predicted is unsharded when it runs.
-    """
-
-    def __init__(self) -> None:
-        self._previous: list[int] = []  # indices of units, in the order of the last forward
-        self._current: list[int] = []  # indices of the units that the present forward has run
-
-    def begin_forward(self) -> None:
-        """Start a new recording. The last recording becomes the prediction."""
-        self._previous = self._current or self._previous
-        self._current = []
-
-    def record(self, unit: int) -> None:
-        self._current.append(unit)
-
-    def next_forward(self) -> list[int]:
-        """Return the units that this forward is expected to run next, in order.
-
-        Empty before the first unit, and if the latest unit is not the unit that was at the same
-        position in the last forward.
-        """
-        position = len(self._current)
-        if position == 0 or self._previous[position - 1 : position] != self._current[-1:]:
-            return []
-        return self._previous[position:]
-
-    def next_backward(self, unit: int) -> list[int]:
-        """Return the units whose backward is expected after the backward of ``unit``, in order."""
-        order = (self._current or self._previous)[::-1]
-        after = order[order.index(unit) + 1 :] if unit in order else []
-        # If the unit ran twice, return only the units before its second backward, which will call
-        # this method again.
-        return after[: after.index(unit)] if unit in after else after
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this forward has run all units of the last forward, in the same order."""
-        return bool(self._current) and self._current == self._previous
-
-    def first_backward(self) -> list[int]:
-        """Return all units in the expected order of backward. Empty before the end of forward."""
-        return self._current[::-1] if self.is_complete else []
-
-
 class Prefetch:
-    """Starts all-gathers of one model early, so that communication overlaps with computation."""
+    """Starts all-gathers of one model early, so that communication overlaps with computation.
+
+    Expects that forward runs the units in the same order as the last forward, and that backward
+    runs them in the reverse order. A wrong prediction costs only time: a unit that was not
+    predicted is unsharded when it runs.
+    """
 
     def __init__(self, state: RunState, forward: bool, backward: BackwardPrefetch | None) -> None:
         """Prepare to prefetch the units of one model.
@@ -67,7 +25,8 @@ class Prefetch:
             forward: whether a unit's forward starts the all-gather of the next unit.
             backward: when to start all-gathers for backward. None: never early.
         """
-        self.order = ExecutionOrder()
+        self.last_order: list[int] = []  # indices of units, in the order of the last forward
+        self.order: list[int] = []  # indices of the units that the present forward has run
         self._state, self._units = state, state.units
         self._forward, self._backward = forward, backward
         # Units whose all-gather was started by a prefetch, on a transport that sends in the
@@ -91,23 +50,34 @@ class Prefetch:
             self._backward is BackwardPrefetch.AUTO and backward_is_slow
         )
 
+    def begin_forward(self) -> None:
+        """Record the order of a new forward, and predict it from the order of the last forward."""
+        self.last_order, self.order = self.order or self.last_order, []
+
+    def in_forward(self) -> None:
+        """At the beginning of a unit's forward, start all-gathers of the units expected next."""
+        num = len(self.order)
+        # Predict nothing if another unit was at this position in the last forward.
+        if self._forward and num and self.last_order[num - 1 : num] == self.order[-1:]:
+            self._start_expected(self.last_order[num:], "forward")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this forward has run all units of the last forward, in the same order."""
+        return bool(self.order) and self.order == self.last_order
+
     def needs_soon(self, unit: Unit) -> bool:
         """Whether the rest of the forward, or the beginning of backward, uses the unit."""
         if unit is self._state.root:
             return True
         begins_backward = self._state.expects_backward and self._begins_in_forward
-        return begins_backward and self.order.first_backward()[:1] == [unit.index]
-
-    def in_forward(self) -> None:
-        """At the beginning of a unit's forward, start all-gathers of the units expected next."""
-        if self._forward:
-            self._start_expected(self.order.next_forward(), "forward")
+        return begins_backward and self.is_complete and self.order[-1] == unit.index
 
     def after_forward(self) -> None:
         """At the end of a forward, start the all-gathers of the units that backward uses first."""
-        if self._begins_in_forward:
+        if self._begins_in_forward and self.is_complete:
             # Skip the first unit, which is still unsharded, because of `needs_soon`.
-            self._start_expected(self.order.first_backward()[1:], "backward")
+            self._start_expected(self.order[-2::-1], "backward")
 
     def in_backward(self, unit: Unit, *, is_over: bool) -> None:
         """Start all-gathers of units whose backward is expected after the backward of ``unit``.
@@ -118,7 +88,11 @@ class Prefetch:
         """
         is_post = self._backward is BackwardPrefetch.BACKWARD_POST
         if self._backward is not None and is_post is is_over:
-            expected = self.order.next_backward(unit.index)
+            order, index = (self.order or self.last_order)[::-1], unit.index
+            after = order[order.index(index) + 1 :] if index in order else []
+            # If the unit ran twice, expect only the units before its second backward, at which this
+            # method is called again.
+            expected = after[: after.index(index)] if index in after else after
             self._start_expected(expected[:1] if is_post else expected, "backward")
 
     def _start_expected(self, expected: Sequence[int], purpose: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,66 +29,14 @@ _POLL_SECONDS = 1e-4
 _REMEMBERED = 100
 
 
-class ReduceOrder:
-    """The order in which all ranks start the reductions of a backward.
+class ReduceQueue:
+    """Starts and finishes the reductions of a model, in the same order on all ranks.
 
     All ranks must start collectives in the same order, but flat parameters may become ready in
     different orders on different ranks, or never. So a reduction starts only after all reductions
-    before it in the order: at the latest, at the end of backward.
-
-    Flat parameters are identified by their indices (``FlatParamHandle.number``).
+    before it in the order: at the latest, at the end of backward. In the order, flat parameters are
+    identified by their indices (``FlatParamHandle.number``).
     """
-
-    def __init__(self, number: int) -> None:
-        self.sequence = list(range(number))
-        self.num_taken = 0  # number of reductions that were started in this backward
-        # Flat parameters whose gradients are complete, in the order of completion.
-        self._ready: dict[int, None] = {}
-
-    def adopt(self, sequence: list[int]) -> None:
-        """Use ``sequence``, which must be the same on all ranks, as the order from now on."""
-        assert sorted(sequence) == sorted(self.sequence), "not a permutation"
-        self.sequence = list(sequence)
-
-    def begin_backward(self) -> None:
-        self._ready.clear()
-        self.num_taken = 0
-
-    def ready(self, number: int) -> None:
-        self._ready[number] = None
-
-    def turns(self, allows: Callable[[int], bool] = lambda _: True) -> Iterator[int]:
-        """Yield the flat parameters whose reduction may start now, in order.
-
-        Ends at a flat parameter that is not ready, or for which ``allows(number)`` is False. The
-        caller must start each reduction before it asks for the next.
-        """
-        while self.num_taken < len(self.sequence):
-            head = self.sequence[self.num_taken]
-            if head not in self._ready or not allows(head):
-                return
-            self.num_taken += 1
-            yield head
-
-    def num_ready(self) -> int:
-        """Return how many flat parameters precede the first one, in order, that is not ready."""
-        rest = (n for n, number in enumerate(self.sequence) if number not in self._ready)
-        return next(rest, len(self.sequence))
-
-    def rest(self) -> list[int]:
-        """Return the flat parameters whose reduction has not started yet, in order."""
-        return self.sequence[self.num_taken :]
-
-    def suggested(self) -> list[int]:
-        """Return the order in which flat parameters became ready on this rank.
-
-        Flat parameters that did not become ready come last.
-        """
-        return [*self._ready, *(number for number in self.sequence if number not in self._ready)]
-
-
-class ReduceQueue:
-    """Starts and finishes the reductions of a model, in the same order on all ranks."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._handles = state, state.handles
@@ -97,10 +44,12 @@ class ReduceQueue:
         # construction, but the root unit last: forward uses some of its parameters (embeddings, for
         # example) first, so backward computes their gradients last. After this backward, the ranks
         # adopt the real order.
-        self.order = ReduceOrder(len(self._handles))
-        backwards = self.order.sequence[::-1]
+        backwards = reversed(range(len(self._handles)))
         self._adopt(sorted(backwards, key=lambda n: self._handles[n].unit is state.root))
         self.is_order_agreed = False  # whether the ranks have adopted the real order
+        self._num_started = 0  # number of reductions that were started in this backward
+        # Indices of the flat parameters that are ready, in the order in which they became ready.
+        self._ready: dict[int, None] = {}
         # Uneven flat parameters: in a recent backward, only some ranks had all gradients, and the
         # others started the reduction at the end of backward. So no rank waits for the reduction
         # before the end. The keys are the indices of the flat parameters. The values are the
@@ -132,12 +81,12 @@ class ReduceQueue:
         (``Backward._may_reduce_early``).
         """
         self._must_wait, self.limit = must_wait, len(self._handles)
-        self.order.begin_backward()
+        self._num_started, self._ready = 0, {}
         for number, handle in enumerate(self._handles):
             if not handle.reduces:
                 # This backward does not reduce the flat parameter, so later flat parameters in the
                 # order must not wait.
-                self.order.ready(number)
+                self._ready[number] = None
             elif handle.grads.plan.hook is not None:
                 self.limit = 0
 
@@ -146,19 +95,24 @@ class ReduceQueue:
 
         Finishes old reductions, and may wait for the oldest one to limit memory (``_finish_old``).
         """
-        self.order.ready(handle.number)
+        self._ready[handle.number] = None
         self.start_ready()
         self._finish_old()
 
     def start_ready(self) -> None:
         """Start, in order, the reductions that may start now. Collective."""
-        if not self._must_wait:
-            for number in self.order.turns(self._allows):
-                if self._handles[number].reduces:
-                    self._start(self._handles[number])
+        while self._num_started < self.limit and not self._must_wait:
+            handle = self._handles[self._order[self._num_started]]
+            if handle.number not in self._ready or handle.unit.may_diverge:
+                return
+            self._num_started += 1
+            if handle.reduces:
+                self._start(handle)
 
-    def _allows(self, number: int) -> bool:
-        return self.order.num_taken < self.limit and not self._handles[number].unit.may_diverge
+    def num_ready(self) -> int:
+        """Return how many flat parameters precede the first one, in order, that is not ready."""
+        rest = (n for n, number in enumerate(self._order) if number not in self._ready)
+        return next(rest, len(self._order))
 
     def _start(self, handle: FlatParamHandle) -> None:
         """Start to reduce the gradients of a flat parameter. Collective."""
@@ -191,10 +145,12 @@ class ReduceQueue:
             handle, reduction = next(iter(self._in_flight.items()))
             if not reduction.done():
                 in_flight = sum([one.grads.plan.bytes_in_flight for one in self._in_flight])
-                # A wait is useless if another rank lacks a gradient, because that rank starts this
+                # Do not wait for gloo, which notices the end of a collective only in a wait. A wait
+                # is also useless if another rank lacks a gradient, because that rank starts this
                 # reduction only at the end of its backward. Expect so if a rank lacked a gradient
                 # in a recent backward (`_uneven`), or if some ranks have no more input (`join`).
-                is_late = self._state.lacks_ranks or handle.number in self._uneven
+                can_wait = reduction.work.reports_end and handle.number not in self._uneven
+                is_late = not can_wait or self._state.lacks_ranks
                 if in_flight <= self.max_bytes_in_flight or is_late:
                     return
                 with self._state.span(Kind.REDUCE_WAIT, handle.unit, ends=False):
@@ -217,7 +173,7 @@ class ReduceQueue:
         Before, the ranks exchange which parameters each rank has used (``end_of_backward.py``).
         Returns the result of this exchange.
         """
-        rest = self.order.rest()
+        rest = self._order[self._num_started :]
         agreed = exchange_end_of_backward(self._state, set(rest))
         self._uneven = {number: left - 1 for number, left in self._uneven.items() if left > 1}
         self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
@@ -245,16 +201,18 @@ class ReduceQueue:
     def _agree_on_order(self) -> None:
         """Adopt the order in which gradients became ready on rank 0. Collective, once per model."""
         world = self._state.world
-        order = torch.tensor(self.order.suggested(), device=world.host.device)
+        # Flat parameters that did not become ready come last.
+        found = [*self._ready, *(number for number in self._order if number not in self._ready)]
+        order = torch.tensor(found, device=world.host.device)
         with self._state.span(Kind.RANKS_WAIT):
             world.broadcast(order, op_name="order of reductions")
         self._adopt(order.tolist())
         self.is_order_agreed = True
 
-    def _adopt(self, sequence: list[int]) -> None:
+    def _adopt(self, order: list[int]) -> None:
         # Move units that some ranks may skip to the end of the order. The reductions of such units
         # start only at the end of backward, and later reductions in the order would have to wait.
-        self.order.adopt(sorted(sequence, key=lambda n: self._handles[n].unit.may_diverge))
+        self._order = sorted(order, key=lambda n: self._handles[n].unit.may_diverge)
 
     def drop(self) -> None:
         """Finish all reductions under way, after a backward that failed. Collective."""
@@ -268,8 +226,6 @@ class ReduceQueue:
 
 def wait_until_reduced(reduction: GradReduce) -> bool:
     """Wait for a reduction, at most ``_STALL_SECONDS``, and return whether it is finished."""
-    if not reduction.work.reports_end:  # gloo notices the end of a collective only in a wait
-        return False
     # Wait on the host, not on the stream. An all-gather that is queued behind a stream wait would
     # deadlock with a rank that lacks a gradient, and starts this reduction only at the end of its
     # backward.

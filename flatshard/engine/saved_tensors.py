@@ -10,7 +10,7 @@ receive every tensor that is not a view of an unsharded buffer.
 
 [Note: forwards without hooks]
 Autograd calls the hooks for every saved tensor, which takes a fifth of the host's time for a step.
-So later steps run without hooks if the hooks have made no difference in three consecutive steps. (A
+So later steps run without hooks if the hooks have made no difference in two consecutive steps. (A
 step begins with the first forward after a backward, and includes the next backward.) The hooks make
 no difference if backward reads every ``SavedView``, and the unit is unsharded at each read, because
 ``Backward.enter`` has unsharded it. Then plain views work too, because a buffer is filled again at
@@ -47,7 +47,7 @@ from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-CLEAN_STEPS = 3
+CLEAN_STEPS = 2
 """After this number of steps in which hooks made no difference, forwards run without hooks.
 
 More than one, because a program may do something different in every second step, for example.

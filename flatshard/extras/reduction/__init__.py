@@ -140,7 +140,7 @@ class HookCalls(StepExtension):
         """Exchange how many flat parameters are ready, unless all ranks know it. Collective."""
         if not self._asks or self._queue.limit == self._num:
             return
-        said = [self._queue.order.num_ready(), int(not is_at_end)]
+        said = [self._queue.num_ready(), int(not is_at_end)]
         values = torch.tensor(said, device=self._side_group.host.device)
         op_name = "communication hooks that can be called in backward"
         self._side_group.reduce_scalars(values, "MIN", op_name=op_name)

@@ -19,7 +19,6 @@ import torch
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.comm.work import CollectiveError
 from flatshard.engine.gradients import GradSync
-from flatshard.engine.prefetch import ExecutionOrder
 from flatshard.engine.run_state import RunState, temporarily
 from flatshard.options.extras import default_extra, extra
 
@@ -49,7 +48,7 @@ def uneven(state: RunState) -> Iterator[None]:
             temporarily(state.units, stays_unsharded=True),
             # Ranks run different forwards here, but must predict the same order of units
             # afterwards.
-            temporarily([state.prefetch], order=ExecutionOrder()),
+            temporarily([state.prefetch], order=[], last_order=[]),
         ):
             outside = state.outside_use or extra("out_of_forward", _NAME)
             with torch.no_grad(), outside.unsharded(state.units):
