@@ -157,14 +157,14 @@ class Communicator(Members):
         (``is_ordered``), all ranks must start them in the same order. A request with ``reduced`` is
         the second half of an all-reduce, and must be in order with reductions.
         """
-        shard, out = request.shard, request.out
-        assert out.numel() == shard.numel() * self.size, "the shards of all ranks fill the buffer"
+        numel = request.shard.numel() * self.size
+        assert request.out.numel() == numel, "the shards of all ranks fill the buffer"
         action = f"all-gathering parameters for {request.purpose}"
         if request.reduced:  # `reduce_scatter` has told the listeners about the whole all-reduce
             action = _ALL_REDUCING
         elif LISTENERS:
-            self.note("gather", request.unit_fqn, out.nbytes)
-        transport = self.transport_for(shard.device, request.tag)
+            self.note("gather", request.unit_fqn, request.out.nbytes)
+        transport = self.transport_for(request.out.device, request.tag)
         with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
             return transport.gather(request, op_name)
 

@@ -151,8 +151,7 @@ class History:
         kind = group.group_name if kind is None else kind
         number = self.begun[kind] = self.begun.get(kind, 0) + 1
         if what:
-            self.described = kind
-            self.digest = zlib.crc32(what.encode(), self.digest)
+            self.described, self.digest = kind, zlib.crc32(what.encode(), self.digest)
             self._last_two = self._last_two[1], what
             self._recent.append((number, what))
             self.unchecked_since = self.unchecked_since or time.monotonic()
@@ -376,8 +375,7 @@ class AsyncWork(named):
         """
         # Clear `works` and `then` before waiting. After a failure, a second wait would hang or hide
         # the error. After success, a second `then` would average or cast twice.
-        self._awaited, then = self.works, self.then
-        self.works, self.then = (), None
+        self._awaited, then, self.works, self.then = self.works, self.then, (), None
         # Do not write `with self`, which would cost two Python calls for each collective of a step.
         _own.waits.append(self)
         try:
@@ -456,6 +454,5 @@ class PendingSends:
 
     def drop_sent(self) -> None:
         """Release the tensors of all collectives whose data the other ranks have received."""
-        self.pending = [
-            pending for pending in self.pending if not (pending.reports_sent and pending.is_sent())
-        ]
+        if self.pending:
+            self.pending = [one for one in self.pending if not (one.reports_sent and one.is_sent())]

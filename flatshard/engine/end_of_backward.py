@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, compress, islice
+from itertools import chain, compress, count, islice
 from zlib import crc32
 
 from flatshard.comm.consistency import Facts, differing_fact
@@ -66,8 +66,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     handles = state.handles
     # Other parts of the engine add votes to the message: `BufferSync` and the extensions. The order
     # of these parts is the same on all ranks.
-    buffers = [state.buffers] if state.buffers else []
-    voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
+    voters: list[BufferSync | StepExtension] = [*filter(None, [state.buffers]), *state.extensions]
     # Collect votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
     # Units in which this rank's program edited accumulated gradients, or parameters in forward. Do
@@ -84,10 +83,9 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         [bool(differing)],
         _program(state),
         _order(state),
-        # Two votes per flat parameter: "the reduction was started" and "was not started". If the
-        # maxima of both votes are yes, the flat parameter is uneven.
-        [number not in rest for number in range(len(handles))],
-        [number in rest for number in range(len(handles))],
+        # For each flat parameter, whether the reduction was not started yet. If this differs
+        # between ranks, the flat parameter is uneven.
+        with_complements(number in rest for number in range(len(handles))),
         [unit in edited_here for unit in state.units],
         [
             not (number in rest and h.reduces) and h.grads.waits_for(h.unit.sync)
@@ -102,9 +100,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         op_name = f"used parameters of all units{also}, backward"
         numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
     maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
-    differ_within, program, orders, started, waiting, edited, left_over, used = maxima[
-        : len(engine_votes)
-    ]
+    differ_within, program, orders, waiting, edited, left_over, used = maxima[: len(engine_votes)]
     if any(differ_within):
         units = ", ".join(map(unit_text, differing)) or "a unit of other ranks"
         raise RuntimeError(
@@ -121,7 +117,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     return Agreement(
         used=used_by,
         left_over=list(compress(handles, left_over)),
-        uneven=[i for i, both in enumerate(zip(started, waiting, strict=True)) if all(both)],
+        uneven=list(compress(count(), differ(waiting))),
         edited=list(compress(state.units, edited)),
     )
 
@@ -163,13 +159,12 @@ def _check_program(state: RunState, maxima: bytes) -> None:
     ``maxima``: the maximum over the ranks for each byte of ``_program``. Collective if the programs
     differ: the ranks exchange details, to name the difference.
     """
-    model, *digest = differ(maxima)
-    if not (model or any(digest)):
+    if not any(differ(maxima)):
         if state.steps is not None:
             state.steps.facts.clear()
         return
     backward = f"backward of {unit_text(state.root.name)}"
-    if model:
+    if differ(maxima)[0]:
         raise RuntimeError(
             f"{backward}: another rank is at the end of the backward of another model. If one "
             "backward() computes gradients of several ShardedWrappers, all ranks must reach the "

@@ -183,10 +183,10 @@ class Forward:
                         if tensor.grad_fn is not None:
                             tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
-            error = sys.exc_info()[1] if output is None else None
-            if error is not None:
-                self._root_module.explain(error, unit.name)
-            self.leave(unit, changed, failed=error is not None)
+            failed = output is None and sys.exc_info()[1] is not None
+            if failed:
+                self._root_module.explain(sys.exc_info()[1], unit.name)
+            self.leave(unit, changed, failed=failed)
         return changed
 
     def enter(self, unit: Unit) -> Call:

@@ -125,9 +125,9 @@ class GradReduce:
         self,
         plan: ReducePlan,
         full: Tensor,  # the gradients, (padded_numel,); no other code may use the memory
+        intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
         *,
         is_intra_only: bool,  # whether to stop after the first stage (`GradSync.SHARD_ONLY`)
-        intra_reduced: Tensor | None,  # sum of first-stage results of earlier backwards
     ) -> None:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False

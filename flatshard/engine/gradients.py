@@ -287,12 +287,11 @@ class Gradients:
         self._separate.add(index)
 
     def _allocate(self) -> Tensor:
-        buffer = torch.empty(
+        buffer = self._buffer = torch.empty(
             self._layout.padded_numel, dtype=self.dtypes.reduce_dtype, device=self.plan.device
         )
         # Padding is reduced and passed to optimizers like gradients, so it must be zero.
         zero([buffer[start:end] for _, start, end in self._layout.gaps])
-        self._buffer = buffer
         return buffer
 
     def add_intra_reduced(self, part: Tensor) -> None:
@@ -344,7 +343,7 @@ class Gradients:
         already averaged the gradients. A gradient that this rank has not computed counts as zero.
         Collective: all ranks that train the unit.
         """
-        assert not self.is_reducing, "the earlier reduction is not finished"
+        assert self.reduction is None or self.reduction.is_finished, "an earlier reduction runs"
         full, earlier = self.take(), None
         if self.plan.hook is not None:
             assert sync is GradSync.FULL, "a communication hook reduces over all ranks"
@@ -353,9 +352,8 @@ class Gradients:
             return None
         if sync is GradSync.FULL:
             earlier, self.intra_reduced = self.intra_reduced, None
-        is_intra_only = sync is GradSync.SHARD_ONLY
         self.reduction = GradReduce(
-            self.plan, full, is_intra_only=is_intra_only, intra_reduced=earlier
+            self.plan, full, earlier, is_intra_only=sync is not GradSync.FULL
         )
         return self.reduction
 
@@ -523,16 +521,12 @@ class Gradients:
             for param in self._params:
                 if not used[param.index]:
                     continue
-                sharded, kept = param.sharded, param.kept_grad
+                sharded, kept, spec = param.sharded, param.kept_grad, param.spec
                 if kept is not None and not kept.__dict__:
                     # Reuse the Python object of the last step's gradient: creating an object of a
                     # Tensor subclass takes several times as long.
                     grad: Tensor = kept
-                    kept.__dict__ = {
-                        "shard_flat": reduced,
-                        "shard_spec": param.spec,
-                        "is_kept": True,
-                    }
+                    kept.__dict__ = {"shard_flat": reduced, "shard_spec": spec, "is_kept": True}
                 else:
                     grad = param.of_chunk(reduced)
                     if isinstance(grad, FlatShardTensor):

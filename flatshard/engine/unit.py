@@ -338,19 +338,19 @@ class Unit:
 
         ``buffer_action`` decides which buffers are freed. The unit moves to phase IDLE.
         """
+        self.phase, is_over = Phase.IDLE, point is not ReshardPoint.AFTER_FORWARD
+        if is_over:
+            self._outstanding_inputs.clear()
         for handle in self.handles:
             if handle.installed is not None:
                 handle.put_back()
-        self.phase = Phase.IDLE
-        if point is not ReshardPoint.AFTER_FORWARD:
-            self._outstanding_inputs.clear()
-            for handle in self.handles:
+            if is_over:
                 handle.grads.arrived.clear()
         for handle in self.handles:
             action = self.buffer_action(handle, point, is_needed_soon=is_needed_soon)
             secondary = handle.gather.secondary
             if secondary is not None and action is not BufferAction.SNAPSHOT:
-                if point is not ReshardPoint.AFTER_FORWARD:
+                if is_over:
                     secondary.end_backward()
                 elif action is BufferAction.FREE and self.backward_follows and handle.is_current:
                     # Backward all-gathers from secondary shards, so cut this rank's secondary shard
