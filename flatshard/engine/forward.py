@@ -115,9 +115,10 @@ class Forward:
             self.give_back()
         # With HYBRID_SHARD_OP, start the slow all-gathers across nodes of all units now, so that
         # they overlap with the forward.
-        with self._state.span(Kind.STARTING, purpose="forward"):
-            for handle in self._handles_across_nodes:
-                handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
+        if self._handles_across_nodes:
+            with self._state.span(Kind.STARTING, purpose="forward"):
+                for handle in self._handles_across_nodes:
+                    handle.gather.begin_refresh(handle.flat_param.detach(), handle.version)
 
     # ------------------------------------------------------------ a module's forward
 

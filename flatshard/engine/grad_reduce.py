@@ -19,7 +19,7 @@ a wider dtype (``Transport.sum_dtype``), and are rounded before stage 2.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +121,11 @@ class ReducePlan:
 class GradReduce:
     """The reduction of one flat parameter's gradients in one backward; see [Note: stages]."""
 
+    # Event after which the device has computed the gradients: the host may only have queued the
+    # kernels that compute them. None: the gradients are computed already.
+    computed: torch.Event | None = None
+    _read_on_side_stream: Sequence[object] = ()  # kept alive for `_queue_later_stages`
+
     def __init__(
         self,
         plan: ReducePlan,
@@ -132,9 +137,6 @@ class GradReduce:
         """Start the first stage. Collective: all ranks of the unit, in the same order of calls."""
         self.is_intra_only, self.is_finished = is_intra_only, False
         self._plan, self._intra_reduced = plan, intra_reduced
-        # Event after which the device has computed the gradients: the host may only have queued the
-        # kernels that compute them. None: the gradients are computed already.
-        self.computed: torch.Event | None = None
         if plan.device.type == "cuda":
             self.computed = torch.Event(plan.device)
             self.computed.record()  # on the current stream of the device
@@ -144,7 +146,6 @@ class GradReduce:
         # The reductions of all models whose second stage will use the same group and has not
         # started. They are in the order in which their first stages started.
         self._second_stages = second.second_stages
-        self._read_on_side_stream: list[object] = []
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
             self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
@@ -182,7 +183,7 @@ class GradReduce:
         self._read_on_side_stream = [full, self._intra_reduced, *self.work.kept]
         with torch.cuda.stream(_side_stream(self._out)):
             self.start_second_stage()
-            self._read_on_side_stream += self.work.kept
+            self._read_on_side_stream = [*self._read_on_side_stream, *self.work.kept]
             while self.later_stages:
                 self._start_next_stage()
 
@@ -262,8 +263,8 @@ class GradReduce:
             while self.later_stages:
                 self._start_next_stage()
         self.work.wait(self._plan.flat.pending_sends)
-        self._read_on_side_stream = []  # no longer needed, because the current stream has waited
-        out = self._out
+        # The side stream's tensors are not needed any more: the current stream has waited.
+        out, self._read_on_side_stream = self._out, ()
         del self._out  # so that the caller can free the memory after an offload
         return out
 

@@ -461,9 +461,7 @@ class Gradients:
 
     def add_reduced(self, reduced: Tensor) -> None:
         """Add ``reduced``, ``(shard_numel,)``, to the gradients that this backward will publish."""
-        part, total, dtype = reduced, self._reduced, self.dtypes.grad_dtype
-        if part.dtype is not dtype:
-            part = part.to(dtype)
+        part, total = reduced.to(self.dtypes.grad_dtype), self._reduced
         if not self._target.is_device:
             part = self._copied_to_target(part)
         if total is None:

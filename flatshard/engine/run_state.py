@@ -170,8 +170,7 @@ class RunState:
             purpose: "forward" or "backward". Backward does not need embedding tables.
             everything: whether to all-gather all flat parameters, even for backward.
         """
-        needs_all = everything or purpose == "forward"
-        handles = unit.handles if needs_all else unit.for_backward
+        handles = unit.handles if everything or purpose == "forward" else unit.for_backward
         with self.span(Kind.STARTING, unit, purpose=purpose):
             for handle in handles:
                 if handle.unshard(purpose):

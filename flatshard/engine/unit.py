@@ -360,10 +360,9 @@ class Unit:
                 # In backward, a recomputed forward may have saved views of the buffer, which are
                 # read later. So the buffer keeps its memory as long as views exist. Without saved-
                 # tensor hooks, a retained graph has views too, but reads only after an all-gather.
-                may_be_viewed = point is ReshardPoint.AFTER_BACKWARD and (
-                    handle.had_views or self.forward.saved.has_hooks
-                )
-                handle.reshard(though_viewed=not may_be_viewed)
+                may_be_viewed = handle.had_views or self.forward.saved.has_hooks
+                in_backward = point is ReshardPoint.AFTER_BACKWARD
+                handle.reshard(though_viewed=not (in_backward and may_be_viewed))
             elif action is BufferAction.SNAPSHOT:
                 handle.snapshot()
             else:
