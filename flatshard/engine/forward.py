@@ -42,7 +42,7 @@ from flatshard.engine.events import Kind
 from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
-from flatshard.engine.unit import Call, Phase, Unit
+from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
 from flatshard.memory import give_back_kept
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
@@ -169,8 +169,7 @@ class Forward:
         """
         if not unit.running:  # `before_module` has raised, so no call is recorded
             return None
-        call = unit.running.pop()
-        changed = output
+        call, changed = unit.running.pop(), output
         try:
             if output is not None:
                 self.check(unit, module)
@@ -277,7 +276,8 @@ class Forward:
             # backward follows.
             backward_follows = has_output and (torch.is_grad_enabled() or state.expects_backward)
             if unit.end_call(backward_follows=backward_follows) or not has_output:
-                unit.end_forward(is_needed_soon=self._prefetch.needs_soon(unit))
+                is_needed_soon = self._prefetch.needs_soon(unit)
+                unit.reshard(ReshardPoint.AFTER_FORWARD, is_needed_soon=is_needed_soon)
         if state.depth == 0:
             return
         state.depth -= 1

@@ -257,8 +257,7 @@ class FlatParamHandle:
         if self.state is ShardState.UNSHARDING:
             self.wait_unshard()  # an all-gather may still be writing into the buffer
         if self.state is not ShardState.SHARDED:
-            self.state = ShardState.SHARDED
-            self.is_free_deferred = not self.shard_is_buffer
+            self.state, self.is_free_deferred = ShardState.SHARDED, not self.shard_is_buffer
             if not self._targets.shard.is_device:
                 self.page_out()
         # Views may exist: activation checkpointing's recomputed forward saves plain views, without

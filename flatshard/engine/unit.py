@@ -149,9 +149,7 @@ class Unit:
         # a gradient. Then frozen parameters stay unsharded until the end of the model's backward.
         self._ends_unseen = False
         self._num_calls = 0  # number of calls in the model's present or latest forward
-
-        # Number of calls expected in the rest of this forward, if it calls as often as the last.
-        self._calls_to_come = 0
+        self._num_expected = 0  # number of calls in the forward before
         self.backward_follows = False  # whether a backward follows the latest use of the unit
 
         # Whether the unsharded buffers keep their memory after a reshard, because autograd may have
@@ -373,7 +371,7 @@ class Unit:
 
     def begin_iteration(self) -> None:
         """Reset the counts of calls, because a forward of the model begins."""
-        self._calls_to_come, self._num_calls = self._num_calls or len(self.casts), 0
+        self._num_expected, self._num_calls = self._num_calls or len(self.casts), 0
         self._outstanding_before += self.outstanding_backwards
         self.outstanding_backwards = 0
         # Under no_sync, perhaps only some ranks ran a backward, which resharded the unit. So
@@ -395,8 +393,8 @@ class Unit:
         """
         self.backward_follows = backward_follows
         self._num_calls += 1
-        self._calls_to_come -= 1
-        return not self.may_diverge and (len(self.casts) == 1 or self._calls_to_come <= 0)
+        is_last = len(self.casts) == 1 or self._num_calls >= self._num_expected
+        return is_last and not self.may_diverge
 
     def end_forward(self, *, is_needed_soon: bool) -> None:
         """Reshard the unit, because the model's forward will not call it again.
