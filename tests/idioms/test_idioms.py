@@ -59,9 +59,12 @@ ALWAYS = {
     *("functional_call", "functional_call_own", "optimizer_sparseadam", "pickled"),
     "sync_batch_norm",
 }
-"""Idioms that raise the error under NO_SHARD, too."""
+"""Idioms that raise the error under all other strategies, too."""
 
-NOT_UNDER = {"join": ("hybrid-op-nodes-of-one", "hybrid-op", "op", "regather")}
+NOT_UNDER = {
+    "join": ("hybrid-op-nodes-of-one", "hybrid-op", "op", "regather"),
+    "two_strategies": ("regather",),
+}
 """Idioms and the ways that refuse them with an error that names what to do."""
 
 WARNED = {
@@ -150,7 +153,7 @@ def _prove_one(cell: Cell) -> None:
     name, way = cell
     implementation = f"flatshard {way}"
     coalesces = name not in DOCUMENTED and _number(name) % 2 == 0
-    if (way == "full" and name in DOCUMENTED) or (way == "no_shard" and name in ALWAYS):
+    if name in ALWAYS or (way == "full" and name in DOCUMENTED):
         words = rf"(?s){DOCUMENTED[name]}"
         with mock.patch.multiple(detector, **QUICK), pytest.raises(Exception, match=words):
             with allow_warnings():
