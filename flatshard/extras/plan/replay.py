@@ -58,19 +58,6 @@ class Outcome:
         return self.seconds - self.compute_seconds
 
 
-@dataclass
-class _Reduction:
-    """A running reduction, with the buffers that are freed at the time ``ends``.
-
-    ``crosses``: whether the second stage, over the replicas, has not begun yet.
-    """
-
-    flat: FlatMemory
-    crosses: bool
-    ends: float
-    buffers: list[Held] = field(default_factory=list)
-
-
 class Replay:
     """Replays the steps of one rank as flatshard runs them.
 
@@ -89,7 +76,6 @@ class Replay:
         self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
-        self.state: list[Held] = []
         self.grads: list[Held] = []
         # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
@@ -118,7 +104,7 @@ class Replay:
         sums = map(_gradient_bytes, together)
         self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
         self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
-        self._in_flight: list[_Reduction] = []
+        self._reducing: list[FlatMemory] = []  # flat parameters whose reduction runs
 
     # ------------------------------------------------------------ memory and clocks
 
@@ -349,7 +335,7 @@ class Replay:
     def _reduce(self, flat: FlatMemory) -> None:
         """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
         self.now("reduction of", flat.unit)
-        reduction = _Reduction(flat, flat.replicas > 1, self.clock)
+        flat.crosses, flat.reduced_at, flat.sent = flat.replicas > 1, self.clock, []
         sent = self._fill(flat)
         if flat.gather_size == 1:
             flat.results.append(sent)
@@ -361,57 +347,53 @@ class Replay:
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes
-            reduction.buffers += [sent, self.allocate(more, "reduction")]
+            flat.sent = [sent, self.allocate(more, "reduction")]
             size, per_node = flat.gather_size, self.machine.per_node
-            reduction.ends = self.send(flat.whole_gradient_bytes, size, per_node)
-        self._in_flight.append(reduction)
-        if self.machine.device.is_gpu or not reduction.buffers:
-            self._cross(reduction)
-        self._finish_old()
+            flat.reduced_at = self.send(flat.whole_gradient_bytes, size, per_node)
+        self._reducing.append(flat)
+        if self.machine.device.is_gpu or not flat.sent:
+            self._cross(flat)
+        # Finish reductions that have ended, and wait if reductions hold too much memory.
+        while self._reducing:
+            first = self._reducing[0]
+            # With gloo, only a wait finds out that a reduce-scatter has ended.
+            reports_end = not self._native or first.gather_size == 1
+            if reports_end and first.reduced_at <= self.clock:
+                self._cross(first)
+            over = _gradient_bytes(self._reducing) > self._max_in_flight
+            if not reports_end or (first.reduced_at > self.clock and not over):
+                return
+            self._finish_first()
 
     def _sum_bytes(self, flat: FlatMemory, nbytes: int) -> int:
         is_wider = self._sockets and flat.reduce_itemsize < 4
         return nbytes // flat.reduce_itemsize * 4 if is_wider else nbytes
 
-    def _cross(self, reduction: _Reduction) -> None:
+    def _cross(self, flat: FlatMemory) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
-        if not reduction.crosses:
+        if not flat.crosses:
             return
-        flat, reduction.crosses = reduction.flat, False
+        flat.crosses = False
         if not self.machine.device.is_gpu:
-            self.wait(reduction.ends)
-            self.free(*reduction.buffers)
-            reduction.buffers = []
+            self.wait(flat.reduced_at)
+            self.free(*flat.sent)
+            flat.sent = []
         # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank keeps
         # only a part of the result, the second stage is only a reduce-scatter.
         steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
         if steps == 1:
             copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
-            reduction.buffers += [*flat.results, copies]
+            flat.sent += [*flat.results, copies]
             nbytes = self._sum_bytes(flat, flat.reduced_bytes)
             flat.results = [self.allocate(nbytes, "reduction")]
         in_node = max(1, self.machine.per_node // flat.gather_size)
-        reduction.ends = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
-
-    def _finish_old(self) -> None:
-        """Finish reductions that have ended, and wait if reductions hold too much memory."""
-        while self._in_flight:
-            first = self._in_flight[0]
-            # With gloo, only a wait finds out that a reduce-scatter has ended.
-            reports_end = not self._native or first.flat.gather_size == 1
-            if reports_end and first.ends <= self.clock:
-                self._cross(first)
-            over = _gradient_bytes([one.flat for one in self._in_flight]) > self._max_in_flight
-            if not reports_end or (first.ends > self.clock and not over):
-                return
-            self._finish_first()
+        flat.reduced_at = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
 
     def _finish_first(self) -> None:
-        first = self._in_flight.pop(0)
-        self._cross(first)
-        self.wait(first.ends)
-        self.free(*first.buffers)
-        flat = first.flat
+        flat = self._reducing.pop(0)
+        self._cross(flat)
+        self.wait(flat.reduced_at)
+        self.free(*flat.sent)
         for place, held in enumerate(flat.results):
             if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
                 flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
@@ -423,25 +405,23 @@ class Replay:
             for flat in self.flats:
                 if flat.is_trained and (flat.slots or flat.buffer):
                     self._reduce(flat)
-            for reduction in self._in_flight:
-                self._cross(reduction)
-            while self._in_flight:
+            for flat in self._reducing:
+                self._cross(flat)
+            while self._reducing:
                 self._finish_first()
         for unit in self.of_unit:
             self.reshard(unit)
-        if self.syncs:
-            for flat in self.flats:
-                for held in flat.results:
-                    self.totals[held.category] -= held.nbytes
-                    held.category = "gradients"
-                    self.totals[held.category] += held.nbytes
-                self.grads += flat.results
-                flat.results = []
+        for held in [held for flat in self.flats if self.syncs for held in flat.results]:
+            self.free(held)
+            self.grads.append(self.allocate(held.nbytes, "gradients"))
+        for flat in self.flats:
+            flat.results = []
 
     def step(self) -> None:
         """Step the optimizer."""
-        if not self.state:
-            self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
+        if "optimizer" not in self.totals:
+            for flat in self.flats:
+                self.allocate(flat.optimizer_bytes, "optimizer")
         # flatshard steps element-wise optimizers with one fused kernel, without temporary memory.
         # But a parameter that one rank holds completely stays a plain parameter. On CPUs, torch's
         # Adam steps plain parameters with several operators, so memory traffic grows by 13 times

@@ -20,7 +20,7 @@ from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
-from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.replay import Outcome
 from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
@@ -141,7 +141,7 @@ class Target:
         Raises ValueError if no strategy can be used.
         """
         strategies = (self.strategy,) if isinstance(self.strategy, str) else self.strategy
-        traced = TracedModel.of(
+        traced = TracedModel(
             self.build,
             self.step or language_step(self.batch, self.seq),
             checkpoint=self.checkpoint,
@@ -166,13 +166,14 @@ class Target:
 
     def _choice(self, traced: TracedModel, strategy: str, ranks: int) -> Choice:
         optimizer, machine = self.optimizer, self.machine
-        flats = traced.flats(
+        outcome = traced.replay(
+            machine,
             ranks,
+            self.accumulate,
             optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
             sharding_strategy=strategy,
             ranks_per_node=min(ranks, self.per_node),
         )
-        outcome = Replay(traced.trace, flats, machine, self.accumulate).run()
         memory = machine.device.memory_bytes
         fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
         speed = self.accumulate * self.batch / outcome.seconds

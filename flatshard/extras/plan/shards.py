@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.policies import Policy
 
 
-@dataclass(eq=False)
-class Held:
+class Held(NamedTuple):
     """A block of memory that is currently allocated."""
 
     category: str
@@ -63,6 +62,9 @@ class FlatMemory:
         slots: for each gradient that has arrived, its memory; None if it was copied to ``buffer``.
         buffer: memory from which all gradients are reduced.
         results: reduced gradients.
+        sent: buffers that are freed when the running reduction ends.
+        reduced_at: time at which this stage of the running reduction ends.
+        crosses: whether the second stage, over the replicas, has not begun yet.
     """
 
     def __init__(
@@ -102,15 +104,16 @@ class FlatMemory:
         is_freed = placement.reshard_after_forward and unit.name
         if placement.regather_size and (is_freed or self.is_lookup):
             self.secondary_bytes = unsharded // placement.regather_size
-        self.is_stale = False
+        self.is_stale = self.crosses = False
         self.unsharded: Held | None = None
         self.source: Held | None = None
         self.secondary: Held | None = None
         self.ends: float | None = None
-        self.arrived = 0
+        self.arrived, self.reduced_at = 0, 0.0
         self.slots: list[Held | None] = []
         self.buffer: Held | None = None
         self.results: list[Held] = []
+        self.sent: list[Held] = []
 
     @property
     def is_complete(self) -> bool:
