@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ DTYPES = {
 }
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 
+_CHECKPOINTS = ("none", "selective", "block")
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
@@ -185,8 +186,7 @@ class Target:
         For each change, keyed by a text that describes the change, returns the prediction of the
         strategy with the smallest peak memory.
         """
-        kinds = ("none", "selective", "block")
-        stronger = kinds[kinds.index(self.checkpoint) + 1 :]
+        stronger = _CHECKPOINTS[_CHECKPOINTS.index(self.checkpoint) + 1 :]
         changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in stronger]
         changes.append(("ranks", 2 * max(counts(self.ranks))))
         if self.step is None and self.batch > 1:
@@ -198,12 +198,12 @@ class Target:
             text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
             # Checkpointing fails if a forward changes its inputs, or fills a cache.
             with contextlib.suppress(CannotTraceError):
-                found[text] = min(replace(self, **{name: value}).choices(), key=_peak_bytes)
+                found[text] = smallest(replace(self, **{name: value}).choices())
         return found
 
 
-def _peak_bytes(one: Choice) -> int:
-    return one.outcome.peak_bytes
+def smallest(choices: Iterable[Choice]) -> Choice:
+    return min(choices, key=lambda one: one.outcome.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class TrainingPlan:
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def __str__(self) -> str:
-        shown = self.best or min(self.choices, key=_peak_bytes)
+        shown = self.best or smallest(self.choices)
         rows = [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
@@ -364,7 +364,7 @@ _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,
     "optimizer": OPTIMIZERS,
-    "checkpoint": ("none", "block", "selective"),
+    "checkpoint": _CHECKPOINTS,
     "strategy": STRATEGIES,
 }
 

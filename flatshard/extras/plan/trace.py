@@ -223,13 +223,16 @@ class _Recorder(TorchDispatchMode):
         Returns the handles of the module's hooks.
         """
 
+        def mark(what: str, *_: Any) -> None:
+            self._trace.events.append(Mark(what, unit))
+
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
-            self._mark("enter", unit)
+            mark("enter")
             args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
             if not self.in_backward:
                 for tensor in _with_gradients((args, kwargs)):
-                    self._mark("input", unit)
-                    hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
+                    mark("input")
+                    hook = tensor.register_hook(partial(mark, "leave backward"))
                     # Let autograd call this hook first, as in `Forward.before_module`: this mark
                     # must come before "enter backward" of the unit that made the tensor.
                     call_first(hook, tensor)
@@ -237,10 +240,10 @@ class _Recorder(TorchDispatchMode):
 
         def leave(_: Any, __: Any, output: Any) -> Any:
             output = casts.cast_output(output)
-            self._mark("leave", unit)
+            mark("leave")
             if not self.in_backward:
                 for tensor in _with_gradients(output):
-                    tensor.register_hook(lambda _: self._mark("enter backward", unit))
+                    tensor.register_hook(partial(mark, "enter backward"))
             return output
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -252,9 +255,6 @@ class _Recorder(TorchDispatchMode):
         block = self._block_of[param.grad.untyped_storage()._cdata]
         self._trace.events.append(Mark("gradient", flat, block))
         param.grad = None
-
-    def _mark(self, what: str, unit: int) -> None:
-        self._trace.events.append(Mark(what, unit))
 
     def _allocate(self, tensor: Tensor, maker: str) -> bool:
         storage = tensor.untyped_storage()
