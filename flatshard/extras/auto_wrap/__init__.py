@@ -166,22 +166,15 @@ class AutoUnits:
 
         def visit(parent: nn.Module) -> None:
             for child in self._children(parent):
-                if child in seen:
-                    continue
-                seen.add(child)
-                for kind in self._kinds(child):
+                if child not in seen:
+                    seen.add(child)
                     # Do not count a child that has the same shapes as its parent: the parent only
                     # wraps this child, so parent and child are not repeated blocks.
-                    if kind != _shapes(parent):
-                        counts[kind] += 1
-                visit(child)
+                    counts.update(kind for kind in self._kinds(child) if kind != _shapes(parent))
+                    visit(child)
 
         visit(top)
         return counts
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the units that are blocks: repeated modules that were not split into children."""
-        return [module for module in self._held if self.is_closed_block(module)]
 
     def is_closed_block(self, module: nn.Module) -> bool:
         return module not in self._opened and self._is_block(module, self._counts)
@@ -220,9 +213,10 @@ class AutoUnits:
 def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    size = numel(tree.params(tree.module))
-    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
-    if not blocks:
+    if (size := numel(tree.params(tree.module))) < LARGE_MODEL_NUMEL:
+        return []
+    units = AutoUnits(tree)
+    if not (blocks := sum(map(units.is_closed_block, units.reasons()))):
         return []
     return [
         f"ShardedWrapper: all {size:,} elements of {type(tree.module).__name__} are one unit, so "

@@ -217,10 +217,10 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
 
     Collective: all ranks. All ranks raise if the disk of any rank cannot be used, or is too full.
     """
-    offload, targets = plan.settings.cpu_offload, OffloadTargets()
-    error: Exception | None = None
+    offload, error = plan.settings.cpu_offload, None
     try:
         disk = DiskMemory(offload.path or "")
+        targets = OffloadTargets(state=disk)
         if offload.takes_params or plan.settings.device.type != "cpu":
             targets = OffloadTargets(disk, disk, disk, keeps_copy=not offload.takes_params)
             for planned in plan.units:
@@ -230,8 +230,6 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
                     needed = flat.layout.shard_numel * flat.dtype.itemsize * copies
                     nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
                 disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
-        else:
-            targets = OffloadTargets(state=disk)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
     # Raise on all ranks, even if only some fail: the others would wait in the next collective.
@@ -319,14 +317,11 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
     """For each of ``params`` with state on a disk, yield the parameter, state and gradient."""
     for param in params:
-        if state_disk(param) is None:
-            continue
-        grad = param.grad
-        values = [param, *optimizer.state.get(param, {}).values()]
-        # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
-        if type(grad) in (Tensor, FlatShardTensor):
-            values.append(grad)
-        yield from (local_range(value) for value in values if isinstance(value, Tensor))
+        if state_disk(param) is not None:
+            # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
+            grads = [param.grad] if type(param.grad) in (Tensor, FlatShardTensor) else []
+            values = (param, *optimizer.state.get(param, {}).values(), *grads)
+            yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
