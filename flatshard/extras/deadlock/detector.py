@@ -106,10 +106,7 @@ class _Report(NamedTuple):
         return json.dumps(self._replace(need=need))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether this wait needs ``rank`` to begin a collective that ``rank`` has not begun yet.
-
-        ``begun``: the collectives begun by ``rank``.
-        """
+        """Whether this wait needs ``rank``, which has begun ``begun``, to begin a collective."""
         need = self.need
         for_all = len(need.ranks) > _ASKED and program.is_member(rank, need.group)
         return (for_all or rank in need.ranks) and _missing(need, begun) > 0
@@ -279,10 +276,7 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
-        """Return why the wait never ends, or None if no reason is known.
-
-        ``stuck``: the reports of ranks that may be in a deadlock with this rank.
-        """
+        """Return why the wait never ends, or None. ``stuck``: see ``_stuck``."""
         told = _told(self._store, wait.need)
         if known := told or _reason(wait.need, self._heard) or _mixed(mine, self._heard):
             return known
@@ -320,10 +314,7 @@ def _why(need: WaitCondition) -> str | None:
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
-    """Return how many collectives a rank must still begin to meet the condition ``need``.
-
-    ``begun``: the collectives that the rank has begun.
-    """
+    """Return how many collectives a rank must still begin to meet the condition ``need``."""
     # If several threads of the rank communicate, it is unknown how many collectives of the program
     # and of NCCL the rank has begun. Then assume that the rank has begun this collective, so that
     # no false deadlock is reported.
@@ -421,10 +412,7 @@ def _everything_begun(thread: int | None) -> AllBegun:
 
 
 def tell_end(how: str, thread: int | None) -> None:
-    """Publish how this rank's program has ended, so that ranks that wait for this rank raise.
-
-    ``thread``: the thread of the program that has ended. None: all threads have ended.
-    """
+    """Publish how this rank's program has ended, so that ranks that wait for this rank raise."""
     text = f"rank {dist.get_rank()} ended by {how}"
     begun = _everything_begun(thread)
     _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
@@ -509,14 +497,11 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
-    """Publish ``finding`` for all ranks that wait in one of ``groups``.
+    """Publish ``finding`` for ranks that wait in one of ``groups``; return the finding to raise.
 
     The finding also reaches ranks that wait in a group that the finding names, or in an NCCL group
-    in which this rank has begun a collective.
-
-    Returns:
-        The finding to raise. If several ranks publish at the same time, all ranks raise the first
-        published finding, so that their errors have the same text.
+    in which this rank has begun a collective. If several ranks publish at the same time, all ranks
+    raise the first published finding, so that their errors have the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks

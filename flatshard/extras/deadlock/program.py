@@ -138,10 +138,7 @@ def own_wait(thread: int, before: OwnWait | None) -> OwnWait | None:
 
 
 def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup] | None:
-    """Return name and group of the collective of the program that raised an error, or None.
-
-    ``trace``: the traceback of the error.
-    """
+    """Return name and group of the collective of the program that raised an error, or None."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename == _C10D]
     if not names or frames[-1].f_code.co_filename != _C10D:

@@ -172,10 +172,9 @@ class DeviceChecks(ForwardEdits, StepExtension):
             self._edited += self._unread.pop(0).written()
 
     def _raise(self) -> None:
-        found, self._edited = self._edited, []
-        if found:
-            self._was_edited = True
-            raise edited(found[0])
+        if self._edited:
+            found, self._edited, self._was_edited = self._edited[0], [], True
+            raise edited(found)
 
 
 def _read(buffer: Tensor, reads_all: bool) -> Tensor:

@@ -65,12 +65,7 @@ class DiskMemory(OffloadTarget):
     is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Keep tensors in files of ``folder``, after a check that a file can be created there.
-
-        Raises:
-            NotImplementedError: the system is not Linux.
-            ValueError: no file can be created in ``folder``.
-        """
+        """Keep tensors in files of ``folder``, after a check that a file can be created there."""
         # Fix both thresholds. Otherwise glibc raises them to the size of freed blocks (up to
         # 32 MiB), and the process keeps several times the memory that the model needs.
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD) if _mallopt is not None else ():
@@ -93,12 +88,9 @@ class DiskMemory(OffloadTarget):
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Allocate disk space for tensors that ``create`` will make later.
+        """Allocate disk space for tensors (``what``) that ``create`` will make later.
 
-        ``what`` describes these tensors in the error.
-
-        Raises:
-            OffloadError: the disk is full. Earlier reservations stay.
+        Raises ``OffloadError`` if the disk is full. Earlier reservations stay.
         """
         if nbytes == 0:
             return
@@ -145,11 +137,7 @@ class DiskMemory(OffloadTarget):
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in a new file, of shape ``(numel,)``.
-
-        Raises:
-            OffloadError: the disk is full, or the system cannot map another file.
-        """
+        """Return a tensor of zeros in a new file, of shape ``(numel,)``. May raise OffloadError."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)
@@ -200,10 +188,7 @@ class DiskMemory(OffloadTarget):
                 state[key] = self.take_in(value)
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk.
-
-        For a sharded parameter, ``ShardSpec.state_target`` is the disk.
-        """
+        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk."""
         _state_disks[param] = self
 
     def trim(self) -> None:

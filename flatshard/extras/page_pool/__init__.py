@@ -150,10 +150,9 @@ class PooledBuffer(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        if not self._is_taken:
-            return 0
         start, stop = self._own
-        return self.buffer.nbytes - (0 if self._is_kept else stop - start)
+        held = self.buffer.nbytes - (0 if self._is_kept else stop - start)
+        return held if self._is_taken else 0
 
     def take(self) -> None:
         if self._is_taken:

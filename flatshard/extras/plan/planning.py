@@ -304,17 +304,15 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
 def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:
     handles = handles_in(wrapper)
     found = {"parameters": storage_bytes(handle.flat_param for handle in handles)}
-    grads = [p.grad for handle in handles for p in handle.sharded if p.grad is not None]
-    if grads:
+    if grads := [p.grad for handle in handles for p in handle.sharded if p.grad is not None]:
         found["gradients"] = _local_bytes(grads)
-    if optimizer is not None and optimizer.state:
-        states = (value for one in optimizer.state.values() for value in one.values())
-        found["optimizer"] = _local_bytes(states)
+    if states := [*optimizer.state.values()] if optimizer else []:
+        found["optimizer"] = _local_bytes(value for one in states for value in one.values())
     with contextlib.suppress(RuntimeError):  # `step_report` raises if no step was recorded
         report = wrapper.step_report()
         found["unsharded"] = report.peak_gathered_bytes
-        if report.peak_allocated_bytes is not None:
-            found["peak"] = report.peak_allocated_bytes
+        if (peak := report.peak_allocated_bytes) is not None:
+            found["peak"] = peak
     return found
 
 

@@ -26,26 +26,18 @@ _GRADIENTS = "gradients", "reduction", "temporary"
 
 @dataclass
 class Outcome:
-    """Memory, communication and time that a replay predicts for one step.
+    """Memory, communication and time that a replay predicts for one step."""
 
-    Attributes:
-        peak: bytes at the moment of the peak, keyed by category.
-        peak_at: operator or action at the moment of the peak, and the unit that was running.
-        highest: largest number of bytes of each category at any moment. "gradients" includes the
-            buffers of reductions, and temporary tensors.
-        persistent: bytes of parameters, gradients and optimizer state between steps.
-        seconds: duration of one step.
-        compute_seconds: duration of the step's operators and of the optimizer.
-        sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
-            bytes that this rank sends to other nodes.
-    """
-
-    peak: dict[str, int] = field(default_factory=dict)
-    peak_at: str = ""
+    peak: dict[str, int] = field(default_factory=dict)  # bytes of each category at the peak
+    peak_at: str = ""  # operator or action at the peak, and the unit that was running
+    # Largest number of bytes of each category at any moment. "gradients" includes the buffers of
+    # reductions, and temporary tensors.
     highest: dict[str, int] = field(default_factory=dict)
+    # Bytes of parameters, gradients and optimizer state between steps.
     persistent: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    compute_seconds: float = 0.0
+    compute_seconds: float = 0.0  # duration of the step's operators and of the optimizer
+    # Bytes that this rank sends in a step to ranks of its node, and to other nodes.
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
@@ -59,19 +51,14 @@ class Outcome:
 
 
 class Replay:
-    """Replays the steps of one rank as flatshard runs them.
-
-    Attributes:
-        outcome: the prediction for the last step.
-        totals: current bytes of each category.
-    """
+    """Replays the steps of one rank as flatshard runs them."""
 
     def __init__(
         self, trace: StepTrace, flats: Sequence[FlatMemory], machine: Machine, accumulate: int = 1
     ) -> None:
         self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
         self.outcome = Outcome()
-        self.totals: dict[str, int] = defaultdict(int)
+        self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
         self._now, self._place = "start", ""
         self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
@@ -79,8 +66,7 @@ class Replay:
         self.grads: list[Held] = []
         # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
-        self._native = machine.transport == "native"
-        self._sockets = machine.transport == "sockets"
+        self._native, self._sockets = (machine.transport == one for one in ("native", "sockets"))
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
         for flat in flats:
             self.of_unit[flat.unit].append(flat)
@@ -93,17 +79,15 @@ class Replay:
         freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
         self._saved = made & freed
         marks = [event for event in trace.events if isinstance(event, Mark)]
-        # Units in the order of forward.
-        self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
-        # For each unit: number of inputs that need a gradient.
-        self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
+        entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
+        self.order = list(dict.fromkeys(entered))  # units in the order of forward
+        self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient
         # The memory limits of ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, reductions
         # get half the limit, because a reduction needs memory to send and to receive.
-        on_gpu = machine.device.is_gpu
-        together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
-        sums = map(_gradient_bytes, together)
+        on_gpu, units = machine.device.is_gpu, self.of_unit.values()
+        sums = map(_gradient_bytes, [[flat] for flat in flats] if on_gpu else units)
         self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
-        self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
+        self._budget = max(map(_gathered_bytes, units), default=0)
         self._reducing: list[FlatMemory] = []  # flat parameters whose reduction runs
 
     # ------------------------------------------------------------ memory and clocks
@@ -158,14 +142,14 @@ class Replay:
             self.clock = self._link_free = 0.0
             self.free(*self.grads)
             self.grads = []
-            for backward in range(self.accumulate):
-                self.syncs = backward == self.accumulate - 1
+            for remaining in reversed(range(self.accumulate)):
+                self.syncs = not remaining
                 self.play()
             self.now("the optimizer's step")
             self.step()
             self.outcome.seconds = self.clock
-        kinds = ("parameters", "gradients", "optimizer")
-        self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
+        for kind in ("parameters", "gradients", "optimizer"):
+            self.outcome.persistent[kind] = self.totals[kind]
         return self.outcome
 
     def play(self) -> None:
@@ -221,8 +205,8 @@ class Replay:
     # ------------------------------------------------------------ all-gathers
 
     def _start_gather(self, flat: FlatMemory, *, backward: bool) -> None:
-        has_all = flat.unsharded is not None and not flat.is_stale
-        if flat.ends is not None or has_all or not flat.gathered_bytes:
+        has_all = not flat.gathered_bytes or (flat.unsharded and not flat.is_stale)
+        if flat.ends is not None or has_all:
             return
         flat.is_stale = False
         if flat.unsharded is None:

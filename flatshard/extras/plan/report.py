@@ -43,21 +43,13 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations
 
 @dataclass(frozen=True)
 class Choice:
-    """The prediction for one strategy on one number of ranks.
-
-    Attributes:
-        strategy: name of the sharding strategy.
-        ranks: number of ranks.
-        outcome: the predicted memory, communication and time.
-        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
-        samples_per_second: number of samples that one rank trains per second.
-    """
+    """The prediction for one strategy on one number of ranks."""
 
     strategy: str
     ranks: int
     outcome: Outcome
-    fits: bool
-    samples_per_second: float
+    fits: bool  # whether the peak and ``CONTEXT_BYTES`` fit into the device's memory
+    samples_per_second: float  # of one rank
 
     @property
     def bound(self) -> str:
@@ -181,11 +173,7 @@ class Target:
         return Choice(strategy, ranks, outcome, fits, speed)
 
     def changes(self) -> dict[str, Choice]:
-        """Predict training with one setting changed: checkpointing, ranks, batch or dtype.
-
-        For each change, keyed by a text that describes the change, returns the prediction of the
-        strategy with the smallest peak memory.
-        """
+        """For each change of a setting, predict the strategy with the smallest peak memory."""
         stronger = _CHECKPOINTS[_CHECKPOINTS.index(self.checkpoint) + 1 :]
         changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in stronger]
         changes.append(("ranks", 2 * max(counts(self.ranks))))

@@ -46,18 +46,11 @@ Checkpointing = Literal["none", "block", "selective"]
 
 
 class Op(NamedTuple):
-    """An operator that read or wrote memory. Operators that only return views are left out.
+    """An operator that read or wrote memory. Operators that only return views are left out."""
 
-    Attributes:
-        name: the operator's name, such as ``aten.mm``.
-        flops: number of floating point operations; 0 if only memory limits the operator's speed.
-        nbytes: number of bytes that the operator reads and writes.
-        is_attention: whether the operator is an attention kernel.
-    """
-
-    name: str
-    flops: int
-    nbytes: int
+    name: str  # such as ``aten.mm``
+    flops: int  # 0 if only memory limits the operator's speed
+    nbytes: int  # number of bytes that the operator reads and writes
     is_attention: bool
 
 
@@ -96,27 +89,21 @@ Event = Op | Alloc | Free | Mark
 class StepTrace:
     """One forward and backward of a model on one rank, as events in the order of execution.
 
-    Attributes:
-        events: operators, allocations, frees and marks.
-        sizes: bytes of each block. A block is the memory of one tensor and of all its views.
-            Parameters and buffers have no block.
-        makers: name of the operator that made each block.
-        names: names of the units.
-        buffer_bytes: bytes of the model's buffers.
+    A block is the memory of one tensor and of all its views. Parameters and buffers have no block.
     """
 
+    names: list[str]  # names of the units
+    buffer_bytes: int  # bytes of the model's buffers
     events: list[Event] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    makers: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    buffer_bytes: int = 0
+    sizes: list[int] = field(default_factory=list)  # bytes of each block
+    makers: list[str] = field(default_factory=list)  # operator that made each block
 
     @classmethod
     def of(cls, plan: ModelPlan) -> StepTrace:
         """Return a trace without events."""
         # Count a buffer once, even if several modules share the buffer.
         nbytes = sum(one.nbytes for one in {*plan.module.buffers()})
-        return cls(names=[unit.name for unit in plan.units], buffer_bytes=nbytes)
+        return cls([unit.name for unit in plan.units], nbytes)
 
     def allocate(self, nbytes: int, maker: str) -> int:
         """Add a block, and return its index."""
@@ -218,10 +205,7 @@ class _Recorder(TorchDispatchMode):
     def observe(
         self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
     ) -> Iterable[RemovableHandle]:
-        """Record when the forward and the backward of a module begin and end.
-
-        Returns the handles of the module's hooks.
-        """
+        """Record when the forward and the backward of a module begin and end. Returns hooks."""
 
         def mark(what: str, *_: Any) -> None:
             self._trace.events.append(Mark(what, unit))
@@ -338,9 +322,7 @@ def _with_gradients(value: Any) -> list[Tensor]:
 def selective_contexts() -> Any:
     """Return checkpoint contexts that save attention and every second matrix product.
 
-    Pass this function to torch: ``checkpoint(..., context_fn=selective_contexts)``. Backward
-    computes all results that were not saved again. torchtitan's selective activation checkpointing
-    uses the same rule.
+    torchtitan's selective activation checkpointing uses the same rule.
     """
     counts: Counter[bool] = Counter()
 

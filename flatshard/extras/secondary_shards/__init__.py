@@ -58,11 +58,9 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start the all-gather across nodes that fills the secondary shard.
+        """Start the all-gather across nodes that fills the secondary shard from ``source``.
 
-        ``source``: this rank's shard, in the dtype of the secondary shard. Nothing may write to
-        ``source`` until the other ranks have received the values.
-
+        Nothing may write to ``source``, this rank's shard, until the other ranks have received it.
         Collective: all ranks of the inter group.
         """
         self.finish_refresh()
