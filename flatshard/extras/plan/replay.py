@@ -59,7 +59,7 @@ class Replay:
         self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
         self.outcome = Outcome()
         self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
-        self._now, self._place = "start", ""
+        self._now, self._place = "start", ""  # what the rank does, for `Outcome.peak_at`
         self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
@@ -122,30 +122,22 @@ class Replay:
         self.clock += seconds
         self.outcome.compute_seconds += seconds
 
-    def now(self, what: str, unit: int | None = None) -> None:
-        """Note what the rank does, for ``Outcome.peak_at``."""
-        self._now = what if unit is None else f"{what} {self.name(unit)}"
-
     def name(self, unit: int) -> str:
         return self.trace.names[unit] or "(root)"
 
     # ------------------------------------------------------------ a step
 
-    def run(self, steps: int = 3) -> Outcome:
-        """Replay ``steps`` steps, and return the outcome of the last step.
-
-        The first step begins without optimizer state.
-        """
-        for _ in range(steps):
-            before = self.outcome
-            self.outcome = Outcome(before.peak, before.peak_at, before.highest)
+    def run(self) -> Outcome:
+        """Replay three steps, the first without optimizer state; return the last one's outcome."""
+        for _ in range(3):
+            self.outcome.compute_seconds, self.outcome.sent_bytes = 0.0, [0.0, 0.0]
             self.clock = self._link_free = 0.0
             self.free(*self.grads)
             self.grads = []
             for remaining in reversed(range(self.accumulate)):
                 self.syncs = not remaining
                 self.play()
-            self.now("the optimizer's step")
+            self._now = "the optimizer's step"
             self.step()
             self.outcome.seconds = self.clock
         for kind in ("parameters", "gradients", "optimizer"):
@@ -166,7 +158,7 @@ class Replay:
                 busy = self._link_free - self.clock
                 self.compute(self.machine.device.seconds(event, busy))
             elif isinstance(event, Alloc):
-                self.now(self.trace.makers[event.block])
+                self._now = self.trace.makers[event.block]
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
@@ -188,7 +180,7 @@ class Replay:
         elif mark.what in ("enter", "enter backward"):
             if mark.what == "enter backward":
                 self._outstanding.setdefault(unit, self._inputs[unit])
-            self.now("all-gather of", unit)
+            self._now = f"all-gather of {self.name(unit)}"
             self.unshard(unit)
             if mark.what == "enter backward" or not self.in_backward:
                 order = self.order[::-1] if self.in_backward else self.order
@@ -286,7 +278,7 @@ class Replay:
         if is_new:
             flat.slots.append(block if is_kept else None)
             if not is_kept and flat.buffer is None:
-                self.now("copying gradients")
+                self._now = "copying gradients"
                 flat.buffer = self.allocate(flat.whole_gradient_bytes, "reduction")
         if flat.is_complete:
             if self.syncs:
@@ -307,9 +299,8 @@ class Replay:
         """Return the memory from which the transport sends the gradients of a flat parameter."""
         slots, buffer = flat.slots, flat.buffer
         flat.slots, flat.buffer = [], None
-        first = slots[0] if slots else None
-        if flat.is_single and first and first.nbytes == flat.whole_gradient_bytes:
-            return first
+        if flat.is_single and slots and slots[0] and slots[0].nbytes == flat.whole_gradient_bytes:
+            return slots[0]
         buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
         self.free(*slots)
         if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
@@ -318,14 +309,14 @@ class Replay:
 
     def _reduce(self, flat: FlatMemory) -> None:
         """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
-        self.now("reduction of", flat.unit)
+        self._now = f"reduction of {self.name(flat.unit)}"
         flat.crosses, flat.reduced_at, flat.sent = flat.replicas > 1, self.clock, []
         sent = self._fill(flat)
         if flat.gather_size == 1:
-            flat.results.append(sent)
+            flat.result = sent
         else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
-            flat.results.append(self.allocate(nbytes, "reduction"))
+            flat.result = self.allocate(nbytes, "reduction")
             # Sockets receive the gradients of each other rank into a row of a buffer. If the dtypes
             # are equal, the first rank's gradients need no row: they are received into the result.
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
@@ -367,9 +358,8 @@ class Replay:
         steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
         if steps == 1:
             copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
-            flat.sent += [*flat.results, copies]
-            nbytes = self._sum_bytes(flat, flat.reduced_bytes)
-            flat.results = [self.allocate(nbytes, "reduction")]
+            flat.sent += [flat.result, copies]
+            flat.result = self.allocate(self._sum_bytes(flat, flat.reduced_bytes), "reduction")
         in_node = max(1, self.machine.per_node // flat.gather_size)
         flat.reduced_at = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
 
@@ -378,10 +368,10 @@ class Replay:
         self._cross(flat)
         self.wait(flat.reduced_at)
         self.free(*flat.sent)
-        for place, held in enumerate(flat.results):
-            if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
-                self.free(held)
+        if (held := flat.result) and held.nbytes != flat.gradient_bytes:
+            # Cast to the dtype of `.grad`.
+            flat.result = self.allocate(flat.gradient_bytes, "gradients")
+            self.free(held)
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""
@@ -395,11 +385,11 @@ class Replay:
                 self._finish_first()
         for unit in self.of_unit:
             self.reshard(unit)
-        for held in [held for flat in self.flats if self.syncs for held in flat.results]:
-            self.free(held)
-            self.grads.append(self.allocate(held.nbytes, "gradients"))
         for flat in self.flats:
-            flat.results = []
+            if (held := flat.result) is not None:
+                self.free(held)
+                self.grads.append(self.allocate(held.nbytes, "gradients"))
+                flat.result = None
 
     def step(self) -> None:
         """Step the optimizer."""

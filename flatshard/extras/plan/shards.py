@@ -52,7 +52,7 @@ class FlatMemory:
         is_stale: whether the optimizer has changed the shard, but ``unsharded`` has old values.
         arrived: number of gradients that this backward has computed.
         slots: for each gradient that has arrived, its memory; None if it was copied to ``buffer``.
-        buffer: memory from which all gradients are reduced. ``results``: reduced gradients.
+        buffer: memory from which all gradients are reduced. ``result``: reduced gradients.
         sent: buffers that are freed when the running reduction ends, at the time ``reduced_at``.
         crosses: whether the second stage, over the replicas, has not begun yet.
     """
@@ -91,8 +91,8 @@ class FlatMemory:
         self.secondary_bytes = 0
         if placement.over_all:
             self.kept_bytes = self.secondary_bytes = unsharded // self.gather_size
-        is_freed = placement.reshard_after_forward and unit.name
-        if placement.regather_size and (is_freed or self.is_lookup):
+        is_freed = self.is_lookup or (placement.reshard_after_forward and unit.name)
+        if placement.regather_size and is_freed:
             self.secondary_bytes = unsharded // placement.regather_size
         self.is_stale = self.crosses = False
         self.unsharded: Held | None = None
@@ -102,8 +102,8 @@ class FlatMemory:
         self.arrived, self.reduced_at = 0, 0.0
         self.slots: list[Held | None] = []
         self.buffer: Held | None = None
-        self.results: list[Held] = []
-        self.sent: list[Held] = []
+        self.result: Held | None = None
+        self.sent: list[Held | None] = []
 
     @property
     def is_complete(self) -> bool:

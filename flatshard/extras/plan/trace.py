@@ -389,14 +389,12 @@ def emptied(
         return made[value] if isinstance(value, Tensor) else value
 
     with contextlib.ExitStack() as stack:
-        for inner in module.modules():
-            places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
-            for place in places:
-                for name, value in place.items():
-                    # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
-                    if isinstance(value, Tensor | list):
-                        stack.callback(place.__setitem__, name, value)
-                        place[name] = replaced(value)
+        for own in [inner.__dict__ for inner in module.modules()]:
+            for place in (own["_parameters"], own["_buffers"], own):
+                stack.callback(place.update, {**place})
+                # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
+                found = {k: replaced(v) for k, v in place.items() if isinstance(v, Tensor | list)}
+                place.update(found)
         yield made
 
 

@@ -340,9 +340,8 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
                     f"{process.name} has ended, but this rank still had to read its memory. Look "
                     "for an error in that process's output. All ranks must make the same calls."
                 )
-            denied = number == errno.EPERM
-            remedy = " Run all ranks as one user, or pass collectives='sockets'." if denied else ""
-            raise RuntimeError(
-                f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}.{remedy}"
-            )
+            text = f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}."
+            if number == errno.EPERM:
+                text += " Run all ranks as one user, or pass collectives='sockets'."
+            raise RuntimeError(text)
         done += got
