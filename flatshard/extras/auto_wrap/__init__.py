@@ -60,8 +60,7 @@ class AutoUnits:
         self._containers = {one.param: one.containers for one in params}
         self._numel: Counter[nn.Module] = Counter()
         for param, containers in self._containers.items():
-            for module in containers:
-                self._numel[module] += param.numel()
+            self._numel.update(dict.fromkeys(containers, param.numel()))
         self._left = self._numel.copy()
         # Maps each chosen module to its number of elements. Elements of inner units do not count.
         self._held: dict[nn.Module, int] = {}
@@ -111,8 +110,7 @@ class AutoUnits:
             # parameter that is also used outside of `module`: a larger module owns the parameter.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
-                for container in containers:
-                    self._left[container] -= param.numel()
+                self._left.subtract(dict.fromkeys(containers, param.numel()))
 
     def _take_small_blocks(self) -> None:
         """Make units of small blocks, too, if these blocks together are too large for the root."""
