@@ -172,9 +172,8 @@ class PooledBuffer(BufferMemory):
     def renew(self) -> None:
         self._is_kept = False
         start, stop = self._own
-        if start < stop:
-            # Drop copies of pages, so that the next access reads the shard's file again.
-            mapped_files.drop_pages(start, stop - start)
+        # Drop copies of pages, so that the next access reads the shard's file again.
+        mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         if self._is_taken:
@@ -188,9 +187,8 @@ class PooledBuffer(BufferMemory):
     def _forbid(self) -> None:
         # A read of the freed buffer ends the process instead of silently returning zeros.
         for start, end in self._rooms:
-            if start < end:
-                mapped_files.drop_pages(start, end - start)
-                _mprotect(start, end - start, _PROT_NONE)
+            mapped_files.drop_pages(start, end - start)
+            _mprotect(start, end - start, _PROT_NONE)
 
     def snapshot(self) -> None:
         if self._is_taken:
