@@ -21,30 +21,26 @@ from flatshard.units.module_tree import ModuleTree, find_params, has_forward, nu
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
-# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
+# Minimum number of elements of a model for which the choice of units matters.
 LARGE_MODEL_NUMEL = 10_000_000
-# Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
-# all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
+# Minimum number of elements of a unit. For fewer elements, the fixed cost of an all-gather (Python,
+# latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Minimum number of elements of a module that is opened, so that its children may become units. In a
-# module of this size, most children are large enough to be units.
+# Minimum number of elements of a module that is opened. In a module of this size, most children are
+# large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# Maximum number of elements of a unit that is dissolved: if the root has too few elements, the root
-# takes over the parameters of small units. The root stays unsharded throughout a step, so a
-# dissolved unit costs at most 4 MB of float32.
+# If the root has too few elements, the root takes over units of at most this number of elements.
+# The root stays unsharded throughout a step, so such a unit costs at most 4 MB of float32.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # Blocks (repeated modules) that are too small for units stay in the root, if all of them together
-# have at most this number of elements. The root stays unsharded throughout a step, so this costs at
-# most 32 MB of float32.
+# have at most this number of elements. This costs at most 32 MB of float32.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# A module with a larger share of the model's elements is opened if possible: its children, and not
-# the module, become units. While one unit computes, the next unit is all-gathered, so at the peak
-# two units are unsharded: with this limit, at most a quarter of the model.
+# A module with a larger share of the model's elements is opened if possible. While one unit
+# computes, the next unit is all-gathered: at the peak, at most a quarter of the model is unsharded.
 LARGE_SHARE = 1 / 8
-# If at least this share of a module's elements is in blocks (repeated modules), the module is
-# opened, so that the blocks may become units. A module with a smaller share has only a few similar
-# children, and may be a block itself. For example, a decoder layer has two attentions, with about
-# half of the layer's elements.
+# If at least this share of a module's elements is in blocks, the module is opened. A module with a
+# smaller share may be a block itself: the two attentions of a decoder layer have about half of the
+# layer's elements.
 BLOCKS_SHARE = 2 / 3
 # Generic containers. Two containers of one class may have different contents, so two containers
 # count as repeated blocks only if their parameters have the same shapes.

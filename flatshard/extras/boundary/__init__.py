@@ -113,8 +113,7 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
-    Returns two values: for each parameter, the rank and the position in this rank's shard; and the
-    length of the longest shard.
+    Returns each parameter's rank and position in the shard, and the length of the longest shard.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):

@@ -279,8 +279,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Divide the parameters with a gradient and with state on a disk into parts to step.
 
-    Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
-    ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
+    Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``).
     """
     parts: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -310,11 +309,10 @@ def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterato
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
-    """Reserve disk space for all state that ``optimizer`` has not created yet.
+    """Reserve disk space for new state; return whether ``optimizer`` may be stepped in parts.
 
-    Returns whether the optimizer may be stepped in parts. With ``before_backward``, the reservation
-    includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
-    stepped, if the disk is full.
+    With ``before_backward``, the reservation includes parameters without a gradient. Raises
+    ``OffloadError``, before any parameter is stepped, if the disk is full.
     """
     # Do not step another library's optimizer in parts: its `step` would run once per part, and may
     # count the calls.

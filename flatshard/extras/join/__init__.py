@@ -130,11 +130,8 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine``: this rank's action, or None on a rank without input. The result is None if no rank
-        has input any more.
-
-        Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
-        different actions, or if a rank has failed.
+        None: this rank has no input; or, as the result, no rank. Collective: all ranks. All ranks
+        raise RuntimeError if ranks with input announce different actions, or if a rank has failed.
         """
         name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
         heard = self._comm.host.gather(mine, name or f"join(): about to {mine}")

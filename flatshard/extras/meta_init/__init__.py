@@ -165,11 +165,7 @@ def _is_patterned(tensor: Tensor) -> bool:
 
 
 class MetaInit:
-    """Initialises all tensors of a model on the meta device.
-
-    Collective: all ranks. Raises ValueError, on every rank, if a module has no function to
-    initialise tensors, or if the function would overwrite existing values.
-    """
+    """Initialises all tensors of a model on the meta device. Collective: all ranks."""
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
         self._start, self._resets = start, _find_resets(plan, start)
@@ -335,10 +331,7 @@ class MetaInit:
         return f"module {self._names[module]!r} ({type(module).__name__})"
 
     def _check_made(self, slot: _Slot) -> None:
-        """Raise if initialisation changed the shape of a tensor, or left the tensor without values.
-
-        A tensor of a module from ``leave_empty`` needs no values.
-        """
+        """Raise if initialisation changed the shape of a tensor, or left it without values."""
         tensor, expected = slot.tensor, tuple(slot.like.shape)
         if tensor is None or tuple(tensor.shape) != expected:
             got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
@@ -387,10 +380,7 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
 
 
 def check_loaded(root: nn.Module, world: Communicator) -> None:
-    """Check that tensors from ``leave_empty`` were loaded. Collective.
-
-    Raises RuntimeError, on every rank, if a tensor still has no values.
-    """
+    """Raise, on every rank, if a tensor from ``leave_empty`` was not loaded. Collective."""
     empty = [
         param.name
         for handle in handles_in(root)

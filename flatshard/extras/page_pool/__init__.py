@@ -121,7 +121,7 @@ class PooledBuffer(BufferMemory):
     ) -> None:
         """Reserve the buffer's addresses, and make a file for this rank's shard in ``target``.
 
-        ``own``: range of the shard in the buffer. An empty range: the shard has separate memory.
+        ``own``: range of the shard in the buffer. Empty: the shard has separate memory.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)

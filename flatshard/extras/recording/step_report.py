@@ -33,11 +33,7 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return the memory of all units together, after each sample.
-
-        Each element has three values: the time of the sample, the bytes of unsharded parameters and
-        secondary shards, and the bytes of gradients.
-        """
+        """Return a time, and the bytes of parameters and of gradients of all units, per sample."""
         held: dict[int, list[int]] = {}
         found = []
         for seconds, unit, *nbytes in self.samples:
@@ -48,19 +44,12 @@ class MemoryTimeline:
 
 
 class Range(NamedTuple):
-    """A range of time in a step.
+    """A range of time in a step."""
 
-    Attributes:
-        kind: the work that took the time.
-        unit: the unit's index; None if the work is for all units.
-        begin: seconds since the step began.
-        end: seconds since the step began.
-    """
-
-    kind: Kind
-    unit: int | None
-    begin: float
-    end: float
+    kind: Kind  # the work that took the time
+    unit: int | None  # the unit's index; None if the work is for all units
+    begin: float  # seconds since the step began
+    end: float  # seconds since the step began
 
 
 @dataclass(frozen=True)

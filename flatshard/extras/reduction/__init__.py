@@ -91,10 +91,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
 
 
 def call_hooks(state: RunState) -> None:
-    """Call users' hooks in backward from now on, if the model has such hooks.
-
-    Collective: all ranks of the model.
-    """
+    """Call users' hooks in backward from now on, if the model has such hooks. Collective."""
     has_hooks = any(handle.grads.plan.hook is not None for handle in state.handles)
     if has_hooks and state.extension("reduction") is None:
         state.extend(HookCalls(state))
@@ -178,9 +175,9 @@ def _plan(
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Return whether ``hook`` is a hook of torch that only averages gradients, and its dtype.
+    """Return whether ``hook`` is a hook of torch that only averages, and in which dtype.
 
-    The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
+    None: the dtype of the gradients.
     """
     # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
     # torch's modules of hooks, which need numpy: `hook` cannot be from a module not yet imported.
