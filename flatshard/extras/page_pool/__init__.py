@@ -21,7 +21,6 @@ import ctypes
 import mmap
 import os
 import weakref
-from typing import NamedTuple
 
 import torch
 
@@ -37,12 +36,9 @@ _CHUNK_BYTES = 1 << 20
 _MAX_CHUNKS = 1 << 13
 
 
-class PageLease(NamedTuple):
-    chunk: int  # address at which the chunk's pages lie while the chunk is idle
-
-    # Address, in the buffer, of the first ``nbytes`` of the chunk's pages during the lease.
-    place: int
-    nbytes: int
+# Three numbers: the address of a chunk's pages while the chunk is idle; the address, in the buffer,
+# of the first bytes of these pages during the lease; and the number of these bytes.
+PageLease = tuple[int, int, int]
 
 
 class PagePool:
@@ -66,7 +62,7 @@ class PagePool:
             if not _move_pages(chunk, place, nbytes):
                 self._idle.append(chunk)
                 break
-            leases.append(PageLease(chunk, place, nbytes))
+            leases.append((chunk, place, nbytes))
             place += nbytes
         return place
 
@@ -97,7 +93,7 @@ class PagePool:
         """
         while leases:
             # `lend` takes chunks from the back, so put chunks without pages at the front.
-            self._idle.insert(0, leases.pop().chunk)
+            self._idle.insert(0, leases.pop()[0])
 
     def give_back(self) -> None:
         """Free the pages of idle chunks, so that other programs can use the memory."""
