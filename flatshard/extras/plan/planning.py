@@ -196,7 +196,7 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     other gradients. This fits most roots: the last parameter is the head, which forward uses last,
     and the first parameter is the embedding.
     """
-    units, found = plan.units, StepTrace.of(plan)
+    units, found = plan.units, StepTrace(plan)
     # The marks (`Mark`) of forward, the last mark first. `units` has children before parents, so
     # the loop in reverse order reaches a unit before the units inside the unit.
     reverse, around = list[Mark](), list[int]()

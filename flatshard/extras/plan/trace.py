@@ -15,7 +15,6 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -85,25 +84,20 @@ class Mark(NamedTuple):
 Event = Op | Alloc | Free | Mark
 
 
-@dataclass
 class StepTrace:
     """One forward and backward of a model on one rank, as events in the order of execution.
 
     A block is the memory of one tensor and of all its views. Parameters and buffers have no block.
     """
 
-    names: list[str]  # names of the units
-    buffer_bytes: int  # bytes of the model's buffers
-    events: list[Event] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes of each block
-    makers: list[str] = field(default_factory=list)  # operator that made each block
-
-    @classmethod
-    def of(cls, plan: ModelPlan) -> StepTrace:
-        """Return a trace without events."""
+    def __init__(self, plan: ModelPlan) -> None:
+        """Make a trace without events."""
+        self.events: list[Event] = []
+        self.sizes: list[int] = []  # bytes of each block
+        self.makers: list[str] = []  # operator that made each block
+        self.names = [unit.name for unit in plan.units]
         # Count a buffer once, even if several modules share the buffer.
-        nbytes = sum(one.nbytes for one in {*plan.module.buffers()})
-        return cls([unit.name for unit in plan.units], nbytes)
+        self.buffer_bytes = sum(one.nbytes for one in {*plan.module.buffers()})
 
     def allocate(self, nbytes: int, maker: str) -> int:
         """Add a block, and return its index."""
@@ -456,7 +450,7 @@ def trace(
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
-    found = StepTrace.of(plan)
+    found = StepTrace(plan)
     dtypes = {param: flat.compute_dtype for flat in flats for param in flat.params}
     # Accept real tensors, too: `step` may use inputs that were made before the trace.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
