@@ -37,11 +37,7 @@ class ModelShards:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sharded state dict, whose tensors share memory with the model.
-
-        Raises:
-            NotImplementedError: a unit trains only on some of the ranks.
-        """
+        """Return the sharded state dict, whose tensors share memory with the model."""
         for handle in self._handles:
             handle.absorb_replaced()
         with options_set(self.parts, StateDictOptions(is_sharded=True)):

@@ -50,16 +50,10 @@ def _options(group: dict[str, Any]) -> dict[str, str]:
 def step_parts(optimizer: Optimizer, parts: list[dict[str, Any]]) -> None:
     """Step only the parameters in ``parts``, with bitwise the same results as ``step()``.
 
-    The optimizer must be element-wise. Its hooks are not called.
-
-    Args:
-        optimizer: the optimizer.
-        parts: copies of parameter groups. Each copy has only consecutive parameters of the group:
-            the optimizer steps neighbouring parameters as a single range (bucket) of a flat shard,
-            and other parameters may lie between two parts.
-
-    Raises:
-        NotImplementedError: the optimizer changes an option of a group in each step.
+    The optimizer must be element-wise. Its hooks are not called. ``parts``: copies of parameter
+    groups. Each copy has only consecutive parameters of the group: the optimizer steps neighbouring
+    parameters as a single range (bucket) of a flat shard, and other parameters may lie between two
+    parts. Raises NotImplementedError if the optimizer changes an option of a group in each step.
     """
     adapter = adapter_of(optimizer)
     assert isinstance(adapter, adapters.BucketAdapter), "element-wise"

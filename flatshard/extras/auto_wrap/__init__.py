@@ -21,30 +21,26 @@ from flatshard.units.module_tree import ModuleTree, find_params, has_forward, nu
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 Kind: TypeAlias = type[nn.Module] | Shapes
 
-# Minimum number of elements of a model for which the choice of units matters: 40 MB in float32.
+# Minimum number of elements of a model for which the choice of units matters.
 LARGE_MODEL_NUMEL = 10_000_000
-# Minimum number of elements of a unit: 1 MB of float32. For fewer elements, the fixed cost of an
-# all-gather (Python, latency, filling the pipeline) exceeds the time to send the bytes.
+# Minimum number of elements of a unit. For fewer elements, the fixed cost of an all-gather (Python,
+# latency, filling the pipeline) exceeds the time to send the bytes.
 MIN_UNIT_NUMEL = 250_000
-# Minimum number of elements of a module that is opened, so that its children may become units. In a
-# module of this size, most children are large enough to be units.
+# Minimum number of elements of a module that is opened. In a module of this size, most children are
+# large enough to be units.
 DIVISIBLE_NUMEL = 8 * MIN_UNIT_NUMEL
-# Maximum number of elements of a unit that is dissolved: if the root has too few elements, the root
-# takes over the parameters of small units. The root stays unsharded throughout a step, so a
-# dissolved unit costs at most 4 MB of float32.
+# If the root has too few elements, the root takes over units of at most this number of elements.
+# The root stays unsharded throughout a step, so such a unit costs at most 4 MB of float32.
 ROOT_TAKES_NUMEL = 4 * MIN_UNIT_NUMEL
 # Blocks (repeated modules) that are too small for units stay in the root, if all of them together
-# have at most this number of elements. The root stays unsharded throughout a step, so this costs at
-# most 32 MB of float32.
+# have at most this number of elements. This costs at most 32 MB of float32.
 ROOT_BLOCKS_NUMEL = 32 * MIN_UNIT_NUMEL
-# A module with a larger share of the model's elements is opened if possible: its children, and not
-# the module, become units. While one unit computes, the next unit is all-gathered, so at the peak
-# two units are unsharded: with this limit, at most a quarter of the model.
+# A module with a larger share of the model's elements is opened if possible. While one unit
+# computes, the next unit is all-gathered: at the peak, at most a quarter of the model is unsharded.
 LARGE_SHARE = 1 / 8
-# If at least this share of a module's elements is in blocks (repeated modules), the module is
-# opened, so that the blocks may become units. A module with a smaller share has only a few similar
-# children, and may be a block itself. For example, a decoder layer has two attentions, with about
-# half of the layer's elements.
+# If at least this share of a module's elements is in blocks, the module is opened. A module with a
+# smaller share may be a block itself: the two attentions of a decoder layer have about half of the
+# layer's elements.
 BLOCKS_SHARE = 2 / 3
 # Generic containers. Two containers of one class may have different contents, so two containers
 # count as repeated blocks only if their parameters have the same shapes.
@@ -60,8 +56,7 @@ class AutoUnits:
         self._containers = {one.param: one.containers for one in params}
         self._numel: Counter[nn.Module] = Counter()
         for param, containers in self._containers.items():
-            for module in containers:
-                self._numel[module] += param.numel()
+            self._numel.update(dict.fromkeys(containers, param.numel()))
         self._left = self._numel.copy()
         # Maps each chosen module to its number of elements. Elements of inner units do not count.
         self._held: dict[nn.Module, int] = {}
@@ -111,8 +106,7 @@ class AutoUnits:
             # parameter that is also used outside of `module`: a larger module owns the parameter.
             if module in containers and param not in self._taken:
                 self._taken.add(param)
-                for container in containers:
-                    self._left[container] -= param.numel()
+                self._left.subtract(dict.fromkeys(containers, param.numel()))
 
     def _take_small_blocks(self) -> None:
         """Make units of small blocks, too, if these blocks together are too large for the root."""
@@ -166,22 +160,15 @@ class AutoUnits:
 
         def visit(parent: nn.Module) -> None:
             for child in self._children(parent):
-                if child in seen:
-                    continue
-                seen.add(child)
-                for kind in self._kinds(child):
+                if child not in seen:
+                    seen.add(child)
                     # Do not count a child that has the same shapes as its parent: the parent only
                     # wraps this child, so parent and child are not repeated blocks.
-                    if kind != _shapes(parent):
-                        counts[kind] += 1
-                visit(child)
+                    counts.update(kind for kind in self._kinds(child) if kind != _shapes(parent))
+                    visit(child)
 
         visit(top)
         return counts
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the units that are blocks: repeated modules that were not split into children."""
-        return [module for module in self._held if self.is_closed_block(module)]
 
     def is_closed_block(self, module: nn.Module) -> bool:
         return module not in self._opened and self._is_block(module, self._counts)
@@ -220,9 +207,10 @@ class AutoUnits:
 def one_unit_warning(tree: ModuleTree) -> list[str]:
     """Return a list with a warning if a large model with repeated blocks is a single unit."""
     # Do not warn about a module without repeated blocks: the user may wrap a model part by part.
-    size = numel(tree.params(tree.module))
-    blocks = len(AutoUnits(tree).blocks()) if size >= LARGE_MODEL_NUMEL else 0
-    if not blocks:
+    if (size := numel(tree.params(tree.module))) < LARGE_MODEL_NUMEL:
+        return []
+    units = AutoUnits(tree)
+    if not (blocks := sum(map(units.is_closed_block, units.reasons()))):
         return []
     return [
         f"ShardedWrapper: all {size:,} elements of {type(tree.module).__name__} are one unit, so "

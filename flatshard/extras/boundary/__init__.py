@@ -65,16 +65,9 @@ def block_numel(span: ParamSpan, boundary: Boundary) -> int:
 
 
 def move_all(flats: Collection[FlatParamPlan], boundary: Boundary, name: str, first: int) -> None:
-    """Move the parameters of a unit's flat parameters, so that no shard cuts a block.
+    """Move the parameters of unit ``name`` in its flat parameters, so that no shard cuts a block.
 
-    Args:
-        flats: plans of the unit's flat parameters, with layouts.
-        boundary: where shards may cut a parameter.
-        name: name of the unit.
-        first: see ``move``.
-
-    Raises:
-        ValueError: there would be too much padding.
+    Raises ValueError if there would be too much padding.
     """
     for plan in flats:
         plan.layout = move(plan.layout, boundary, plan.dtype.itemsize, first)
@@ -102,8 +95,7 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
             tried = shard_length(numel, multiple, itemsize=itemsize)
             if tried > shard_numel:
                 break
-            in_order = _in_order(spans, blocks, tried, world_size, align)
-            if in_order is not None:
+            if in_order := _in_order(spans, blocks, tried, world_size, align):
                 starts, shard_numel = in_order, tried
                 break
     moved = [
@@ -121,8 +113,7 @@ def _in_bins(
 ) -> tuple[list[tuple[int, int]], int]:
     """Put each parameter, largest first, on the rank that has the fewest elements so far.
 
-    Returns two values: for each parameter, the rank and the position in this rank's shard; and the
-    length of the longest shard.
+    Returns each parameter's rank and position in the shard, and the length of the longest shard.
     """
     loads, ranks = [0] * world_size, [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: -spans[index].numel):
@@ -155,8 +146,7 @@ def _in_order(
     spans: Sequence[ParamSpan], blocks: Sequence[int], shard_numel: int, world_size: int, align: int
 ) -> list[int] | None:
     """Return positions that put the parameters in sequence, or None if shards are too short."""
-    starts: list[int] = []
-    end = 0
+    starts, end = list[int](), 0
     for span, block in zip(spans, blocks, strict=True):
         start = _first_place(round_up(end, align), span.numel, block, shard_numel)
         if start is None:

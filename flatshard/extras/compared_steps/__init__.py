@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
@@ -118,16 +117,18 @@ class ComparedSteps:
         return facts
 
 
-@dataclass
 class _Seen:
     """The last recorded step of an optimizer. Most steps have the options of the step before."""
 
-    names: list[str]  # names of the options that ranks compare
-    # First `ComparedSteps.num_made` at the last step, because a new model may contain the
-    # optimizer's parameters. Then, for each group, the options and the number of parameters.
-    options: list[Any] = field(default_factory=list)
-    # For each model that the optimizer steps: the facts to compare, and their digest.
-    facts: list[tuple[ComparedSteps, Facts, int]] = field(default_factory=list)
+    def __init__(self, optimizer: Optimizer) -> None:
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        names = (_OPTIONS | optimizer.defaults.keys()) - _KERNELS if is_torchs else _OPTIONS
+        self.names = sorted(names)  # names of the options that ranks compare
+        # First `ComparedSteps.num_made` at the last step, because a new model may contain the
+        # optimizer's parameters. Then, for each group, the options and the number of parameters.
+        self.options: list[Any] = []
+        # For each model that the optimizer steps: the facts to compare, and their digest.
+        self.facts: list[tuple[ComparedSteps, Facts, int]] = []
 
     def update(self, optimizer: Optimizer, options: list[Any]) -> None:
         if self.options == options:
@@ -145,7 +146,8 @@ _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 def record_step(optimizer: Optimizer) -> None:
     """Record a step of ``optimizer`` for each model whose parameters the optimizer holds."""
-    seen, options = _seen.get(optimizer) or _first_seen(optimizer), [ComparedSteps.num_made]
+    seen = _seen.get(optimizer) or _seen.setdefault(optimizer, _Seen(optimizer))
+    options = [ComparedSteps.num_made]
     for group in optimizer.param_groups:
         options += *map(group.get, seen.names), len(group["params"])
     # Do not compare tensors here: the comparison would wait for an accelerator.
@@ -159,13 +161,6 @@ def record_step(optimizer: Optimizer) -> None:
 
 # This module is imported when the first model is wrapped.
 at_step.append(record_step)
-
-
-def _first_seen(optimizer: Optimizer) -> _Seen:
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    names = (_OPTIONS | optimizer.defaults.keys()) - _KERNELS if is_torchs else _OPTIONS
-    seen = _seen[optimizer] = _Seen(sorted(names))
-    return seen
 
 
 def _plain(value: Any) -> Any:

@@ -19,19 +19,15 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch.distributed as dist
-
-from flatshard.comm.process_groups import abort
-from flatshard.comm.work import CollectiveWatch, History, WaitCondition, waits_by_thread, watched
+from flatshard.comm.work import CollectiveWatch, History, waits_by_thread, watched
 from flatshard.extras.deadlock import detector, gpu, program
-from flatshard.extras.deadlock.detector import UNKNOWN, BlockedWait, Deadlock
-from flatshard.extras.deadlock.program import OwnCollective
+from flatshard.extras.deadlock.detector import Deadlock
+from flatshard.extras.deadlock.program import UNKNOWN, BlockedWait, OwnWait
 
 # Minimum duration of a wait that is logged.
 PATIENCE_SECONDS = 60.0
@@ -69,16 +65,15 @@ class Watchdog(CollectiveWatch):
         self._looking = threading.Lock()
         self._deadlock = Deadlock()
         # Wait in a collective of the user's program that the last `look` found.
-        self._own: _OwnWait | None = None
+        self._own: OwnWait | None = None
         self._gpu_waits = gpu.GpuWaits()
-        self._on_gpu: _GpuWait | None = None  # latest wait for the GPU that a `look` has found
         self._failure = ""
 
     def add_group(self, history: History) -> None:
         if self._pid != os.getpid():
             self._start()
         detector.histories[history.name] = history
-        detector.begin_run()
+        detector.default_store()
         # From now on, other ranks may wait for this rank. So tell the other ranks when the program
         # on this rank ends.
         tell_of_end()
@@ -160,24 +155,17 @@ class Watchdog(CollectiveWatch):
         The innermost wait is the last of ``waits`` (in flatshard's collectives on the host), a wait
         in a collective of the user's program, or a wait for an NCCL collective on the GPU.
         """
-        wait = waits[-1] if waits else None
+        wait, after = waits[-1] if waits else None, detector.FIRST_LOOK_SECONDS
         if wait is not None and wait.need is not UNKNOWN:
             self._own = None
             return wait
-        found = program.own_collective(user)
-        if found is None:
-            self._own = None
-        elif self._own is None or self._own.work() is not found.work:
-            self._own = _OwnWait(found, user, wait)
-        if found is not None and self._own is not None and self._own.is_known(found):
-            return self._own
+        self._own = program.own_wait(user, self._own)
+        if self._own is not None:
+            self._own.outer = wait
+            if self._own.is_known(after):
+                return self._own
         gathers = {history.described for history in detector.known_histories()}
-        on_gpu = self._gpu_waits.look(user, detector.FIRST_LOOK_SECONDS, gathers)
-        if on_gpu is None:
-            return wait
-        if self._on_gpu is None or self._on_gpu.found != on_gpu[0]:
-            self._on_gpu = _GpuWait(*on_gpu)
-        return self._on_gpu
+        return self._gpu_waits.look(user, after, gathers) or wait
 
     def _about(self, wait: BlockedWait, is_meeting: bool) -> str:
         lines = [wait.text()]
@@ -197,53 +185,6 @@ class Watchdog(CollectiveWatch):
 
 def _blocked(wait: watched, thread: int = 0) -> BlockedWait:
     return BlockedWait(wait.describe, wait.condition or UNKNOWN, thread=thread)
-
-
-class _OwnWait(BlockedWait):
-    """A wait in a collective called by the user's program, not by flatshard.
-
-    ``outer``: flatshard's own wait, if a user's hook called the collective during flatshard's wait.
-    """
-
-    def __init__(self, found: OwnCollective, thread: int, outer: BlockedWait | None) -> None:
-        name = found.name
-        super().__init__(lambda: name, UNKNOWN, thread=thread)
-        # Keep only a weak reference, because a `Work` of torch keeps its tensors alive.
-        self.work = weakref.ref(found.work)
-        self._outer = outer
-        self._was_asked = False
-
-    def is_known(self, found: OwnCollective) -> bool:
-        """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
-
-        Reads the number once, after some seconds: reading is slow, and most waits are short.
-        """
-        is_long = time.monotonic() - self.began >= detector.FIRST_LOOK_SECONDS
-        if is_long and not self._was_asked:
-            self._was_asked = True
-            if (number := found.number()) is not None:
-                group, ranks = found.group, dist.get_process_group_ranks(found.group)
-                others = tuple(rank for rank in ranks if rank != dist.get_rank())
-                end = partial(self._end, group)
-                self.need = WaitCondition(group.group_name, detector.PROGRAM, number, others, end)
-        return self.need is not UNKNOWN
-
-    def _end(self, group: dist.ProcessGroup) -> None:
-        if self._outer is not None:
-            self._outer.verdict, self._outer.is_given_up = self.verdict, True
-        abort(group)
-
-
-class _GpuWait(BlockedWait):
-    """A wait for an NCCL collective on the GPU, in a line of the program such as ``x.item()``."""
-
-    def __init__(self, found: gpu.GpuCollective, began: float) -> None:
-        self.found = found
-        need = WaitCondition(found.group, detector.ON_GPU, found.number, found.others, self._end)
-        super().__init__(lambda: found.name, need, thread=found.thread, began=began)
-
-    def _end(self) -> None:
-        gpu.end_waits(self.thread, f"{self.text()} failed: {self.verdict}", self.began)
 
 
 def tell_of_end() -> None:

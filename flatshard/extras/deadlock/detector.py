@@ -31,8 +31,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -41,6 +40,8 @@ import torch.distributed as dist
 
 from flatshard.comm.work import REMEDY, Begun, History, WaitCondition, first_difference
 from flatshard.extras.deadlock import gpu, program
+from flatshard.extras.deadlock.gpu import ON_GPU
+from flatshard.extras.deadlock.program import PROGRAM, UNKNOWN, BlockedWait
 
 _logger = logging.getLogger("flatshard")
 
@@ -60,49 +61,22 @@ _READ = 4 * _ASKED
 _LEAVE_LOOKS = 2
 _WORDS = 400  # maximum number of characters of a wait's description that a rank publishes
 
-PROGRAM = "the program's own"  # kind of the collectives called by the user's program
-ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
-
 # For each process group and kind of collective: how many collectives a rank has begun, and the
 # latest of these collectives.
 AllBegun = dict[str, dict[str, tuple[int, list[Begun]]]]
-
-
-# Value of ``BlockedWait.need`` if flatshard does not know for which collective the thread waits.
-UNKNOWN = WaitCondition("", "", 0, ())
 
 
 # Records of the collectives that this rank has begun, keyed by the process group's name.
 histories: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 
 
-# For each default process group: the prefixed store for reports (see `begin_run`).
+# For each default process group: the prefixed store for reports (see `default_store`).
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def known_histories() -> list[History]:
     # Iterate over `valuerefs()`, a copy: threads may add histories in the meantime.
     return [history for known in histories.valuerefs() if (history := known()) is not None]
-
-
-@dataclass(eq=False)
-class BlockedWait:
-    """A wait of a thread of this process for a collective."""
-
-    describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
-    need: WaitCondition  # the collective, and the ranks that must begin it to end the wait
-    number: int = 0  # identifies the wait to other ranks; 0: not published yet
-    thread: int = 0  # id of the waiting thread
-    verdict: str | None = None  # why the wait will never end; None if the wait may still end
-    is_given_up: bool = False  # whether the waiting thread must stop waiting
-    published: str = ""  # text about the wait in the last report that this rank published
-    was_logged: bool = False
-    began: float = field(default_factory=time.monotonic)
-
-    def text(self) -> str:
-        """Return the name of the collective and the line of the user's program that waits."""
-        line, words = program.line_of(self.thread), self.describe()
-        return f"{words}, at {line}" if line else words
 
 
 class _Finding(NamedTuple):
@@ -123,29 +97,25 @@ class _Report(NamedTuple):
     need: WaitCondition
     # The collectives that the rank has begun.
     begun: AllBegun
-    # Whether the list of ranks in `need` was cut to `_ASKED`. Then the rank waits for all ranks of
-    # the group.
-    has_more: bool = False
 
     def to_json(self) -> str:
-        need, has_more = self.need, len(self.need.ranks) > _ASKED
-        need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[:_ASKED])
-        return json.dumps(self._replace(need=need, has_more=has_more))
+        need = self.need
+        # If a report names more than `_ASKED` ranks, the rank waits for all ranks of the group.
+        ranks = need.ranks[: _ASKED + 1]
+        need = WaitCondition(need.group, str(need.kind), need.number, ranks)
+        return json.dumps(self._replace(need=need))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
-        """Whether this wait needs ``rank`` to begin a collective that ``rank`` has not begun yet.
-
-        ``begun``: the collectives begun by ``rank``.
-        """
+        """Whether this wait needs ``rank``, which has begun ``begun``, to begin a collective."""
         need = self.need
-        is_for = rank in need.ranks or (self.has_more and program.is_member(rank, need.group))
-        return is_for and _missing(need, begun) > 0
+        for_all = len(need.ranks) > _ASKED and program.is_member(rank, need.group)
+        return (for_all or rank in need.ranks) and _missing(need, begun) > 0
 
     @classmethod
     def from_json(cls, text: bytes) -> _Report:
         # Use JSON: unpickling would run the code of anybody who can write to the store.
-        wait, now, words, need, begun, has_more = json.loads(text)
-        return cls(wait, now, words, WaitCondition(*need), begun, has_more)
+        wait, now, words, need, begun = json.loads(text)
+        return cls(wait, now, words, WaitCondition(*need), begun)
 
 
 _NO_WAIT = _Report(0, 0, "", UNKNOWN, {})
@@ -211,7 +181,8 @@ class Deadlock:
             return
         # While the same ranks stay in the same waits, keep their first reports, because the proof
         # needs two reports of each wait.
-        if _ids(stuck) != _ids(self._before):
+        waits, before = ({r: one.wait for r, one in x.items()} for x in (stuck, self._before))
+        if waits != before:
             self._before = stuck
         self._pause = LOOK_SECONDS if stuck else min(2 * self._pause, LONGEST_LOOK_SECONDS)
         self._next = now + self._pause
@@ -227,7 +198,9 @@ class Deadlock:
     @staticmethod
     def _give_up(wait: BlockedWait) -> None:
         wait.is_given_up, wait.verdict = True, gpu.with_trace(wait.verdict or "")
-        if wait.need.abort is not None:
+        if wait.need.kind == ON_GPU:
+            gpu.end_waits(wait.thread, f"{wait.text()} failed: {wait.verdict}", wait.began)
+        elif wait.need.abort is not None:
             wait.need.abort()
         gpu.abort()
 
@@ -303,16 +276,10 @@ class Deadlock:
         return _circle(reports)
 
     def _finding(self, wait: BlockedWait, stuck: _Reports, mine: _Report) -> _Finding | None:
-        """Return why the wait never ends, or None if no reason is known.
-
-        ``stuck``: the reports of ranks that may be in a deadlock with this rank.
-        """
-        if told := _told(self._store, wait.need):
-            return told
-        if reason := _reason(wait.need, self._heard):
-            return reason
-        if mixed := _mixed(mine, self._heard):
-            return mixed
+        """Return why the wait never ends, or None. ``stuck``: see ``_stuck``."""
+        told = _told(self._store, wait.need)
+        if known := told or _reason(wait.need, self._heard) or _mixed(mine, self._heard):
+            return known
         # Keep only ranks that published the same wait twice (see [Note: proof]).
         lasting = {
             rank: report
@@ -332,26 +299,22 @@ def explain(wait: BlockedWait) -> str | None:
 
     Also reads findings about earlier waits in the group, because another rank may have ended there.
     """
-    if wait.verdict is not None or wait.need is UNKNOWN or not dist.is_initialized():
-        return wait.verdict
-    # If the store is gone, the caller raises only the backend's error.
-    with contextlib.suppress(Exception):
-        if finding := _why(wait.need):
-            return finding.text
-    return None
+    if wait.verdict is None and wait.need is not UNKNOWN and dist.is_initialized():
+        # If the store is gone, the caller raises only the backend's error.
+        with contextlib.suppress(Exception):
+            return _why(wait.need)
+    return wait.verdict
 
 
-def _why(need: WaitCondition) -> _Finding | None:
+def _why(need: WaitCondition) -> str | None:
     """Return why a wait has failed: a published finding, or a reason in the ranks' reports."""
-    store = _default_store()
-    return _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
+    store = default_store()
+    found = _told(store, need, is_exact=False) or _reason(need, _reports_for(need, store))
+    return found and found.text
 
 
 def _missing(need: WaitCondition, begun: AllBegun) -> int:
-    """Return how many collectives a rank must still begin to meet the condition ``need``.
-
-    ``begun``: the collectives that the rank has begun.
-    """
+    """Return how many collectives a rank must still begin to meet the condition ``need``."""
     # If several threads of the rank communicate, it is unknown how many collectives of the program
     # and of NCCL the rank has begun. Then assume that the rank has begun this collective, so that
     # no false deadlock is reported.
@@ -424,7 +387,15 @@ def _own_on_gpu(report: _Report, group: str) -> tuple[int, int]:
 
 def _all_begun() -> AllBegun:
     """Return the collectives of flatshard that this rank has begun, in all process groups."""
-    return {history.name: _begun(history) for history in known_histories()}
+    found: AllBegun = {}
+    for history in known_histories():
+        # Work on copies, because other threads may add entries.
+        begun, recent = history.begun.copy(), history.recent()
+        found[history.name] = {
+            str(kind): (number, recent if kind == history.described else [])
+            for kind, number in begun.items()
+        }
+    return found
 
 
 def _everything_begun(thread: int | None) -> AllBegun:
@@ -440,37 +411,19 @@ def _everything_begun(thread: int | None) -> AllBegun:
     return begun
 
 
-def _begun(history: History) -> dict[str, tuple[int, list[Begun]]]:
-    # Work on copies, because other threads may add entries.
-    begun, recent = history.begun.copy(), history.recent()
-    return {
-        str(kind): (number, recent if kind == history.described else [])
-        for kind, number in begun.items()
-    }
-
-
 def tell_end(how: str, thread: int | None) -> None:
-    """Publish how this rank's program has ended, so that ranks that wait for this rank raise.
-
-    ``thread``: the thread of the program that has ended. None: all threads have ended.
-    """
+    """Publish how this rank's program has ended, so that ranks that wait for this rank raise."""
     text = f"rank {dist.get_rank()} ended by {how}"
     begun = _everything_begun(thread)
-    _publish(_default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
+    _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
 
 
 def log_failure(name: str, group: dist.ProcessGroup) -> None:
     """Log why a collective of the user's program failed. ``name``: name of the collective."""
-    me = dist.get_rank()
-    others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != me)
     # The collective's number is not known here. So ask for a collective of the kind "", which no
     # rank has begun: then every rank that has ended counts as the reason.
-    if finding := _why(WaitCondition(group.group_name, "", 1, others)):
-        _logger.error("rank %d, %s: %s", me, name, finding.text)
-
-
-def _ids(reports: _Reports) -> dict[int, int]:
-    return {rank: report.wait for rank, report in reports.items()}
+    if reason := _why(WaitCondition(group.group_name, "", 1, program.others(group))):
+        _logger.error("rank %d, %s: %s", dist.get_rank(), name, reason)
 
 
 def _circle(reports: _Reports) -> _Reports:
@@ -504,8 +457,10 @@ def _in_words(stuck: _Reports) -> str:
     )
 
 
-def begin_run() -> None:
-    """Choose the names under which this rank publishes, for a new default process group.
+def default_store() -> Any:
+    """Return the store with the names under which this rank publishes.
+
+    For a new default process group, choose new names, and publish a first report.
 
     After an error, a program may destroy its process group, and make a new one with the same store,
     which still has the old reports. So reports of the new group need new names.
@@ -526,15 +481,11 @@ def begin_run() -> None:
         # Publish a first report immediately. Other ranks check in one call whether several reports
         # exist, and the call returns True only if all of them exist.
         _publish(_stores[world], _NO_WAIT)
-
-
-def _default_store() -> Any:
-    begin_run()
-    return _stores[dist.group.WORLD]
+    return None if world is None else _stores[world]
 
 
 def _own_store() -> Any:
-    return _default_store().clone()
+    return default_store().clone()
 
 
 def _publish(store: Any, report: _Report) -> None:
@@ -546,14 +497,11 @@ def _key(rank: int) -> str:
 
 
 def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
-    """Publish ``finding`` for all ranks that wait in one of ``groups``.
+    """Publish ``finding`` for ranks that wait in one of ``groups``; return the finding to raise.
 
     The finding also reaches ranks that wait in a group that the finding names, or in an NCCL group
-    in which this rank has begun a collective.
-
-    Returns:
-        The finding to raise. If several ranks publish at the same time, all ranks raise the first
-        published finding, so that their errors have the same text.
+    in which this rank has begun a collective. If several ranks publish at the same time, all ranks
+    raise the first published finding, so that their errors have the same text.
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks

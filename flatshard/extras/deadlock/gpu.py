@@ -28,16 +28,20 @@ import time
 import traceback
 import weakref
 from collections.abc import Hashable, Set
+from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from flatshard.comm.work import CollectiveError
+from flatshard.comm.work import CollectiveError, WaitCondition
+from flatshard.extras.deadlock.program import BlockedWait, others
+
+ON_GPU = "on the GPU"  # kind of all NCCL collectives, of the user's program and of flatshard
 
 # Names of functions that may wait for the GPU: all of torch, and conversions such as
 # `float(tensor)`. Only names are compared, so the names of functions that other libraries use to
@@ -70,16 +74,6 @@ _to_raise: dict[int, str] = {}
 _raising = threading.Lock()
 
 
-class GpuCollective(NamedTuple):
-    """An NCCL collective that this rank has begun, and that is not complete."""
-
-    name: str  # text that names the collective, for logs and errors
-    group: str  # name of the process group
-    number: int  # number of the collective in its group, the same on all ranks
-    others: tuple[int, ...]  # the other ranks of the group, as ranks in the default group
-    thread: int  # identifier of the thread that waits for the GPU
-
-
 class GpuWaits:
     """Finds waits for NCCL collectives on the GPU, by looking at a thread about once a second."""
 
@@ -90,19 +84,14 @@ class GpuWaits:
         # `look` first found the thread at this instruction.
         self._place: tuple[int, int, int] | None = None
         self._since = 0.0
-        self._found: GpuCollective | None = None
+        self._found: BlockedWait | None = None
 
-    def look(
-        self, thread: int, after_seconds: float, gathers: Set[Hashable]
-    ) -> tuple[GpuCollective, float] | None:
-        """Return the NCCL collective that ``thread`` or a thread of autograd waits for on the GPU.
+    def look(self, thread: int, after_seconds: float, gathers: Set[Hashable]) -> BlockedWait | None:
+        """Return the wait of ``thread`` or a thread of autograd for an NCCL collective on the GPU.
 
+        Returns None if the thread does not wait, or has waited for less than ``after_seconds``.
         Call this method about once a second. ``gathers``: names of the process groups on which
         flatshard all-gathers.
-
-        Returns:
-            The collective, and the time at which the wait was first seen. None if the thread does
-            not wait, or has waited for less than ``after_seconds``.
         """
         # First compare the numbers of begun collectives, which are fast to read. While a thread
         # trains, the numbers grow.
@@ -114,8 +103,8 @@ class GpuWaits:
         if place is None or place != self._place:
             self._place, self._since, self._found = place, time.monotonic(), None
         elif time.monotonic() - self._since >= after_seconds:
-            self._found = self._found or _oldest_incomplete(place, gathers)
-        return None if self._found is None else (self._found, self._since)
+            self._found = self._found or _wait_at(place, self._since, gathers)
+        return self._found
 
 
 def begun() -> dict[str, int]:
@@ -304,21 +293,22 @@ def _incomplete() -> dict[dist.ProcessGroup, int]:
     return {}
 
 
-def _oldest_incomplete(place: tuple[int, int, int], gathers: Set[Hashable]) -> GpuCollective | None:
-    """Return the oldest incomplete NCCL collective of this rank, or None if all are complete.
+def _wait_at(
+    place: tuple[int, int, int], since: float, gathers: Set[Hashable]
+) -> BlockedWait | None:
+    """Return a wait for the oldest incomplete NCCL collective, or None if all are complete.
 
     ``place``: see ``_place_of``. ``gathers``: names of the groups on which flatshard all-gathers.
-    If several groups have incomplete collectives, the result is from any of them.
+    If several groups have incomplete collectives, the wait is for any of them.
     """
     thread, _, instruction = place
     for group, number in _incomplete().items():
         name = group.group_name
         # In `_POLLS`, a wait for a reduction ends after a second. So look only for all-gathers.
-        if instruction == _IN_POLLS and name not in gathers:
-            continue
-        ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-        text = f"collective {number} of NCCL's process group {name} ({group.group_desc})"
-        return GpuCollective(text, name, number, tuple(sorted(ranks)), thread)
+        if instruction != _IN_POLLS or name in gathers:
+            text = f"collective {number} of NCCL's process group {name} ({group.group_desc})"
+            need = WaitCondition(name, ON_GPU, number, others(group))
+            return BlockedWait(partial(str, text), need, thread=thread, began=since)
     return None
 
 

@@ -21,20 +21,29 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from flatshard.comm.process_groups import abort
+from flatshard.comm.work import WaitCondition
 from flatshard.extras import is_program, program_line
 
+PROGRAM = "the program's own"  # kind of the collectives called by the user's program
+# Value of ``BlockedWait.need`` if flatshard does not know for which collective the thread waits.
+UNKNOWN = WaitCondition("", "", 0, ())
 OUR_THREADS = "flatshard"  # prefix of the names of flatshard's own threads
 
 _C10D = distributed_c10d.__file__
@@ -43,29 +52,74 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HARMLESS = tuple(_TORCH + part + os.sep for part in ("utils/data", "_inductor"))
 
 
-class OwnCollective(NamedTuple):
-    """A collective of the program, called without ``async_op``, in which a thread waits."""
+@dataclass(eq=False)
+class BlockedWait:
+    """A wait of a thread of this process for a collective."""
 
-    name: str
-    work: Any
-    group: dist.ProcessGroup
+    describe: Callable[[], str]  # returns a text that names the collective, for logs and errors
+    need: WaitCondition  # the collective, and the ranks that must begin it to end the wait
+    number: int = 0  # identifies the wait to other ranks; 0: not published yet
+    thread: int = 0  # id of the waiting thread
+    verdict: str | None = None  # why the wait will never end; None if the wait may still end
+    is_given_up: bool = False  # whether the waiting thread must stop waiting
+    published: str = ""  # text about the wait in the last report that this rank published
+    was_logged: bool = False
+    began: float = field(default_factory=time.monotonic)
 
-    def number(self) -> int | None:
-        """Return the collective's number in the group, or None if it was not recorded."""
-        last = _last_of(_recorded(), self.group.group_name)
-        # Suppress the error of a group that has no backend for CPU tensors.
-        with contextlib.suppress(RuntimeError):
-            # Check that the group's last record is about this collective: its `op_id` must be the
-            # group's present sequence number, and its state must not be "completed". Otherwise the
-            # thread waits in another backend (NCCL), whose collectives are not in this recorder.
-            here = _sequence_number(self.group)
-            if last is not None and last["op_id"] == here and last["state"] != "completed":
-                return int(last["collective_seq_id"])
-        return None
+    def text(self) -> str:
+        """Return the name of the collective and the line of the user's program that waits."""
+        line, words = line_of(self.thread), self.describe()
+        return f"{words}, at {line}" if line else words
 
 
-def own_collective(thread: int) -> OwnCollective | None:
-    """Return the collective of ``torch.distributed`` in which a thread waits, or None."""
+class OwnWait(BlockedWait):
+    """A wait in a collective that the user's program has called without ``async_op``."""
+
+    # flatshard's own wait, if a user's hook called the collective during flatshard's wait.
+    outer: BlockedWait | None
+    _was_asked = False
+
+    def __init__(self, name: str, work: Any, group: dist.ProcessGroup, thread: int) -> None:
+        super().__init__(lambda: name, UNKNOWN, thread=thread)
+        # Keep only a weak reference, because a `Work` of torch keeps its tensors alive.
+        self.work, self._group = weakref.ref(work), group
+
+    def is_known(self, after_seconds: float) -> bool:
+        """Whether ``need`` is known: the collective's number, and the ranks that must begin it.
+
+        Reads the number once, after some seconds: reading is slow, and most waits are short.
+        """
+        if not self._was_asked and time.monotonic() - self.began >= after_seconds:
+            self._was_asked, name = True, self._group.group_name
+            last = _last_of(_recorded(), name)
+            # Suppress the error of a group that has no backend for CPU tensors.
+            with contextlib.suppress(RuntimeError):
+                # Check that the group's last record is about this collective: its `op_id` must be
+                # the group's present sequence number, and its state must not be "completed".
+                # Otherwise the thread waits in another backend (NCCL), whose collectives are not in
+                # this recorder.
+                here = _sequence_number(self._group)
+                if last is not None and last["op_id"] == here and last["state"] != "completed":
+                    number = int(last["collective_seq_id"])
+                    self.need = WaitCondition(name, PROGRAM, number, others(self._group), self._end)
+        return self.need is not UNKNOWN
+
+    def _end(self) -> None:
+        if self.outer is not None:
+            self.outer.verdict, self.outer.is_given_up = self.verdict, True
+        abort(self._group)
+
+
+def others(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the other ranks of a process group, as ranks in the default group."""
+    return tuple(one for one in dist.get_process_group_ranks(group) if one != dist.get_rank())
+
+
+def own_wait(thread: int, before: OwnWait | None) -> OwnWait | None:
+    """Return the wait of a thread in a collective of ``torch.distributed``, or None.
+
+    ``before``: the last result, which is returned again if the thread is still in the same wait.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
@@ -74,18 +128,17 @@ def own_collective(thread: int) -> OwnCollective | None:
     group = local_variables.get("group") or dist.group.WORLD
     if work is None or not isinstance(group, dist.ProcessGroup):
         return None
+    if before is not None and before.work() is work:
+        return before
     # Name the outermost function of `torch.distributed`, because some collectives call others.
     codes = (one.f_code for one, _ in traceback.walk_stack(frame))
     in_torch = takewhile(lambda code: code.co_filename.startswith(_TORCH), codes)
     names = [code.co_name for code in in_torch if code.co_filename == _C10D]
-    return OwnCollective(f"torch.distributed.{names[-1]}()", work, group)
+    return OwnWait(f"torch.distributed.{names[-1]}()", work, group, thread)
 
 
 def failed_collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup] | None:
-    """Return name and group of the collective of the program that raised an error, or None.
-
-    ``trace``: the traceback of the error.
-    """
+    """Return name and group of the collective of the program that raised an error, or None."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename == _C10D]
     if not names or frames[-1].f_code.co_filename != _C10D:

@@ -49,11 +49,7 @@ class _Differences:
     """Results of comparisons on a device, which the host reads later."""
 
     def __init__(self, of: Sequence[Any], differ: Sequence[Tensor]) -> None:
-        """Start to copy the results to the host, without waiting.
-
-        ``of``: the compared objects. ``differ``: for each object, a 1-D bool tensor that says which
-        of the object's values differ.
-        """
+        """Start to copy to the host which values of the objects ``of`` differ, without waiting."""
         self._of, self._sizes = of, [one.numel() for one in differ]
         results = torch.cat([*differ])
         self._results = torch.empty(results.shape, dtype=torch.bool, pin_memory=results.is_cuda)
@@ -172,10 +168,9 @@ class DeviceChecks(ForwardEdits, StepExtension):
             self._edited += self._unread.pop(0).written()
 
     def _raise(self) -> None:
-        found, self._edited = self._edited, []
-        if found:
-            self._was_edited = True
-            raise edited(found[0])
+        if self._edited:
+            found, self._edited, self._was_edited = self._edited[0], [], True
+            raise edited(found)
 
 
 def _read(buffer: Tensor, reads_all: bool) -> Tensor:
@@ -187,15 +182,12 @@ def _read(buffer: Tensor, reads_all: bool) -> Tensor:
 
 
 def _check_order(group: Communicator, device: torch.device, output: object) -> None:
-    """Make ``output`` NaN if the ranks of ``group`` have all-gathered different units.
+    """Make ``output`` NaN (-1 for integers) if the ranks have all-gathered different units.
 
     In training, backward compares the order of all-gathers, but no backward follows an evaluation.
     With a backend that matches all-gathers only by order, such as NCCL, a rank may have received
-    parameters of another unit. The comparison runs on the device, and the host does not wait. In
-    an ``output`` of integers, all elements become -1.
-
-    ``device``: device of the parameters. Collective: all ranks of ``group``. Inside ``join()``, the
-    ranks are not compared.
+    parameters of another unit. The comparison runs on the device, and the host does not wait.
+    Collective: all ranks of ``group``.
     """
     # Inside `join()`, `announces` is False: ranks without input do not call this function.
     if group.history.announces:

@@ -65,12 +65,7 @@ class DiskMemory(OffloadTarget):
     is_device = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Keep tensors in files of ``folder``, after a check that a file can be created there.
-
-        Raises:
-            NotImplementedError: the system is not Linux.
-            ValueError: no file can be created in ``folder``.
-        """
+        """Keep tensors in files of ``folder``, after a check that a file can be created there."""
         # Fix both thresholds. Otherwise glibc raises them to the size of freed blocks (up to
         # 32 MiB), and the process keeps several times the memory that the model needs.
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD) if _mallopt is not None else ():
@@ -93,12 +88,9 @@ class DiskMemory(OffloadTarget):
         return tempfile.TemporaryFile(prefix="flatshard-", dir=self._folder, buffering=0)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Allocate disk space for tensors that ``create`` will make later.
+        """Allocate disk space for tensors (``what``) that ``create`` will make later.
 
-        ``what`` describes these tensors in the error.
-
-        Raises:
-            OffloadError: the disk is full. Earlier reservations stay.
+        Raises ``OffloadError`` if the disk is full. Earlier reservations stay.
         """
         if nbytes == 0:
             return
@@ -145,11 +137,7 @@ class DiskMemory(OffloadTarget):
         return found
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in a new file, of shape ``(numel,)``.
-
-        Raises:
-            OffloadError: the disk is full, or the system cannot map another file.
-        """
+        """Return a tensor of zeros in a new file, of shape ``(numel,)``. May raise OffloadError."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)
@@ -200,10 +188,7 @@ class DiskMemory(OffloadTarget):
                 state[key] = self.take_in(value)
 
     def keep_state_of(self, param: Tensor) -> None:
-        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk.
-
-        For a sharded parameter, ``ShardSpec.state_target`` is the disk.
-        """
+        """Make optimizers keep per-element state of the plain parameter ``param`` on this disk."""
         _state_disks[param] = self
 
     def trim(self) -> None:
@@ -217,10 +202,10 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
 
     Collective: all ranks. All ranks raise if the disk of any rank cannot be used, or is too full.
     """
-    offload, targets = plan.settings.cpu_offload, OffloadTargets()
-    error: Exception | None = None
+    offload, error = plan.settings.cpu_offload, None
     try:
         disk = DiskMemory(offload.path or "")
+        targets = OffloadTargets(state=disk)
         if offload.takes_params or plan.settings.device.type != "cpu":
             targets = OffloadTargets(disk, disk, disk, keeps_copy=not offload.takes_params)
             for planned in plan.units:
@@ -230,8 +215,6 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
                     needed = flat.layout.shard_numel * flat.dtype.itemsize * copies
                     nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
                 disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
-        else:
-            targets = OffloadTargets(state=disk)
     except (ValueError, NotImplementedError, OffloadError) as found:
         error = found
     # Raise on all ranks, even if only some fail: the others would wait in the next collective.
@@ -296,8 +279,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Divide the parameters with a gradient and with state on a disk into parts to step.
 
-    Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``). Raises
-    ``OffloadError``, before any parameter is stepped, if the disk has no space for new state.
+    Returns no parts if ``optimizer`` must not be stepped in parts (see ``_reserve``).
     """
     parts: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -319,22 +301,18 @@ def _plan_parts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _tensors(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> Iterator[Tensor]:
     """For each of ``params`` with state on a disk, yield the parameter, state and gradient."""
     for param in params:
-        if state_disk(param) is None:
-            continue
-        grad = param.grad
-        values = [param, *optimizer.state.get(param, {}).values()]
-        # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
-        if type(grad) in (Tensor, FlatShardTensor):
-            values.append(grad)
-        yield from (local_range(value) for value in values if isinstance(value, Tensor))
+        if state_disk(param) is not None:
+            # Skip the placeholder in `.grad` from `step_in_backward`, which has no memory.
+            grads = [param.grad] if type(param.grad) in (Tensor, FlatShardTensor) else []
+            values = (param, *optimizer.state.get(param, {}).values(), *grads)
+            yield from (local_range(value) for value in values if isinstance(value, Tensor))
 
 
 def _reserve(optimizer: torch.optim.Optimizer, *, before_backward: bool = False) -> bool:
-    """Reserve disk space for all state that ``optimizer`` has not created yet.
+    """Reserve disk space for new state; return whether ``optimizer`` may be stepped in parts.
 
-    Returns whether the optimizer may be stepped in parts. With ``before_backward``, the reservation
-    includes parameters without a gradient. Raises ``OffloadError``, before any parameter is
-    stepped, if the disk is full.
+    With ``before_backward``, the reservation includes parameters without a gradient. Raises
+    ``OffloadError``, before any parameter is stepped, if the disk is full.
     """
     # Do not step another library's optimizer in parts: its `step` would run once per part, and may
     # count the calls.

@@ -38,14 +38,14 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
     named = dict(root.named_modules())
     found: set[nn.Module] = set()
     for one in allowed:
-        if isinstance(one, str):
-            tops = [named[one]] if one in named else []
-        elif isinstance(one, type) and issubclass(one, nn.Module):
-            tops = [module for module in named.values() if isinstance(module, one)]
-        elif isinstance(one, nn.Module):
-            tops = [module for module in named.values() if module is one]
-        else:
+        kind = one if isinstance(one, type) else None
+        if not (isinstance(one, str | nn.Module) or (kind and issubclass(kind, nn.Module))):
             raise TypeError(f"{expected}, got a list that contains {one!r}.")
+        tops = [
+            module
+            for name, module in named.items()
+            if one in (name, module) or (kind and isinstance(module, kind))
+        ]
         if not tops:
             what = f"the {type(one).__name__}" if isinstance(one, nn.Module) else repr(one)
             raise ValueError(
@@ -57,11 +57,7 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
 
 
 class DivergentUnits(StepExtension):
-    """Keeps divergent units unsharded until the outermost backward ends.
-
-    The units are all-gathered when the outermost forward begins. Divergent units are the units that
-    some ranks may skip, or run in a different order.
-    """
+    """Keeps divergent units unsharded until the outermost backward ends."""
 
     name, is_made_anew = "divergence", True
 

@@ -56,10 +56,8 @@ def joining(
     context = unit.context.check_between_steps("join()")
     _check(unit)
     join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
-    hooks = (
-        register_optimizer_step_pre_hook(join.before_step),
-        register_optimizer_step_post_hook(join.after_step),
-    )
+    before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    hooks = before(join.before_step), after(join.after_step)
     context.extend(join)
     histories = [group.history for group in context.gather_groups]
     try:
@@ -132,11 +130,8 @@ class Join(StepExtension):
     def _exchange(self, mine: Doing | None) -> Doing | None:
         """Announce this rank's next action, and return the action of the ranks with input.
 
-        ``mine``: this rank's action, or None on a rank without input. The result is None if no rank
-        has input any more.
-
-        Collective: all ranks. Raises RuntimeError, on all ranks, if ranks with input announce
-        different actions, or if a rank has failed.
+        None: this rank has no input; or, as the result, no rank. Collective: all ranks. All ranks
+        raise RuntimeError if ranks with input announce different actions, or if a rank has failed.
         """
         name = "join(): without input, waiting for other ranks' actions" if mine is None else ""
         heard = self._comm.host.gather(mine, name or f"join(): about to {mine}")
@@ -146,8 +141,7 @@ class Join(StepExtension):
                 raise RuntimeError(f"join(), rank {rank}: {one.detail[0]}")
         if not doing:
             return None
-        self._active = list(doing)
-        first = doing[self._active[0]]
+        self._active, first = list(doing), next(iter(doing.values()))
         for rank, one in doing.items():
             if one != first:
                 raise RuntimeError(
@@ -165,11 +159,9 @@ class Join(StepExtension):
         return first
 
     def _fail(self, message: str) -> None:
-        follows = (
-            "Ranks without input can follow only forward, backward, model.clip_grad_norm_() and "
-            "steps of element-wise optimizers."
-        )
-        self._exchange(Doing(_FAILED, (f"{message} {follows}",)))
+        can = "forward, backward, model.clip_grad_norm_() and steps of element-wise optimizers"
+        text = f"{message} Ranks without input can follow only {can}."
+        self._exchange(Doing(_FAILED, (text,)))
 
     # ------------------------------------------------------------ a rank that has input
 
@@ -243,10 +235,8 @@ class Join(StepExtension):
 
     def _key(self, optimizer: Optimizer) -> Any:
         """Return a key that is the same on all ranks: class name, and indices of parameters."""
-        groups = optimizer.param_groups
-        numbers = tuple(
-            tuple(self._numbers.get(p, -1) for p in group["params"]) for group in groups
-        )
+        groups = (group["params"] for group in optimizer.param_groups)
+        numbers = tuple(tuple(self._numbers.get(p, -1) for p in params) for params in groups)
         return type(optimizer).__name__, numbers
 
     # --------------------------------------------- edits that ranks without input cannot follow
@@ -343,10 +333,8 @@ class Join(StepExtension):
         groups = found[0].param_groups
         for group, theirs in zip(groups, options, strict=True):
             for name, value in theirs:
-                if isinstance(group[name], Tensor):
-                    group[name].fill_(value)
-                else:
-                    group[name] = value
+                old = group[name]
+                group[name] = old.fill_(value) if isinstance(old, Tensor) else value
         params = (param for group in groups for param in group["params"])
         # Hide gradients of parameters outside of the model: here, these are from earlier steps.
         with temporarily((one for one in params if one not in self._numbers), grad=None):

@@ -61,7 +61,7 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
     resets: Resets = {}
     owners: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
     init_fn, ignored = plan.settings.param_init_fn, plan.ignored
-    unknown, mixed = list[str](), list[str]()
+    unknown, mixed, problem = list[str](), list[str](), None
     for name, module in plan.module.named_modules():
         if module in ignored.modules:
             continue
@@ -91,14 +91,12 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
             unknown += [f"{prefix}{one} ({type(module).__name__})" for one in missing]
         elif missing and overwrites:
             mixed.append(name or "the model itself")
-    problem = None
     if unknown:
         problem = (
             "ShardedWrapper: these tensors are on the meta device, and their modules have no "
             f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn that gives a module's "
             "own tensors memory (module.to_empty(device=..., recurse=False)) and values, or "
-            "param_init_fn=flatshard.leave_empty if load_state_dict() follows, or "
-            "sync_module_states=True if rank 0 has the weights."
+            "flatshard.leave_empty before load_state_dict(), or sync_module_states=True."
         )
     elif mixed:
         problem = (
@@ -167,11 +165,7 @@ def _is_patterned(tensor: Tensor) -> bool:
 
 
 class MetaInit:
-    """Initialises all tensors of a model on the meta device.
-
-    Collective: all ranks. Raises ValueError, on every rank, if a module has no function to
-    initialise tensors, or if the function would overwrite existing values.
-    """
+    """Initialises all tensors of a model on the meta device. Collective: all ranks."""
 
     def __init__(self, plan: ModelPlan, start: InitialValues) -> None:
         self._start, self._resets = start, _find_resets(plan, start)
@@ -264,29 +258,25 @@ class MetaInit:
         Returns checksums of the values, keyed by tensor name, to compare the values between ranks.
         Returns {} if rank 0 sends all values. Collective: all ranks.
         """
-        start = self._start
+        start, failed = self._start, None
         sums: dict[str, Checksum] = {}
-        failed: RuntimeError | None = None
         for modules in groups:
             slots = [slot for module in modules for slot in self._slots.get(module, ())]
-            if not slots:
-                continue
             values: dict[str, Tensor | None] = {}
-            if _initialises(start):
-                try:
+            try:
+                if slots and _initialises(start):
                     values = self._make(modules, slots)
-                except RuntimeError as error:
-                    failed = error
-            if start.sends:
+            except RuntimeError as error:
+                failed = error
+                if not start.sends:
+                    break
+            if start.sends and slots:
                 # Raise on all ranks: otherwise the other ranks would wait for rank 0's values of
                 # this group.
                 raise_everywhere(failed, start.world)
-            elif failed is not None:
-                break
             self._keep(slots, values)
             if not start.sends and start.world.size > 1:
-                for name, value in values.items():
-                    sums[name] = (-1, -1) if value is None else checksum(value)
+                sums |= {k: (-1, -1) if v is None else checksum(v) for k, v in values.items()}
         raise_everywhere(failed, start.world)
         return sums
 
@@ -341,10 +331,7 @@ class MetaInit:
         return f"module {self._names[module]!r} ({type(module).__name__})"
 
     def _check_made(self, slot: _Slot) -> None:
-        """Raise if initialisation changed the shape of a tensor, or left the tensor without values.
-
-        A tensor of a module from ``leave_empty`` needs no values.
-        """
+        """Raise if initialisation changed the shape of a tensor, or left it without values."""
         tensor, expected = slot.tensor, tuple(slot.like.shape)
         if tensor is None or tuple(tensor.shape) != expected:
             got = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
@@ -393,10 +380,7 @@ def _handles_of(slots: Iterable[_Slot]) -> set[FlatParamHandle]:
 
 
 def check_loaded(root: nn.Module, world: Communicator) -> None:
-    """Check that tensors from ``leave_empty`` were loaded. Collective.
-
-    Raises RuntimeError, on every rank, if a tensor still has no values.
-    """
+    """Raise, on every rank, if a tensor from ``leave_empty`` was not loaded. Collective."""
     empty = [
         param.name
         for handle in handles_in(root)
@@ -404,13 +388,13 @@ def check_loaded(root: nn.Module, world: Communicator) -> None:
         if _is_patterned(handle.part(param))
     ]
     empty += [name for name, buffer in root.named_buffers() if _is_patterned(buffer)]
-    others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
     problem = None
     if empty:
+        others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         problem = RuntimeError(
             f"{empty[0]!r}{others}: left empty (flatshard.leave_empty) and not loaded since. Call "
             "model.load_state_dict(...) with all parameters and buffers before the first forward. "
-            "Buffers with persistent=False are in no state dict: initialise these buffers in the "
+            "Buffers with persistent=False are in no state dict: initialise them in the "
             "param_init_fn, and call leave_empty(module) there only for other modules."
         )
     raise_everywhere(problem, world)

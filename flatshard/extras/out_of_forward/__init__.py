@@ -99,10 +99,7 @@ class OutOfForwardUse(ParamOwner):
 
         Returns NotImplemented for the cases that the caller handles: a sharded argument is an
         unreduced gradient or optimizer state, or belongs to another model, or ``func`` writes to it
-        in a forward.
-
-        Raises:
-            RuntimeError: ``func`` writes to one of the full tensors, or changes its shape.
+        in a forward. Raises RuntimeError if ``func`` writes to another full tensor.
         """
         leaves, tree = pytree.tree_flatten((args, kwargs))
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
@@ -152,12 +149,10 @@ class OutOfForwardUse(ParamOwner):
             target.copy_(full)
             return None if func.__name__ == "__setitem__" else target
 
-        if writes:
-            result = self._run_alone(write, sharded, casts=False)
-        elif records or self.is_in_forward:
+        if records or self.is_in_forward:
             result = self._run_unsharded(call, sharded)
         else:
-            result = self._run_alone(call, sharded)
+            result = self._run_alone(write if writes else call, sharded, casts=not writes)
         # Warn after the collectives: if Python's filter turns the warning into an error, no other
         # rank waits for this rank.
         for tensor in sharded:
@@ -177,7 +172,7 @@ class OutOfForwardUse(ParamOwner):
             # resharded when this context ends. In a forward, views stay valid until it ends.
             return as_views(result, params.values(), name, copies=True) if is_outermost else result
 
-    def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool = True) -> Any:
+    def _run_alone(self, call: Call, sharded: list[FlatShardTensor], *, casts: bool) -> Any:
         if not self._state.has_run:  # `begin` runs the checks that precede the first forward
             self._forward.begin()
             self._forward.end(failed=False)
@@ -209,11 +204,9 @@ class OutOfForwardUse(ParamOwner):
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
-        shows_shard = (
-            tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
-        )
         loop_flat, self._loop_flat = self._loop_flat, None
-        if not shows_shard:  # an operation computed the tensor from a parameter
+        shown, shard = (t.untyped_storage()._cdata for t in (tensor.local, handle.flat_param))
+        if shown != shard:  # an operation computed the tensor from a parameter
             return tensor.full_tensor()
         if loop_flat is None or loop_flat[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:
@@ -270,21 +263,17 @@ class OutOfForwardUse(ParamOwner):
         self._warned.add(what)
         remedy = "The result is right, but the all-gather takes time, and all ranks must take part."
         if is_average:
-            remedy = (
-                "To average weights without communication, make the average with "
-                "copy.deepcopy(model) after wrapping. This warning is given once."
+            remedy = "To average without communication, use copy.deepcopy(model) after wrapping."
+        elif tensor.shard_origin.source is Source.PARAMETERS:
+            remedy += (
+                " Make the module that uses the parameter a unit (auto_wrap_policy), or call the "
+                "unit's module. For calls of parts of a model, such as generate(), use "
+                "summon_full_params(model, writeback=False)."
             )
-        else:
-            if tensor.shard_origin.source is Source.PARAMETERS:
-                remedy += (
-                    " Make the module that uses the parameter a unit (auto_wrap_policy), or call "
-                    "the unit's module. For calls of parts of a model, such as generate(), use "
-                    "summon_full_params(model, writeback=False)."
-                )
-            remedy += " This warning is given once for each unit."
         warnings.warn(
             f"{unit_text(unit.name)}: {name} uses {tensor.text} outside of the unit's forward, so "
-            f"the tensor is all-gathered. {remedy}",
+            f"the tensor is all-gathered. {remedy} This warning is given once"
+            f"{'.' if is_average else ' for each unit.'}",
             stacklevel=5,
         )
 
@@ -363,12 +352,8 @@ def _lost(func: Any, view: GatheredView) -> RuntimeError:
 def as_views(result: Any, of: Collection[Tensor], name: str, *, copies: bool = False) -> Any:
     """Return ``result`` with ``GatheredView``s in place of tensors that share memory with ``of``.
 
-    Args:
-        result: the result of an operation on ``of``: a tensor, or a container of tensors.
-        of: full copies of parameters.
-        name: name of the parameter, for errors.
-        copies: whether to clone the tensors that share memory with ``of``. Needed if the memory of
-            ``of`` is about to be freed.
+    ``of``: full copies of the parameter ``name``. ``copies``: whether to clone the tensors that
+    share memory with ``of``, because the memory is about to be freed.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in of}
 

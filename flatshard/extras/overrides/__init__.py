@@ -41,7 +41,7 @@ class ChosenDtypes:
 
     def __init__(self, module: nn.Module, precisions: Iterable[MixedPrecision]) -> None:
         """Find the names of the modules in ``module``. ``precisions``: all units' settings."""
-        self._patterns = {
+        self._unmatched = {  # patterns that have matched no name yet
             pattern
             for precision in precisions
             if isinstance(precision.overrides, Mapping)
@@ -49,7 +49,6 @@ class ChosenDtypes:
         }
         # The dtypes that functions in `overrides` returned, keyed by the parameter's name.
         self._dtype_by_function: dict[str, torch.dtype] = {}
-        self._matched_patterns: set[str] = set()
         # All names of each module. A shared module has several, and a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
@@ -68,8 +67,19 @@ class ChosenDtypes:
         Raises TypeError if the function returns a value that is not a floating point dtype.
         """
         names = [f"{name}.{attribute}" if name else attribute for name in self._names[module]]
-        override = self._by_name(names, precision, [param])
-        return override or self._by_function(names[0], param, precision)
+        override, choose = self._by_name(names, precision, [param]), precision.overrides
+        if override or not callable(choose):
+            return override
+        dtype = choose(param)
+        if dtype is None or dtype == precision.param_dtype:
+            return None
+        if not is_float_dtype(dtype):
+            raise TypeError(
+                f"mixed_precision: overrides({names[0]!r}) must give a floating point torch.dtype "
+                f"or None (for the policy's param_dtype), got {dtype!r}."
+            )
+        self._dtype_by_function[names[0]] = dtype
+        return _override(dtype, [param])
 
     def _by_name(
         self, names: list[str], precision: MixedPrecision, params: Iterable[nn.Parameter]
@@ -77,25 +87,9 @@ class ChosenDtypes:
         if isinstance(precision.overrides, Mapping):
             for pattern, dtype in precision.overrides.items():
                 if any(fnmatchcase(name, pattern) for name in names):
-                    self._matched_patterns.add(pattern)
+                    self._unmatched.discard(pattern)
                     return _override(dtype, params)
         return None
-
-    def _by_function(
-        self, name: str, param: nn.Parameter, precision: MixedPrecision
-    ) -> Override | None:
-        if not callable(precision.overrides):
-            return None
-        dtype = precision.overrides(param)
-        if dtype is None or dtype == precision.param_dtype:
-            return None
-        if not is_float_dtype(dtype):
-            raise TypeError(
-                f"mixed_precision: overrides({name!r}) must give a floating point torch.dtype or "
-                f"None (for the policy's param_dtype), got {dtype!r}."
-            )
-        self._dtype_by_function[name] = dtype
-        return _override(dtype, [param])
 
     def describe(self) -> str:
         """Return a text with the dtypes that functions returned, for ranks to compare."""
@@ -107,7 +101,7 @@ class ChosenDtypes:
         return [
             f"mixed_precision: overrides names {pattern!r}, which matches no module or parameter. "
             "Use names as in named_parameters() before wrapping."
-            for pattern in sorted(self._patterns - self._matched_patterns)
+            for pattern in sorted(self._unmatched)
         ]
 
 

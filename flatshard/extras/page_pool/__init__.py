@@ -21,7 +21,6 @@ import ctypes
 import mmap
 import os
 import weakref
-from typing import NamedTuple
 
 import torch
 
@@ -37,12 +36,9 @@ _CHUNK_BYTES = 1 << 20
 _MAX_CHUNKS = 1 << 13
 
 
-class PageLease(NamedTuple):
-    chunk: int  # address at which the chunk's pages lie while the chunk is idle
-
-    # Address, in the buffer, of the first ``nbytes`` of the chunk's pages during the lease.
-    place: int
-    nbytes: int
+# Three numbers: the address of a chunk's pages while the chunk is idle; the address, in the buffer,
+# of the first bytes of these pages during the lease; and the number of these bytes.
+PageLease = tuple[int, int, int]
 
 
 class PagePool:
@@ -66,7 +62,7 @@ class PagePool:
             if not _move_pages(chunk, place, nbytes):
                 self._idle.append(chunk)
                 break
-            leases.append(PageLease(chunk, place, nbytes))
+            leases.append((chunk, place, nbytes))
             place += nbytes
         return place
 
@@ -97,7 +93,7 @@ class PagePool:
         """
         while leases:
             # `lend` takes chunks from the back, so put chunks without pages at the front.
-            self._idle.insert(0, leases.pop().chunk)
+            self._idle.insert(0, leases.pop()[0])
 
     def give_back(self) -> None:
         """Free the pages of idle chunks, so that other programs can use the memory."""
@@ -121,7 +117,7 @@ class PooledBuffer(BufferMemory):
     ) -> None:
         """Reserve the buffer's addresses, and make a file for this rank's shard in ``target``.
 
-        ``own``: range of the shard in the buffer. An empty range: the shard has separate memory.
+        ``own``: range of the shard in the buffer. Empty: the shard has separate memory.
         """
         nbytes = numel * dtype.itemsize
         everything = mapped_files.reserve_range(nbytes)
@@ -150,10 +146,9 @@ class PooledBuffer(BufferMemory):
 
     @property
     def held_bytes(self) -> int:
-        if not self._is_taken:
-            return 0
         start, stop = self._own
-        return self.buffer.nbytes - (0 if self._is_kept else stop - start)
+        held = self.buffer.nbytes - (0 if self._is_kept else stop - start)
+        return held if self._is_taken else 0
 
     def take(self) -> None:
         if self._is_taken:
@@ -173,9 +168,8 @@ class PooledBuffer(BufferMemory):
     def renew(self) -> None:
         self._is_kept = False
         start, stop = self._own
-        if start < stop:
-            # Drop copies of pages, so that the next access reads the shard's file again.
-            mapped_files.drop_pages(start, stop - start)
+        # Drop copies of pages, so that the next access reads the shard's file again.
+        mapped_files.drop_pages(start, stop - start)
 
     def free(self) -> None:
         if self._is_taken:
@@ -189,9 +183,8 @@ class PooledBuffer(BufferMemory):
     def _forbid(self) -> None:
         # A read of the freed buffer ends the process instead of silently returning zeros.
         for start, end in self._rooms:
-            if start < end:
-                mapped_files.drop_pages(start, end - start)
-                _mprotect(start, end - start, _PROT_NONE)
+            mapped_files.drop_pages(start, end - start)
+            _mprotect(start, end - start, _PROT_NONE)
 
     def snapshot(self) -> None:
         if self._is_taken:

@@ -104,26 +104,20 @@ CPU_CORE = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, and the links between them.
+    """Devices, and the links between them. ``plan`` explains ``per_node`` and the links.
 
-    Attributes:
-        device: the device of each rank.
-        per_node: number of ranks in one node.
-        node_link: bytes per second that one rank sends within a node.
-        link: bytes per second that a node sends to other nodes, divided by the node's ranks.
-        latency: minimum seconds per message.
-        transport: name of a transport (``flatshard.comm.transports``). The transport determines
-            the buffers of a collective. ``nccl`` reduces in place. ``native`` (gloo) copies all
-            bytes before sending, and a reduction completes only when the rank waits for the
-            reduction. ``sockets`` sends large gradients without a copy, receives each rank's
-            gradients into a separate buffer, adds in float32, and all-gathers in the background.
+    The transport (``flatshard.comm.transports``) determines the buffers of a collective. ``nccl``
+    reduces in place. ``native`` (gloo) copies all bytes before sending, and a reduction completes
+    only when the rank waits for the reduction. ``sockets`` sends large gradients without a copy,
+    receives each rank's gradients into a separate buffer, adds in float32, and all-gathers in the
+    background.
     """
 
     device: Device
     per_node: int = 8
     node_link: float = 450e9
     link: float = 50e9
-    latency: float = 5e-6
+    latency: float = 5e-6  # minimum seconds per message
     transport: str = "nccl"
 
     def __post_init__(self) -> None:

@@ -39,24 +39,11 @@ from flatshard.units.policies import CustomPolicy
 _ROWS = 24  # maximum number of rows in a table; if there are more, the middle is left out
 
 
-@dataclass
 class TracedModel:
-    """A model on the meta device, and the trace of one of its steps.
+    """A model on the meta device, and the trace of one of its steps, ``trace``."""
 
-    Attributes:
-        model: the unwrapped model, on the meta device.
-        keywords: keywords of ``plan_flats``: the policy, the mixed precision, ``coalesce_bytes``.
-        trace: the trace of the step. The trace refers to units and flat parameters by number, in
-            the order of ``flats``.
-    """
-
-    model: nn.Module
-    keywords: dict[str, Any]
-    trace: StepTrace
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         build: Callable[[], Any],
         step: Step,
         *,
@@ -64,22 +51,25 @@ class TracedModel:
         on_gpu: bool = True,
         device: str = "cpu",
         **keywords: Any,
-    ) -> TracedModel:
+    ) -> None:
         """Build a model on the meta device, and trace one step.
 
         ``keywords``: keywords of ``plan_flats`` that do not depend on the number of ranks.
         """
         with torch.device("meta"):
             made = build()
-        model, step = made if isinstance(made, tuple) else (made, step)
-        plan, flats = plan_flats(model, world_size=1, **keywords)
-        checkpoint_blocks(model, checkpoint)
-        found = trace(plan, flats, step, on_gpu=on_gpu, device=device)
-        return cls(model, keywords, found)
+        self._model, step = made if isinstance(made, tuple) else (made, step)
+        self._keywords = keywords
+        plan, flats = plan_flats(self._model, world_size=1, **keywords)
+        checkpoint_blocks(self._model, checkpoint)
+        self.trace = trace(plan, flats, step, on_gpu=on_gpu, device=device)
 
-    def flats(self, world_size: int, **keywords: Any) -> list[FlatMemory]:
-        """Return the flat parameters. ``keywords``: more keywords of ``plan_flats``."""
-        return plan_flats(self.model, world_size=world_size, **self.keywords, **keywords)[1]
+    def replay(
+        self, machine: Machine, world_size: int, accumulate: int = 1, **keywords: Any
+    ) -> Outcome:
+        """Predict a step on ``world_size`` ranks. ``keywords``: more keywords of ``plan_flats``."""
+        _, flats = plan_flats(self._model, world_size=world_size, **self._keywords, **keywords)
+        return Replay(self.trace, flats, machine, accumulate).run()
 
 
 # ---------------------------------------------------------------- memory without activations
@@ -206,7 +196,7 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     other gradients. This fits most roots: the last parameter is the head, which forward uses last,
     and the first parameter is the embedding.
     """
-    units, found = plan.units, StepTrace.of(plan)
+    units, found = plan.units, StepTrace(plan)
     # The marks (`Mark`) of forward, the last mark first. `units` has children before parents, so
     # the loop in reverse order reaches a unit before the units inside the unit.
     reverse, around = list[Mark](), list[int]()
@@ -226,15 +216,14 @@ def _empty_trace(plan: ModelPlan, flats: Sequence[FlatMemory]) -> StepTrace:
     for index, flat in enumerate(flats):
         sizes = [param.numel() * flat.compute_dtype.itemsize for param in flat.params]
         grads[flat.unit] += [(index, size) for size in sizes if flat.is_trained]
-    ended: list[Mark] = []
     for mark in reverse:
         begins = mark.what == "leave"
-        # The gradient of a unit's output is the gradient of the next unit's input. So the backward
-        # of the next unit ends (`ended`) just before the backward of this unit begins.
-        found.events += [*ended, Mark("enter backward", mark.unit)] if begins else ended
-        ended = [] if begins else [Mark("leave backward", mark.unit)]
+        if begins:
+            found.events.append(Mark("enter backward", mark.unit))
         for index, nbytes in grads[mark.unit][-1:] if begins else grads[mark.unit][-2::-1]:
             found.events.append(Mark("gradient", index, found.allocate(nbytes, "backward")))
+        if not begins:
+            found.events.append(Mark("leave backward", mark.unit))
     return found
 
 
@@ -281,11 +270,12 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
     on_gpu = settings.device.type == "cuda"
     chosen = {module for unit in units if not unit.is_root for module in unit.modules}
     measured = _measure(wrapper, optimizer)
-    held = measured.get("optimizer")
-    handles = handles_in(wrapper)
+    held, handles = measured.get("optimizer"), handles_in(wrapper)
     trained = sum(h.layout.shard_numel for h in handles if h.params[0].requires_grad)
+    in_background = unit_of(wrapper).topology.intra_group.transport_for().gathers_in_background
+    on_cpu = Machine(CPU_CORE, transport="sockets" if in_background else "native")
     with _unwrapped(wrapper):
-        traced = TracedModel.of(
+        traced = TracedModel(
             lambda: wrapper.module,
             step,
             on_gpu=on_gpu,
@@ -293,7 +283,8 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
             mixed_precision=settings.mixed_precision,
         )
-        flats = traced.flats(
+        outcome = traced.replay(
+            Machine(DEVICES["h100"]) if on_gpu else on_cpu,
             ranks.world.size,
             # The optimizer has no state before its first step. Until then, count two tensors per
             # parameter: AdamW keeps two.
@@ -302,10 +293,6 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
             ranks_per_node=ranks.ranks_per_node,
             reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
         )
-    in_background = unit_of(wrapper).topology.intra_group.transport_for().gathers_in_background
-    on_cpu = "sockets" if in_background else "native"
-    device, transport = (DEVICES["h100"], "nccl") if on_gpu else (CPU_CORE, on_cpu)
-    outcome = Replay(traced.trace, flats, Machine(device, transport=transport)).run()
     predicted = {
         **outcome.persistent,
         "unsharded": outcome.highest.get("unsharded", 0),
@@ -317,17 +304,15 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
 def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:
     handles = handles_in(wrapper)
     found = {"parameters": storage_bytes(handle.flat_param for handle in handles)}
-    grads = [p.grad for handle in handles for p in handle.sharded if p.grad is not None]
-    if grads:
+    if grads := [p.grad for handle in handles for p in handle.sharded if p.grad is not None]:
         found["gradients"] = _local_bytes(grads)
-    if optimizer is not None and optimizer.state:
-        states = (value for one in optimizer.state.values() for value in one.values())
-        found["optimizer"] = _local_bytes(states)
+    if states := [*optimizer.state.values()] if optimizer else []:
+        found["optimizer"] = _local_bytes(value for one in states for value in one.values())
     with contextlib.suppress(RuntimeError):  # `step_report` raises if no step was recorded
         report = wrapper.step_report()
         found["unsharded"] = report.peak_gathered_bytes
-        if report.peak_allocated_bytes is not None:
-            found["peak"] = report.peak_allocated_bytes
+        if (peak := report.peak_allocated_bytes) is not None:
+            found["peak"] = peak
     return found
 
 

@@ -26,26 +26,18 @@ _GRADIENTS = "gradients", "reduction", "temporary"
 
 @dataclass
 class Outcome:
-    """Memory, communication and time that a replay predicts for one step.
+    """Memory, communication and time that a replay predicts for one step."""
 
-    Attributes:
-        peak: bytes at the moment of the peak, keyed by category.
-        peak_at: operator or action at the moment of the peak, and the unit that was running.
-        highest: largest number of bytes of each category at any moment. "gradients" includes the
-            buffers of reductions, and temporary tensors.
-        persistent: bytes of parameters, gradients and optimizer state between steps.
-        seconds: duration of one step.
-        compute_seconds: duration of the step's operators and of the optimizer.
-        sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
-            bytes that this rank sends to other nodes.
-    """
-
-    peak: dict[str, int] = field(default_factory=dict)
-    peak_at: str = ""
+    peak: dict[str, int] = field(default_factory=dict)  # bytes of each category at the peak
+    peak_at: str = ""  # operator or action at the peak, and the unit that was running
+    # Largest number of bytes of each category at any moment. "gradients" includes the buffers of
+    # reductions, and temporary tensors.
     highest: dict[str, int] = field(default_factory=dict)
+    # Bytes of parameters, gradients and optimizer state between steps.
     persistent: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    compute_seconds: float = 0.0
+    compute_seconds: float = 0.0  # duration of the step's operators and of the optimizer
+    # Bytes that this rank sends in a step to ranks of its node, and to other nodes.
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property
@@ -58,43 +50,23 @@ class Outcome:
         return self.seconds - self.compute_seconds
 
 
-@dataclass
-class _Reduction:
-    """A running reduction, with the buffers that are freed at the time ``ends``.
-
-    ``crosses``: whether the second stage, over the replicas, has not begun yet.
-    """
-
-    flat: FlatMemory
-    crosses: bool
-    ends: float
-    buffers: list[Held] = field(default_factory=list)
-
-
 class Replay:
-    """Replays the steps of one rank as flatshard runs them.
-
-    Attributes:
-        outcome: the prediction for the last step.
-        totals: current bytes of each category.
-    """
+    """Replays the steps of one rank as flatshard runs them."""
 
     def __init__(
         self, trace: StepTrace, flats: Sequence[FlatMemory], machine: Machine, accumulate: int = 1
     ) -> None:
         self.trace, self.flats, self.machine, self.accumulate = trace, flats, machine, accumulate
         self.outcome = Outcome()
-        self.totals: dict[str, int] = defaultdict(int)
-        self._now, self._place = "start", ""
+        self.totals: dict[str, int] = defaultdict(int)  # current bytes of each category
+        self._now, self._place = "start", ""  # what the rank does, for `Outcome.peak_at`
         self.clock = self._link_free = 0.0
         self.syncs = True  # whether this backward reduces gradients
         self.in_backward = False
-        self.state: list[Held] = []
         self.grads: list[Held] = []
         # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
-        self._native = machine.transport == "native"
-        self._sockets = machine.transport == "sockets"
+        self._native, self._sockets = (machine.transport == one for one in ("native", "sockets"))
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
         for flat in flats:
             self.of_unit[flat.unit].append(flat)
@@ -107,18 +79,16 @@ class Replay:
         freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
         self._saved = made & freed
         marks = [event for event in trace.events if isinstance(event, Mark)]
-        # Units in the order of forward.
-        self.order = list(dict.fromkeys(mark.unit for mark in marks if mark.what == "enter"))
-        # For each unit: number of inputs that need a gradient.
-        self._inputs = Counter(mark.unit for mark in marks if mark.what == "input")
+        entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
+        self.order = list(dict.fromkeys(entered))  # units in the order of forward
+        self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient
         # The memory limits of ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, reductions
         # get half the limit, because a reduction needs memory to send and to receive.
-        on_gpu = machine.device.is_gpu
-        together = [[flat] for flat in flats] if on_gpu else self.of_unit.values()
-        sums = map(_gradient_bytes, together)
+        on_gpu, units = machine.device.is_gpu, self.of_unit.values()
+        sums = map(_gradient_bytes, [[flat] for flat in flats] if on_gpu else units)
         self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
-        self._budget = max(map(_gathered_bytes, self.of_unit.values()), default=0)
-        self._in_flight: list[_Reduction] = []
+        self._budget = max(map(_gathered_bytes, units), default=0)
+        self._reducing: list[FlatMemory] = []  # flat parameters whose reduction runs
 
     # ------------------------------------------------------------ memory and clocks
 
@@ -152,34 +122,26 @@ class Replay:
         self.clock += seconds
         self.outcome.compute_seconds += seconds
 
-    def now(self, what: str, unit: int | None = None) -> None:
-        """Note what the rank does, for ``Outcome.peak_at``."""
-        self._now = what if unit is None else f"{what} {self.name(unit)}"
-
     def name(self, unit: int) -> str:
         return self.trace.names[unit] or "(root)"
 
     # ------------------------------------------------------------ a step
 
-    def run(self, steps: int = 3) -> Outcome:
-        """Replay ``steps`` steps, and return the outcome of the last step.
-
-        The first step begins without optimizer state.
-        """
-        for _ in range(steps):
-            before = self.outcome
-            self.outcome = Outcome(before.peak, before.peak_at, before.highest)
+    def run(self) -> Outcome:
+        """Replay three steps, the first without optimizer state; return the last one's outcome."""
+        for _ in range(3):
+            self.outcome.compute_seconds, self.outcome.sent_bytes = 0.0, [0.0, 0.0]
             self.clock = self._link_free = 0.0
             self.free(*self.grads)
             self.grads = []
-            for backward in range(self.accumulate):
-                self.syncs = backward == self.accumulate - 1
+            for remaining in reversed(range(self.accumulate)):
+                self.syncs = not remaining
                 self.play()
-            self.now("the optimizer's step")
+            self._now = "the optimizer's step"
             self.step()
             self.outcome.seconds = self.clock
-        kinds = ("parameters", "gradients", "optimizer")
-        self.outcome.persistent = {kind: self.totals[kind] for kind in kinds}
+        for kind in ("parameters", "gradients", "optimizer"):
+            self.outcome.persistent[kind] = self.totals[kind]
         return self.outcome
 
     def play(self) -> None:
@@ -196,7 +158,7 @@ class Replay:
                 busy = self._link_free - self.clock
                 self.compute(self.machine.device.seconds(event, busy))
             elif isinstance(event, Alloc):
-                self.now(self.trace.makers[event.block])
+                self._now = self.trace.makers[event.block]
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
             elif isinstance(event, Free):
@@ -218,7 +180,7 @@ class Replay:
         elif mark.what in ("enter", "enter backward"):
             if mark.what == "enter backward":
                 self._outstanding.setdefault(unit, self._inputs[unit])
-            self.now("all-gather of", unit)
+            self._now = f"all-gather of {self.name(unit)}"
             self.unshard(unit)
             if mark.what == "enter backward" or not self.in_backward:
                 order = self.order[::-1] if self.in_backward else self.order
@@ -235,8 +197,8 @@ class Replay:
     # ------------------------------------------------------------ all-gathers
 
     def _start_gather(self, flat: FlatMemory, *, backward: bool) -> None:
-        has_all = flat.unsharded is not None and not flat.is_stale
-        if flat.ends is not None or has_all or not flat.gathered_bytes:
+        has_all = not flat.gathered_bytes or (flat.unsharded and not flat.is_stale)
+        if flat.ends is not None or has_all:
             return
         flat.is_stale = False
         if flat.unsharded is None:
@@ -316,7 +278,7 @@ class Replay:
         if is_new:
             flat.slots.append(block if is_kept else None)
             if not is_kept and flat.buffer is None:
-                self.now("copying gradients")
+                self._now = "copying gradients"
                 flat.buffer = self.allocate(flat.whole_gradient_bytes, "reduction")
         if flat.is_complete:
             if self.syncs:
@@ -337,9 +299,8 @@ class Replay:
         """Return the memory from which the transport sends the gradients of a flat parameter."""
         slots, buffer = flat.slots, flat.buffer
         flat.slots, flat.buffer = [], None
-        first = slots[0] if slots else None
-        if flat.is_single and first and first.nbytes == flat.whole_gradient_bytes:
-            return first
+        if flat.is_single and slots and slots[0] and slots[0].nbytes == flat.whole_gradient_bytes:
+            return slots[0]
         buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
         self.free(*slots)
         if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
@@ -348,74 +309,69 @@ class Replay:
 
     def _reduce(self, flat: FlatMemory) -> None:
         """Start to reduce a flat parameter, and finish earlier reductions that have ended."""
-        self.now("reduction of", flat.unit)
-        reduction = _Reduction(flat, flat.replicas > 1, self.clock)
+        self._now = f"reduction of {self.name(flat.unit)}"
+        flat.crosses, flat.reduced_at, flat.sent = flat.replicas > 1, self.clock, []
         sent = self._fill(flat)
         if flat.gather_size == 1:
-            flat.results.append(sent)
+            flat.result = sent
         else:
             nbytes = self._sum_bytes(flat, flat.crossing_bytes)
-            flat.results.append(self.allocate(nbytes, "reduction"))
+            flat.result = self.allocate(nbytes, "reduction")
             # Sockets receive the gradients of each other rank into a row of a buffer. If the dtypes
             # are equal, the first rank's gradients need no row: they are received into the result.
             rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
             more = self._sockets * rows * flat.crossing_bytes
             more += self._native * flat.whole_gradient_bytes
-            reduction.buffers += [sent, self.allocate(more, "reduction")]
+            flat.sent = [sent, self.allocate(more, "reduction")]
             size, per_node = flat.gather_size, self.machine.per_node
-            reduction.ends = self.send(flat.whole_gradient_bytes, size, per_node)
-        self._in_flight.append(reduction)
-        if self.machine.device.is_gpu or not reduction.buffers:
-            self._cross(reduction)
-        self._finish_old()
+            flat.reduced_at = self.send(flat.whole_gradient_bytes, size, per_node)
+        self._reducing.append(flat)
+        if self.machine.device.is_gpu or not flat.sent:
+            self._cross(flat)
+        # Finish reductions that have ended, and wait if reductions hold too much memory.
+        while self._reducing:
+            first = self._reducing[0]
+            # With gloo, only a wait finds out that a reduce-scatter has ended.
+            reports_end = not self._native or first.gather_size == 1
+            if reports_end and first.reduced_at <= self.clock:
+                self._cross(first)
+            over = _gradient_bytes(self._reducing) > self._max_in_flight
+            if not reports_end or (first.reduced_at > self.clock and not over):
+                return
+            self._finish_first()
 
     def _sum_bytes(self, flat: FlatMemory, nbytes: int) -> int:
         is_wider = self._sockets and flat.reduce_itemsize < 4
         return nbytes // flat.reduce_itemsize * 4 if is_wider else nbytes
 
-    def _cross(self, reduction: _Reduction) -> None:
+    def _cross(self, flat: FlatMemory) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
-        if not reduction.crosses:
+        if not flat.crosses:
             return
-        flat, reduction.crosses = reduction.flat, False
+        flat.crosses = False
         if not self.machine.device.is_gpu:
-            self.wait(reduction.ends)
-            self.free(*reduction.buffers)
-            reduction.buffers = []
+            self.wait(flat.reduced_at)
+            self.free(*flat.sent)
+            flat.sent = []
         # The second stage is an all-reduce: a reduce-scatter and an all-gather. If each rank keeps
         # only a part of the result, the second stage is only a reduce-scatter.
         steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
         if steps == 1:
             copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
-            reduction.buffers += [*flat.results, copies]
-            nbytes = self._sum_bytes(flat, flat.reduced_bytes)
-            flat.results = [self.allocate(nbytes, "reduction")]
+            flat.sent += [flat.result, copies]
+            flat.result = self.allocate(self._sum_bytes(flat, flat.reduced_bytes), "reduction")
         in_node = max(1, self.machine.per_node // flat.gather_size)
-        reduction.ends = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
-
-    def _finish_old(self) -> None:
-        """Finish reductions that have ended, and wait if reductions hold too much memory."""
-        while self._in_flight:
-            first = self._in_flight[0]
-            # With gloo, only a wait finds out that a reduce-scatter has ended.
-            reports_end = not self._native or first.flat.gather_size == 1
-            if reports_end and first.ends <= self.clock:
-                self._cross(first)
-            over = _gradient_bytes([one.flat for one in self._in_flight]) > self._max_in_flight
-            if not reports_end or (first.ends > self.clock and not over):
-                return
-            self._finish_first()
+        flat.reduced_at = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
 
     def _finish_first(self) -> None:
-        first = self._in_flight.pop(0)
-        self._cross(first)
-        self.wait(first.ends)
-        self.free(*first.buffers)
-        flat = first.flat
-        for place, held in enumerate(flat.results):
-            if held.nbytes != flat.gradient_bytes:  # cast to the dtype of `.grad`
-                flat.results[place] = self.allocate(flat.gradient_bytes, "gradients")
-                self.free(held)
+        flat = self._reducing.pop(0)
+        self._cross(flat)
+        self.wait(flat.reduced_at)
+        self.free(*flat.sent)
+        if (held := flat.result) and held.nbytes != flat.gradient_bytes:
+            # Cast to the dtype of `.grad`.
+            flat.result = self.allocate(flat.gradient_bytes, "gradients")
+            self.free(held)
 
     def end_backward(self) -> None:
         """Finish all reductions, and move the reduced gradients to ``grads``."""
@@ -423,25 +379,23 @@ class Replay:
             for flat in self.flats:
                 if flat.is_trained and (flat.slots or flat.buffer):
                     self._reduce(flat)
-            for reduction in self._in_flight:
-                self._cross(reduction)
-            while self._in_flight:
+            for flat in self._reducing:
+                self._cross(flat)
+            while self._reducing:
                 self._finish_first()
         for unit in self.of_unit:
             self.reshard(unit)
-        if self.syncs:
-            for flat in self.flats:
-                for held in flat.results:
-                    self.totals[held.category] -= held.nbytes
-                    held.category = "gradients"
-                    self.totals[held.category] += held.nbytes
-                self.grads += flat.results
-                flat.results = []
+        for flat in self.flats:
+            if (held := flat.result) is not None:
+                self.free(held)
+                self.grads.append(self.allocate(held.nbytes, "gradients"))
+                flat.result = None
 
     def step(self) -> None:
         """Step the optimizer."""
-        if not self.state:
-            self.state += [self.allocate(flat.optimizer_bytes, "optimizer") for flat in self.flats]
+        if "optimizer" not in self.totals:
+            for flat in self.flats:
+                self.allocate(flat.optimizer_bytes, "optimizer")
         # flatshard steps element-wise optimizers with one fused kernel, without temporary memory.
         # But a parameter that one rank holds completely stays a plain parameter. On CPUs, torch's
         # Adam steps plain parameters with several operators, so memory traffic grows by 13 times

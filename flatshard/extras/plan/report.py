@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
-from flatshard.extras.plan.replay import Outcome, Replay
+from flatshard.extras.plan.replay import Outcome
 from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
@@ -36,27 +36,20 @@ DTYPES = {
 }
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 
+_CHECKPOINTS = ("none", "selective", "block")
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The prediction for one strategy on one number of ranks.
-
-    Attributes:
-        strategy: name of the sharding strategy.
-        ranks: number of ranks.
-        outcome: the predicted memory, communication and time.
-        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
-        samples_per_second: number of samples that one rank trains per second.
-    """
+    """The prediction for one strategy on one number of ranks."""
 
     strategy: str
     ranks: int
     outcome: Outcome
-    fits: bool
-    samples_per_second: float
+    fits: bool  # whether the peak and ``CONTEXT_BYTES`` fit into the device's memory
+    samples_per_second: float  # of one rank
 
     @property
     def bound(self) -> str:
@@ -141,7 +134,7 @@ class Target:
         Raises ValueError if no strategy can be used.
         """
         strategies = (self.strategy,) if isinstance(self.strategy, str) else self.strategy
-        traced = TracedModel.of(
+        traced = TracedModel(
             self.build,
             self.step or language_step(self.batch, self.seq),
             checkpoint=self.checkpoint,
@@ -166,26 +159,22 @@ class Target:
 
     def _choice(self, traced: TracedModel, strategy: str, ranks: int) -> Choice:
         optimizer, machine = self.optimizer, self.machine
-        flats = traced.flats(
+        outcome = traced.replay(
+            machine,
             ranks,
+            self.accumulate,
             optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
             sharding_strategy=strategy,
             ranks_per_node=min(ranks, self.per_node),
         )
-        outcome = Replay(traced.trace, flats, machine, self.accumulate).run()
         memory = machine.device.memory_bytes
         fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
         speed = self.accumulate * self.batch / outcome.seconds
         return Choice(strategy, ranks, outcome, fits, speed)
 
     def changes(self) -> dict[str, Choice]:
-        """Predict training with one setting changed: checkpointing, ranks, batch or dtype.
-
-        For each change, keyed by a text that describes the change, returns the prediction of the
-        strategy with the smallest peak memory.
-        """
-        kinds = ("none", "selective", "block")
-        stronger = kinds[kinds.index(self.checkpoint) + 1 :]
+        """For each change of a setting, predict the strategy with the smallest peak memory."""
+        stronger = _CHECKPOINTS[_CHECKPOINTS.index(self.checkpoint) + 1 :]
         changes: list[tuple[str, Any]] = [("checkpoint", kind) for kind in stronger]
         changes.append(("ranks", 2 * max(counts(self.ranks))))
         if self.step is None and self.batch > 1:
@@ -197,12 +186,12 @@ class Target:
             text = f"twice the ranks ({value})" if name == "ranks" else f"{name}={value!r}"
             # Checkpointing fails if a forward changes its inputs, or fills a cache.
             with contextlib.suppress(CannotTraceError):
-                found[text] = min(replace(self, **{name: value}).choices(), key=_peak_bytes)
+                found[text] = smallest(replace(self, **{name: value}).choices())
         return found
 
 
-def _peak_bytes(one: Choice) -> int:
-    return one.outcome.peak_bytes
+def smallest(choices: Iterable[Choice]) -> Choice:
+    return min(choices, key=lambda one: one.outcome.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -259,7 +248,7 @@ class TrainingPlan:
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 
     def __str__(self) -> str:
-        shown = self.best or min(self.choices, key=_peak_bytes)
+        shown = self.best or smallest(self.choices)
         rows = [one.cells() for one in self.choices]
         peak = f"Its peak of {show(shown.outcome.peak_bytes)} is in {shown.outcome.peak_at}."
         lines = [
@@ -363,7 +352,7 @@ _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,
     "optimizer": OPTIMIZERS,
-    "checkpoint": ("none", "block", "selective"),
+    "checkpoint": _CHECKPOINTS,
     "strategy": STRATEGIES,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.policies import Policy
 
 
-@dataclass(eq=False)
-class Held:
+class Held(NamedTuple):
     """A block of memory that is currently allocated."""
 
     category: str
@@ -33,36 +32,29 @@ class FlatMemory:
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
-        unit: index of the unit.
-        parameter_bytes: bytes of this rank's shard.
-        gradient_bytes: bytes of the shard's ``.grad`` after a backward that reduces gradients.
-        optimizer_bytes: bytes of the optimizer's state for the shard.
         kept_bytes: bytes of unsharded parameters, or of secondary shards (gathered from fewer
             ranks), between steps.
         gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
             contains all parameters in the compute dtype.
         whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
-        crossing_bytes: bytes of the gradients after the reduce-scatter, within a node for HYBRID
-            strategies, and otherwise over all ranks.
+        crossing_bytes: bytes of the gradients after the first stage of a reduction, within a node
+            for HYBRID strategies, and otherwise over all ranks.
         reduced_bytes: bytes of the gradients after the reduction over all ranks.
         secondary_bytes: bytes of the secondary shard, kept between forward and backward, from which
             backward unshards the unit.
         is_cast: whether an all-gather sends a copy of the shard in another dtype.
         is_lookup: whether all parameters are embeddings, which backward does not read.
         is_single: whether the flat parameter is a single parameter without padding.
-        is_freed_after: whether the unit reshards after backward.
-        reduce_itemsize: bytes of an element of the unsharded gradients.
-        gather_size: number of ranks in an all-gather of forward.
-        regather_size: number of ranks in an all-gather of backward.
+        gather_size, regather_size: numbers of ranks in an all-gather of forward, and of backward.
         replicas: number of ranks with the same shard, or in the second stage of a reduction.
-        unsharded: the unsharded parameters, unless they are freed.
         source: copy of the shard in the compute dtype, while an all-gather sends the copy.
         ends: time at which the current all-gather ends.
         is_stale: whether the optimizer has changed the shard, but ``unsharded`` has old values.
         arrived: number of gradients that this backward has computed.
         slots: for each gradient that has arrived, its memory; None if it was copied to ``buffer``.
-        buffer: memory from which all gradients are reduced.
-        results: reduced gradients.
+        buffer: memory from which all gradients are reduced. ``result``: reduced gradients.
+        sent: buffers that are freed when the running reduction ends, at the time ``reduced_at``.
+        crosses: whether the second stage, over the replicas, has not begun yet.
     """
 
     def __init__(
@@ -78,8 +70,8 @@ class FlatMemory:
         self.numel, self.is_single = layout.numel, layout.padded_numel == layout.spans[0].numel
         self.is_trained = plan.requires_grad
         self.is_cast = self.compute_dtype != plan.dtype
-        places = [place for info in plan.infos for place in info.locations]
-        self.is_lookup = all(type(place.module) in LOOKUPS for place in places)
+        modules = (place.module for info in plan.infos for place in info.locations)
+        self.is_lookup = all(type(module) in LOOKUPS for module in modules)
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
         self.regather_size = placement.regather_size or self.gather_size
         self.replicas = world_size // self.gather_size
@@ -99,18 +91,19 @@ class FlatMemory:
         self.secondary_bytes = 0
         if placement.over_all:
             self.kept_bytes = self.secondary_bytes = unsharded // self.gather_size
-        is_freed = placement.reshard_after_forward and unit.name
-        if placement.regather_size and (is_freed or self.is_lookup):
+        is_freed = self.is_lookup or (placement.reshard_after_forward and unit.name)
+        if placement.regather_size and is_freed:
             self.secondary_bytes = unsharded // placement.regather_size
-        self.is_stale = False
+        self.is_stale = self.crosses = False
         self.unsharded: Held | None = None
         self.source: Held | None = None
         self.secondary: Held | None = None
         self.ends: float | None = None
-        self.arrived = 0
+        self.arrived, self.reduced_at = 0, 0.0
         self.slots: list[Held | None] = []
         self.buffer: Held | None = None
-        self.results: list[Held] = []
+        self.result: Held | None = None
+        self.sent: list[Held | None] = []
 
     @property
     def is_complete(self) -> bool:
@@ -143,13 +136,11 @@ def plan_flats(
     strategy = read_strategy(given, ranks)
     settings = Settings(ranks, *strategy, torch.device("meta"), **read_values(given))
     plan = ModelPlan(model, settings, predicts=True)
+    flats: list[FlatMemory] = []
     for unit in plan.units:
         unit.lay_out(_num_shards(unit.settings, world_size))
-    return plan, [
-        FlatMemory(unit, flat, world_size, optimizer_bytes)
-        for unit in plan.units
-        for flat in unit.flats
-    ]
+        flats += [FlatMemory(unit, flat, world_size, optimizer_bytes) for flat in unit.flats]
+    return plan, flats
 
 
 def _num_shards(settings: Settings, world_size: int) -> int:

@@ -15,7 +15,6 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -46,18 +45,11 @@ Checkpointing = Literal["none", "block", "selective"]
 
 
 class Op(NamedTuple):
-    """An operator that read or wrote memory. Operators that only return views are left out.
+    """An operator that read or wrote memory. Operators that only return views are left out."""
 
-    Attributes:
-        name: the operator's name, such as ``aten.mm``.
-        flops: number of floating point operations; 0 if only memory limits the operator's speed.
-        nbytes: number of bytes that the operator reads and writes.
-        is_attention: whether the operator is an attention kernel.
-    """
-
-    name: str
-    flops: int
-    nbytes: int
+    name: str  # such as ``aten.mm``
+    flops: int  # 0 if only memory limits the operator's speed
+    nbytes: int  # number of bytes that the operator reads and writes
     is_attention: bool
 
 
@@ -92,31 +84,20 @@ class Mark(NamedTuple):
 Event = Op | Alloc | Free | Mark
 
 
-@dataclass
 class StepTrace:
     """One forward and backward of a model on one rank, as events in the order of execution.
 
-    Attributes:
-        events: operators, allocations, frees and marks.
-        sizes: bytes of each block. A block is the memory of one tensor and of all its views.
-            Parameters and buffers have no block.
-        makers: name of the operator that made each block.
-        names: names of the units.
-        buffer_bytes: bytes of the model's buffers.
+    A block is the memory of one tensor and of all its views. Parameters and buffers have no block.
     """
 
-    events: list[Event] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    makers: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    buffer_bytes: int = 0
-
-    @classmethod
-    def of(cls, plan: ModelPlan) -> StepTrace:
-        """Return a trace without events."""
+    def __init__(self, plan: ModelPlan) -> None:
+        """Make a trace without events."""
+        self.events: list[Event] = []
+        self.sizes: list[int] = []  # bytes of each block
+        self.makers: list[str] = []  # operator that made each block
+        self.names = [unit.name for unit in plan.units]
         # Count a buffer once, even if several modules share the buffer.
-        nbytes = sum(one.nbytes for one in {*plan.module.buffers()})
-        return cls(names=[unit.name for unit in plan.units], buffer_bytes=nbytes)
+        self.buffer_bytes = sum(one.nbytes for one in {*plan.module.buffers()})
 
     def allocate(self, nbytes: int, maker: str) -> int:
         """Add a block, and return its index."""
@@ -218,18 +199,18 @@ class _Recorder(TorchDispatchMode):
     def observe(
         self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
     ) -> Iterable[RemovableHandle]:
-        """Record when the forward and the backward of a module begin and end.
+        """Record when the forward and the backward of a module begin and end. Returns hooks."""
 
-        Returns the handles of the module's hooks.
-        """
+        def mark(what: str, *_: Any) -> None:
+            self._trace.events.append(Mark(what, unit))
 
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
-            self._mark("enter", unit)
+            mark("enter")
             args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
             if not self.in_backward:
                 for tensor in _with_gradients((args, kwargs)):
-                    self._mark("input", unit)
-                    hook = tensor.register_hook(lambda _: self._mark("leave backward", unit))
+                    mark("input")
+                    hook = tensor.register_hook(partial(mark, "leave backward"))
                     # Let autograd call this hook first, as in `Forward.before_module`: this mark
                     # must come before "enter backward" of the unit that made the tensor.
                     call_first(hook, tensor)
@@ -237,10 +218,10 @@ class _Recorder(TorchDispatchMode):
 
         def leave(_: Any, __: Any, output: Any) -> Any:
             output = casts.cast_output(output)
-            self._mark("leave", unit)
+            mark("leave")
             if not self.in_backward:
                 for tensor in _with_gradients(output):
-                    tensor.register_hook(lambda _: self._mark("enter backward", unit))
+                    tensor.register_hook(partial(mark, "enter backward"))
             return output
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -252,9 +233,6 @@ class _Recorder(TorchDispatchMode):
         block = self._block_of[param.grad.untyped_storage()._cdata]
         self._trace.events.append(Mark("gradient", flat, block))
         param.grad = None
-
-    def _mark(self, what: str, unit: int) -> None:
-        self._trace.events.append(Mark(what, unit))
 
     def _allocate(self, tensor: Tensor, maker: str) -> bool:
         storage = tensor.untyped_storage()
@@ -338,9 +316,7 @@ def _with_gradients(value: Any) -> list[Tensor]:
 def selective_contexts() -> Any:
     """Return checkpoint contexts that save attention and every second matrix product.
 
-    Pass this function to torch: ``checkpoint(..., context_fn=selective_contexts)``. Backward
-    computes all results that were not saved again. torchtitan's selective activation checkpointing
-    uses the same rule.
+    torchtitan's selective activation checkpointing uses the same rule.
     """
     counts: Counter[bool] = Counter()
 
@@ -407,14 +383,12 @@ def emptied(
         return made[value] if isinstance(value, Tensor) else value
 
     with contextlib.ExitStack() as stack:
-        for inner in module.modules():
-            places: list[dict[str, Any]] = [inner._parameters, inner._buffers, inner.__dict__]
-            for place in places:
-                for name, value in place.items():
-                    # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
-                    if isinstance(value, Tensor | list):
-                        stack.callback(place.__setitem__, name, value)
-                        place[name] = replaced(value)
+        for own in [inner.__dict__ for inner in module.modules()]:
+            for place in (own["_parameters"], own["_buffers"], own):
+                stack.callback(place.update, {**place})
+                # Look into lists, too: `nn.LSTM` computes with a list of its parameters.
+                found = {k: replaced(v) for k, v in place.items() if isinstance(v, Tensor | list)}
+                place.update(found)
         yield made
 
 
@@ -476,7 +450,7 @@ def trace(
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
-    found = StepTrace.of(plan)
+    found = StepTrace(plan)
     dtypes = {param: flat.compute_dtype for flat in flats for param in flat.params}
     # Accept real tensors, too: `step` may use inputs that were made before the trace.
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -8,7 +8,7 @@ engine calls its methods during a step. Without this folder, ``flatshard.collect
 from __future__ import annotations
 
 import contextlib
-import sys
+import resource
 import time
 import weakref
 from collections import Counter
@@ -137,16 +137,14 @@ class StepRecorder(StepExtension):
 
     def end_step(self) -> None:
         """End the current step and keep its report. Do nothing if no part of the step has run."""
-        report = self.report()
-        if report is not None:
+        if report := self.report():
             self.reports.append(report)
 
     def report(self) -> StepReport | None:
         """Return a report of the current step so far, or None if no part of the step has run."""
         if not self._ranges:
             return None
-        names = tuple(unit.name for unit in self._units)
-        cuda = self._device.type == "cuda"
+        names, cuda = tuple(unit.name for unit in self._units), self._device.type == "cuda"
         return sum_up(
             self._ranges,
             self._volume,
@@ -155,7 +153,7 @@ class StepRecorder(StepExtension):
             rank=self._rank,
             began=self._epoch + self._began,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
-            peak_resident_bytes=peak_resident_bytes(),
+            peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
 
     def begin_forward(self, of_root: bool) -> None:
@@ -190,9 +188,9 @@ class StepRecorder(StepExtension):
 
     def leave_forward(self, unit: Unit) -> None:
         self._look_at([unit])
-        calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
-        if calls:  # there is no entry if the recording began inside this forward
-            self._end(calls[-1])
+        # There is no entry if the recording began inside this forward.
+        for call in [one for one in self._doing if one.is_call and one.unit == unit.index][-1:]:
+            self._end(call)
 
     def enter_backward(self, unit: Unit) -> None:
         self.leave_backward(unit)
@@ -211,11 +209,9 @@ class StepRecorder(StepExtension):
 
     def _end(self, doing: _Doing) -> None:
         """End the work ``doing``: remove the last entry of ``_doing`` that equals ``doing``."""
-        for position in reversed(range(len(self._doing))):
-            if self._doing[position] == doing:
-                self._switch()
-                del self._doing[position]
-                return
+        if doing in self._doing:
+            self._switch()
+            del self._doing[~self._doing[::-1].index(doing)]
 
     def _switch(self) -> None:
         """Record the time since the last switch as time of the innermost work of the thread."""
@@ -238,14 +234,10 @@ class StepRecorder(StepExtension):
             self._end(doing)
             self._note(self._events[num_before:], purpose)
             del self._events[num_before:]
-            if unit is not None:
-                if kind is not Kind.STARTING and ends:
-                    self._land(_IN_FLIGHT[kind], unit.index)
-                if kind is not Kind.GATHER_WAIT:
-                    self._look_at([unit])
-            if purpose == "reduce":
-                # Another unit's gradient buffer may have been freed in this wait.
-                self._look_at(self._units)
+            if unit is not None and kind is not Kind.STARTING and ends:
+                self._land(_IN_FLIGHT[kind], unit.index)
+            # Another unit's gradient buffer may have been freed in this wait.
+            self._look_at(self._units if purpose == "reduce" or unit is None else [unit])
 
     def _note(self, events: list[Event], purpose: str) -> None:
         """Record the size and the start time of collectives that have just begun."""
@@ -259,8 +251,7 @@ class StepRecorder(StepExtension):
                 self._in_flight.setdefault((kind, unit), self._since)
 
     def _land(self, kind: Kind, unit: int | None) -> None:
-        began = self._in_flight.pop((kind, unit), None)
-        if began is not None:
+        if (began := self._in_flight.pop((kind, unit), None)) is not None:
             self._ranges.append(Range(kind, unit, began, self._clock()))
 
     # ------------------------------------------------------------ memory
@@ -271,22 +262,11 @@ class StepRecorder(StepExtension):
     def _look_at(self, units: Iterable[Unit]) -> None:
         """Record a sample of each unit whose memory has changed since its last sample."""
         for unit in units:
-            held = (
-                sum(handle.unsharded_bytes for handle in unit.handles),
-                sum(handle.grads.nbytes for handle in unit.handles),
-            )
+            gathered = sum(handle.unsharded_bytes for handle in unit.handles)
+            held = gathered, sum(handle.grads.nbytes for handle in unit.handles)
             if self._held.get(unit.index, (0, 0)) != held:
                 self._held[unit.index] = held
                 self._samples.append(MemorySample(self._clock(), unit.index, *held))
-
-
-def peak_resident_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ------------------------------------------------------------ a recording

@@ -33,37 +33,23 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return the memory of all units together, after each sample.
-
-        Each element has three values: the time of the sample, the bytes of unsharded parameters and
-        secondary shards, and the bytes of gradients.
-        """
-        held: dict[int, tuple[int, int]] = {}
-        gathered = gradients = 0
+        """Return a time, and the bytes of parameters and of gradients of all units, per sample."""
+        held: dict[int, list[int]] = {}
         found = []
-        for seconds, unit, *after in self.samples:
-            before = held.get(unit, (0, 0))
-            held[unit] = after[0], after[1]
-            gathered += after[0] - before[0]
-            gradients += after[1] - before[1]
+        for seconds, unit, *nbytes in self.samples:
+            held[unit] = nbytes
+            gathered, gradients = map(sum, zip(*held.values(), strict=True))
             found.append((seconds, gathered, gradients))
         return found
 
 
 class Range(NamedTuple):
-    """A range of time in a step.
+    """A range of time in a step."""
 
-    Attributes:
-        kind: the work that took the time.
-        unit: the unit's index; None if the work is for all units.
-        begin: seconds since the step began.
-        end: seconds since the step began.
-    """
-
-    kind: Kind
-    unit: int | None
-    begin: float
-    end: float
+    kind: Kind  # the work that took the time
+    unit: int | None  # the unit's index; None if the work is for all units
+    begin: float  # seconds since the step began
+    end: float  # seconds since the step began
 
 
 @dataclass(frozen=True)
@@ -125,7 +111,7 @@ class StepReport:
         peak_gradient_bytes: peak memory of gradients before their reduction.
         peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
-        peak_resident_bytes: peak RSS of the process since the start; None if not known.
+        peak_resident_bytes: peak RSS of the process since the start.
         memory: memory over time, by unit.
         ranges: ranges of time, in the order of their ends. A range is work of the training thread,
             or a collective from its start to its end.
@@ -144,7 +130,7 @@ class StepReport:
     peak_gradient_bytes: int
     peak_held_bytes: int
     peak_allocated_bytes: int | None
-    peak_resident_bytes: int | None
+    peak_resident_bytes: int
     memory: MemoryTimeline = dataclasses.field(repr=False)
     ranges: tuple[Range, ...] = dataclasses.field(repr=False)
 
@@ -186,7 +172,38 @@ class StepReport:
             ImportError: matplotlib is not installed.
             OSError: ``path`` cannot be written.
         """
-        _plot(self.memory, f"rank {self.rank}, step {self.number}", path)
+        try:  # import matplotlib only when a plot is made: it is optional, and slow to import
+            figures = importlib.import_module("matplotlib.figure")
+            turbo: Any = importlib.import_module("matplotlib.cm").turbo
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "plots of memory need matplotlib, which is not installed. "
+                "Run: pip install matplotlib"
+            ) from error
+        figure = figures.Figure(figsize=(10, 4), layout="constrained")
+        axes, names = figure.subplots(), [unit.name or "(root)" for unit in self.units]
+        # Present memory in MiB: the unsharded parameters of each unit, then the gradients of each.
+        held = [0.0] * (2 * len(names))
+        columns = []
+        for sample in self.memory.samples:
+            held[sample.unit] = sample.gathered_bytes / _MIB
+            held[len(names) + sample.unit] = sample.gradient_bytes / _MIB
+            columns.append(list(held))
+        # The unsharded parameters are at the bottom, and the gradients (hatched) above.
+        bands = axes.stackplot(
+            [1000 * at for at in (*(one.seconds for one in self.memory.samples), self.seconds)],
+            list(zip(*columns, held, strict=True)),
+            colors=2 * [turbo((i + 0.5) / len(names)) for i in range(len(names))],
+            labels=[*names, *(f"{name}: gradients" for name in names)],
+            step="post",
+        )
+        for band in bands[len(names) :]:
+            band.set(hatch="////", alpha=0.5)
+        axes.set(xlabel="ms since the step began", ylabel="MiB", xmargin=0)
+        title = f"rank {self.rank}, step {self.number}"
+        axes.set_title(title, loc="left", fontsize="medium")
+        figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(names) // 20)
+        figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
         header = (
@@ -196,7 +213,10 @@ class StepReport:
         figures = [dataclasses.astuple(unit)[1:] for unit in self.units]
         names = [unit.name or "(root)" for unit in self.units]
         sums = [sum(column) for column in zip(*figures, strict=True)]
-        rows = map(_cells, [*names, "total"], [*figures, sums])
+        rows = [
+            (name, *(f"{_ms(one)} ms" for one in found[:5]), *map(show_bytes, found[5:]))
+            for name, found in zip([*names, "total"], [*figures, sums], strict=True)
+        ]
         return "\n".join([tabulate([header, *rows], numbers=range(1, 9)), *self._summary()])
 
     def _summary(self) -> list[str]:
@@ -214,19 +234,12 @@ class StepReport:
         ]
         if self.peak_allocated_bytes is not None:
             lines.append(f"peak allocated: {show_bytes(self.peak_allocated_bytes)}")
-        if self.peak_resident_bytes is not None:
-            lines.append(f"peak RSS: {show_bytes(self.peak_resident_bytes)}")
-        return lines
+        return [*lines, f"peak RSS: {show_bytes(self.peak_resident_bytes)}"]
 
 
 # The kinds of time and the purposes of bytes in a `UnitReport`, in the order of fields.
 _TIMES = (Kind.FORWARD, Kind.BACKWARD, Kind.STARTING, Kind.GATHER_WAIT, Kind.REDUCE_WAIT)
 _PURPOSES = ("forward", "backward", "reduce")
-
-
-def _cells(name: str, figures: Sequence[float]) -> list[str]:
-    times, sizes = figures[: len(_TIMES)], figures[len(_TIMES) :]
-    return [name, *(f"{_ms(one)} ms" for one in times), *(show_bytes(int(one)) for one in sizes)]
 
 
 def _ms(seconds: float) -> str:
@@ -245,8 +258,6 @@ def sum_up(
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)
     for kind, unit, begin, end in ranges:
         seconds[kind, unit] += end - begin
-    in_units = {unit for _, unit in seconds} | {unit for unit, _ in volume}
-    assert in_units <= {None, *range(len(memory.units))}, "ranges and bytes are of known units"
     units = []
     for index, name in enumerate(memory.units):
         times: list[Any] = [seconds[kind, index] for kind in _TIMES]
@@ -268,40 +279,3 @@ def sum_up(
         ranges=tuple(ranges),
         **figures,
     )
-
-
-def _matplotlib(name: str) -> Any:
-    # Import matplotlib only when a plot is made: matplotlib is optional, and slow to import.
-    try:
-        return importlib.import_module(f"matplotlib.{name}")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "plots of memory need matplotlib, which is not installed. Run: pip install matplotlib"
-        ) from error
-
-
-def _plot(timeline: MemoryTimeline, title: str, path: str) -> None:
-    """Plot a timeline: unsharded parameters at the bottom, gradients (hatched) above."""
-    figure = _matplotlib("figure").Figure(figsize=(10, 4), layout="constrained")
-    axes, turbo = figure.subplots(), _matplotlib("cm").turbo
-    names = [name or "(root)" for name in timeline.units]
-    # Present memory in MiB: the unsharded parameters of each unit, then the gradients of each unit.
-    held = [0.0] * (2 * len(names))
-    columns = []
-    for sample in timeline.samples:
-        held[sample.unit] = sample.gathered_bytes / _MIB
-        held[len(names) + sample.unit] = sample.gradient_bytes / _MIB
-        columns.append(list(held))
-    bands = axes.stackplot(
-        [1000 * sample.seconds for sample in timeline.samples] + [1000 * timeline.seconds],
-        list(zip(*columns, held, strict=True)),
-        colors=2 * [turbo((i + 0.5) / len(names)) for i in range(len(names))],
-        labels=[*names, *(f"{name}: gradients" for name in names)],
-        step="post",
-    )
-    for band in bands[len(names) :]:
-        band.set(hatch="////", alpha=0.5)
-    axes.set(xlabel="ms since the step began", ylabel="MiB", xmargin=0)
-    axes.set_title(title, loc="left", fontsize="medium")
-    figure.legend(loc="outside right upper", fontsize=7, ncols=1 + len(names) // 20)
-    figure.savefig(path, dpi=150)

@@ -11,6 +11,7 @@ of its block. Scales are powers of two, so values are rounded only once, by the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
@@ -69,8 +70,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
         if context.has_run and context.root is not outermost:
             raise RuntimeError(
                 f"register_comm_hook() of {unit_text(outermost.name)} came after the model's first "
-                "forward. Register the hook of an inner wrapper before the first forward, or "
-                "register one hook for all units on the outermost wrapper."
+                "forward. Call it before the first forward, or call it on the outermost wrapper."
             )
         planned = _plan([unit for unit in units_in(root) if unit.handles], state, hook, world)
         return planned, {
@@ -91,10 +91,7 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
 
 
 def call_hooks(state: RunState) -> None:
-    """Call users' hooks in backward from now on, if the model has such hooks.
-
-    Collective: all ranks of the model.
-    """
+    """Call users' hooks in backward from now on, if the model has such hooks. Collective."""
     has_hooks = any(handle.grads.plan.hook is not None for handle in state.handles)
     if has_hooks and state.extension("reduction") is None:
         state.extend(HookCalls(state))
@@ -178,9 +175,9 @@ def _plan(
 
 
 def _read_average(hook: Any) -> tuple[bool, torch.dtype | None]:
-    """Return whether ``hook`` is a hook of torch that only averages gradients, and its dtype.
+    """Return whether ``hook`` is a hook of torch that only averages, and in which dtype.
 
-    The dtype is the one in which the hook reduces, or None for the dtype of the gradients.
+    None: the dtype of the gradients.
     """
     # Compare the functions, not their names, which ``functools.wraps`` copies. Do not import
     # torch's modules of hooks, which need numpy: `hook` cannot be from a module not yet imported.
@@ -196,14 +193,12 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
     where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
     if any(handle.grads.plan.comm_hook is not None for handle in unit.handles):
         raise RuntimeError(
-            f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
-            "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "
-            "once for each wrapper."
+            f"{where} already has a hook, perhaps from a call for a wrapper around it. Call "
+            "register_comm_hook() once for each wrapper."
         )
     if any(handle.grads.waits_for(GradSync.FULL) for handle in unit.handles):
         raise RuntimeError(
-            f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync, "
-            "or after the backward that reduces the gradients."
+            f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync."
         )
     if dtype is not None and precision.reduce_dtype not in (None, dtype):
         raise ValueError(
@@ -222,11 +217,9 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
         arguments, kind = "state, full, out", "sharded: the hook fills out, this rank's part, with "
         kind += "the average of full over the ranks"
     expected = f"hook({arguments}) for {where}, which is {kind}"
-    try:
+    signature = inspect.signature(lambda *_: None)
+    with contextlib.suppress(ValueError):  # some built-in functions have no signature
         signature = inspect.signature(hook)
-    # Some built-in functions have no signature. Assume that such functions take all arguments.
-    except ValueError:
-        signature = inspect.signature(lambda *_: None)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):
         raise NotImplementedError(
@@ -235,8 +228,8 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
         )
     if unit.placement.hybrid:
         raise NotImplementedError(
-            f"{where} has a HYBRID strategy, which reduces gradients in two stages. "
-            f"One hook cannot replace both stages. {_COMPRESS}. To keep this hook, use FULL_SHARD."
+            f"{where} has a HYBRID strategy, which reduces gradients in two stages, and one hook "
+            f"cannot replace both. {_COMPRESS}. To keep this hook, use FULL_SHARD."
         )
     try:
         signature.bind(*arguments.split())
@@ -255,7 +248,6 @@ def _user_hook(
         # Fill `out` with NaN, which shows the user the elements that the hook does not write. The
         # hook of an unsharded unit (NO_SHARD) averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
-        shape = out.shape
         try:
             with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
@@ -265,11 +257,6 @@ def _user_hook(
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but the reduction must be "
                     "finished when the hook returns. Call wait() in the hook."
-                )
-            if out.shape != shape:
-                raise ValueError(
-                    f"the hook resized `out`: expected shape {tuple(shape)}, got "
-                    f"{tuple(out.shape)}. Write to `out` in place: out.copy_(...)."
                 )
         except Exception as error:
             error.add_note(where)

@@ -19,10 +19,7 @@ from flatshard.tensor.flat_parameter import FlatParamPlan
 
 
 class SecondaryShard:
-    """A part of a flat parameter that is larger than the shard.
-
-    The secondary shards of a few nearby ranks together are the whole flat parameter.
-    """
+    """A part of a flat parameter; those of a few nearby ranks are the whole flat parameter."""
 
     def __init__(self, plan: FlatParamPlan) -> None:
         self._plan, topology = plan, plan.topology
@@ -58,11 +55,9 @@ class SecondaryShard:
             self.drop()
 
     def begin_refresh(self, source: Tensor, version: int, tag: int) -> None:
-        """Start the all-gather across nodes that fills the secondary shard.
+        """Start the all-gather across nodes that fills the secondary shard from ``source``.
 
-        ``source``: this rank's shard, in the dtype of the secondary shard. Nothing may write to
-        ``source`` until the other ranks have received the values.
-
+        Nothing may write to ``source``, this rank's shard, until the other ranks have received it.
         Collective: all ranks of the inter group.
         """
         self.finish_refresh()
@@ -74,10 +69,7 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait until the secondary shard is complete.
-
-        Raises CollectiveError if the all-gather across nodes failed.
-        """
+        """Wait until the secondary shard is complete."""
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:

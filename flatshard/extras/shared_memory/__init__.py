@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -103,28 +102,28 @@ class SharedMemoryTransport(transports.Transport):
         if isinstance(memory, MappedShards):
             return memory.begin(op_name)
         slots, source = as_bytes(out).chunk(self.members.size), as_bytes(shard)
-        publication = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
+        work, records, take = self.publish(source.data_ptr(), request.tag, op_name, shard, out)
         slots[self.members.rank].copy_(source)
 
         # Read in the wait, and not now: other ranks may not have published their shards yet.
         def read() -> None:
-            for peer, record in publication.records.items():
+            for peer, record in records.items():
                 self.processes[peer].read(record.address, slots[peer])
-            publication.take()
+            take()
 
-        publication.then = read
-        return publication
+        work.then = read
+        return work
 
     def reduce_scatter(self, request: ReduceScatter, op_name: str) -> AsyncWork:
         full, out, tag = request.full, request.out, request.tag + _REDUCING
-        publication = self.publish(full.data_ptr(), tag, op_name, full, out)
+        work, records, take = self.publish(full.data_ptr(), tag, op_name, full, out)
 
         def average() -> None:
-            self._average(full, publication.records, out)
-            publication.take()
+            self._average(full, records, out)
+            take()
 
-        publication.then = average
-        return publication
+        work.then = average
+        return work
 
     def _average(self, full: Tensor, records: dict[int, Awaited], out: Tensor) -> None:
         """Fill ``out`` with this rank's part of the average. Ranks' values are added in order."""
@@ -158,13 +157,17 @@ class SharedMemoryTransport(transports.Transport):
 
     def publish(
         self, address: int, tag: int, op_name: str, *kept: object, file: int = -1
-    ) -> Publication:
+    ) -> tuple[AsyncWork, dict[int, Awaited], Callable[[], None]]:
         """Publish an address, and an open file if ``file`` is not -1, for the other ranks to read.
 
-        First waits until the other ranks have read the tag's previous publication. The returned
-        work waits for the publications of the other ranks, and keeps ``kept`` alive until the other
-        ranks have read this rank's memory. The file is closed after all ranks have mapped the file.
-        Collective: all ranks of the group.
+        First waits until the other ranks have read the tag's previous publication. The file is
+        closed after all ranks have mapped the file. Collective: all ranks of the group.
+
+        Returns:
+            Three values: the work, which waits for the publications of the other ranks, and keeps
+                ``kept`` alive until the other ranks have read this rank's memory; these
+                publications, keyed by rank; and a function that tells all ranks that this rank has
+                read their memory.
         """
         # A mailbox has only one record per tag. So before overwriting the previous record, wait
         # until even the slowest rank has read it.
@@ -185,7 +188,12 @@ class SharedMemoryTransport(transports.Transport):
         if file >= 0:
             self._open_files.append((file, taken))
         self._mailbox.offer(tag, number, address, file)
-        return Publication(
+
+        def take() -> None:
+            history.begun["take", tag] = number
+            self._mailbox.take(tag, number)
+
+        work = AsyncWork(
             list(records.values()),
             op_name,
             kept,
@@ -193,23 +201,8 @@ class SharedMemoryTransport(transports.Transport):
             sends=taken,
             condition=need,
             sends_need=sends_need,
-            records=records,
-            take=partial(self._take, tag, number),
         )
-
-    def _take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read publication ``number`` of ``tag`` from every rank."""
-        self.members.history.begun["take", tag] = number
-        self._mailbox.take(tag, number)
-
-
-@dataclass(eq=False)
-class Publication(AsyncWork):
-    """An unfinished collective: this rank has published memory, and waits for the other ranks."""
-
-    _: KW_ONLY
-    records: dict[int, Awaited]  # the publications of the other ranks, keyed by rank
-    take: Callable[[], None]  # tells all ranks that this rank has read their memory
+        return work, records, take
 
 
 def _give_up(awaited: Iterable[Awaited]) -> None:
@@ -246,7 +239,8 @@ class MappedShards(BufferMemory):
         self._mapped: set[int] = set()  # the ranks whose shards are mapped into the buffer
         self._num_copied = 0
         self._has_begun = False
-        self._publication: Publication | None = None
+        # Tells all ranks that this rank has read their shards. None: this rank has told them.
+        self._take: Callable[[], None] | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -261,12 +255,11 @@ class MappedShards(BufferMemory):
         """
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
-        publication = self._transport.publish(
+        work, records, self._take = self._transport.publish(
             self.shard.data_ptr(), self._tag, op_name, self.shard, self.buffer, file=file
         )
-        publication.then = partial(self._fill, publication.records)
-        self._publication = publication
-        return publication
+        work.then = partial(self._fill, records)
+        return work
 
     def _share(self) -> int:
         """Move the shard to a file, for other ranks to map.
@@ -324,17 +317,16 @@ class MappedShards(BufferMemory):
 
     def free(self) -> None:
         # Publish that this rank has read all other ranks' shards: their owners may write them now.
-        if self._publication is not None:
-            self._publication.take()
-            self._publication = None
+        take, self._take = self._take, None
+        if take is not None:
+            take()
         self._num_copied = 0
         mapped_files.drop_pages(self.buffer.data_ptr(), self.buffer.nbytes)
 
     def snapshot(self) -> None:
-        if self._publication is not None:
+        if self._take is not None:
             own_pages(self.buffer)
             # Call `take` only after all shards are copied: `take` lets other ranks write their
             # shards.
-            self._publication.take()
-            self._publication = None
-            self._num_copied = self._transport.members.size
+            self._take()
+            self._take, self._num_copied = None, self._transport.members.size

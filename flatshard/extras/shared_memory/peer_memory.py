@@ -159,7 +159,6 @@ class Awaited:
         self._or_gone = or_gone  # whether the wait is also over if the process ends
         self._began = time.monotonic()
         self._is_over = False
-        self._error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return or raise immediately."""
@@ -177,40 +176,35 @@ class Awaited:
         Raises ``RuntimeError`` if the record does not arrive within the timeout, if the process
         cannot be read any more, or after ``give_up``.
         """
-        process, looks = self._process, 0
+        process = self._process
         # Do not wait if another wait for the same process has timed out since this object was made:
         # otherwise a program with many waits would run for many timeouts.
         timeout = 0.0 if self._began < process.given_up else process.timeout
         began = asked = time.monotonic()
+        if any(self.is_completed() for _ in range(_QUICK_LOOKS)):
+            return
         while not self.is_completed():
-            looks += 1
-            if looks > _QUICK_LOOKS:
-                now = time.monotonic()
-                if self._is_given_up:
-                    raise RuntimeError(
-                        f"flatshard ended a wait for {process.name} that would never have ended."
-                    )
-                if now - began > timeout:
-                    process.given_up = now
-                    raise RuntimeError(
-                        f"{process.name} sent nothing in {process.timeout:g} s, the process "
-                        "group's timeout. Look for an error in the output of that process, or "
-                        "check whether it runs the same modules in the same order."
-                    )
-                if now - asked > _ALIVE_SECONDS:
-                    asked = now
-                    self._ask()
-                time.sleep(_PAUSE_SECONDS)
-        if self._error is not None:
-            raise self._error
-
-    def _ask(self) -> None:
-        try:
-            self._process.check_alive()
-        except RuntimeError as error:
-            self._is_over = True
-            if not (self._or_gone and isinstance(error, _ProcessGone)):
-                self._error = error
+            now = time.monotonic()
+            if self._is_given_up:
+                raise RuntimeError(
+                    f"flatshard ended a wait for {process.name} that would never have ended."
+                )
+            if now - began > timeout:
+                process.given_up = now
+                raise RuntimeError(
+                    f"{process.name} sent nothing in {process.timeout:g} s, the process group's "
+                    "timeout. Look for an error in the output of that process, or check whether "
+                    "it runs the same modules in the same order."
+                )
+            if now - asked > _ALIVE_SECONDS:
+                asked = now
+                try:
+                    process.check_alive()
+                except RuntimeError as error:
+                    if not (self._or_gone and isinstance(error, _ProcessGone)):
+                        raise
+                    self._is_over = True
+            time.sleep(_PAUSE_SECONDS)
 
     def give_up(self) -> None:
         """Make a thread that is in ``wait`` raise ``RuntimeError``."""
@@ -346,9 +340,8 @@ def _read(process: PeerProcess, source: int, destination: int, nbytes: int) -> N
                     f"{process.name} has ended, but this rank still had to read its memory. Look "
                     "for an error in that process's output. All ranks must make the same calls."
                 )
-            denied = number == errno.EPERM
-            remedy = " Run all ranks as one user, or pass collectives='sockets'." if denied else ""
-            raise RuntimeError(
-                f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}.{remedy}"
-            )
+            text = f"reading {nbytes} bytes of {process.name} failed: {os.strerror(number)}."
+            if number == errno.EPERM:
+                text += " Run all ranks as one user, or pass collectives='sockets'."
+            raise RuntimeError(text)
         done += got

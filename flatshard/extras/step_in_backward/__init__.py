@@ -106,8 +106,7 @@ class SteppedInBackward(StepExtension):
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
                 "an enabled GradScaler unscales gradients after backward, but step_in_backward() "
-                "frees gradients in backward. Train in bf16, which needs no scaler, or call "
-                "optimizer.step() after backward."
+                "frees gradients in backward. Train in bf16, or call optimizer.step()."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -117,18 +116,13 @@ class SteppedInBackward(StepExtension):
         if not is_elementwise(optimizer):
             raise ValueError(
                 f"{kind} may need the gradients of all parameters at once, but step_in_backward() "
-                "steps one unit at a time. Use an optimizer that updates every element from the "
-                "element's own gradient and state (declare your own optimizer with "
-                "flatshard.declare_elementwise), or call optimizer.step() after backward."
+                "steps one unit at a time. Call optimizer.step() after backward. For an optimizer "
+                "of your own that updates each element separately, see declare_elementwise()."
             )
-        owned = _find_owned(self._units)
-        groups = _groups_of(optimizer)
+        owned, groups = _find_owned(self._units), _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
-            raise ValueError(
-                f"{kind} holds no parameter of the model. Create the optimizer from "
-                "model.parameters()."
-            )
+            raise ValueError(f"{kind} holds no parameter of the model. Pass model.parameters().")
         if any(found & _groups_of(one).keys() for one in self.optimizers):
             raise ValueError(
                 f"{kind} holds parameters that another optimizer already steps in backward. First "
@@ -153,8 +147,7 @@ class SteppedInBackward(StepExtension):
         """Plan the steps of this backward from the optimizers' groups."""
         self._drop_failed()
         self.recover()
-        self._problem = None
-        self._stepped_anywhere = b""
+        self._problem, self._stepped_anywhere = None, b""
         if self.state.accumulates:
             self._has_accumulated = True
             return
@@ -204,8 +197,7 @@ class SteppedInBackward(StepExtension):
                 handle.grads.used_by_rank |= used
             self._stepped.add(unit.index)
             try:
-                with profiled("step", unit.name):
-                    self._step(self._parts[unit.index])
+                self._step(self._parts[unit.index], unit.name)
             except Exception as error:
                 # Raise this error only at the end of backward. If this rank raised now, other ranks
                 # would wait for its reductions.
@@ -263,8 +255,7 @@ class SteppedInBackward(StepExtension):
                 raise _got_more(f"a parameter of {unit_text(self._units[index].name)}")
         if has_gradients or has_outside:
             rest = [of_unit for index, of_unit in parts.items() if index not in self._stepped]
-            with profiled("step", "all remaining units"):
-                self._step(list(itertools.chain(*rest)))
+            self._step([*itertools.chain(*rest)], "all remaining units")
         with torch._C.DisableTorchFunctionSubclass():
             # Put the placeholders into `.grad` only now, when backward adds no further gradients.
             for param in self._showing:
@@ -291,11 +282,11 @@ class SteppedInBackward(StepExtension):
 
     # ------------------------------------------------------------ the step
 
-    def _step(self, parts: Sequence[_Part]) -> None:
+    def _step(self, parts: Sequence[_Part], label: str) -> None:
         for optimizer in self.optimizers:
-            own = [part for one, part in parts if one is optimizer]
-            if own:
-                step_parts(optimizer, own)
+            if own := [part for one, part in parts if one is optimizer]:
+                with profiled("step", label):
+                    step_parts(optimizer, own)
                 # Without this mark, a learning rate scheduler would warn that it was stepped before
                 # the optimizer.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -339,12 +330,8 @@ def _got_more(what: str) -> RuntimeError:
 
 def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
     """Return the unit and the name of each sharded parameter, keyed by id."""
-    return {
-        id(param.sharded): (unit, param.name)
-        for unit in units
-        for handle in unit.handles
-        for param in handle.params
-    }
+    handles = (handle for unit in units for handle in unit.handles)
+    return {id(p.sharded): (handle.unit, p.name) for handle in handles for p in handle.params}
 
 
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -386,12 +373,11 @@ class ConsumedGrad(torch.Tensor):
         tensors = tensors_in((*args, *(kwargs or {}).values()))
         consumed = next(t for t in tensors if isinstance(t, cls))
         raise RuntimeError(
-            f"parameter {consumed._of!r}: {func._schema.name} cannot read the gradient, "
-            "because step_in_backward() has stepped the parameter and dropped the gradient. "
-            "Clipping by a norm, GradScaler and other code that needs gradients after "
-            "backward needs an ordinary optimizer.step(): call remove() on the handle that "
-            "step_in_backward() returned. To read or change one parameter's gradient before the "
-            "step, use p.register_post_accumulate_grad_hook."
+            f"parameter {consumed._of!r}: {func._schema.name} cannot read the gradient, because "
+            "step_in_backward() has stepped the parameter and dropped the gradient. Clipping by a "
+            "norm, GradScaler and other code that needs gradients after backward needs an ordinary "
+            "optimizer.step(): call remove() on the handle of step_in_backward(). To read or "
+            "change a gradient before the step, use p.register_post_accumulate_grad_hook."
         )
 
 

@@ -57,7 +57,13 @@ def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[No
     _check_owns_parameters(module)
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
-        _check_can_show(handle)
+        if (split := first_of_dtensor(param.spec for param in handle.params)) is not None:
+            raise NotImplementedError(
+                f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
+                "DTensor, and ranks outside of the shard group hold the rest of the parameter. "
+                "Read the parameter in model.state_dict(), and edit it with p.copy_(...)."
+            )
+        handle.check_places()
     if request.with_grads:
         _check_grads(handles)
     opened: list[Summoned] = []
@@ -89,17 +95,6 @@ def _check_owns_parameters(module: nn.Module) -> None:
                 )
 
 
-def _check_can_show(handle: FlatParamHandle) -> None:
-    """Raise, on all ranks, if the modules cannot hold full parameters in place of shards."""
-    if (split := first_of_dtensor(param.spec for param in handle.params)) is not None:
-        raise NotImplementedError(
-            f"summon_full_params(): parameter {split!r} ({unit_text(handle.unit_name)}) was a "
-            "DTensor, and ranks outside of the shard group hold the rest of the parameter. Read "
-            "the parameter in model.state_dict(), and edit it with p.copy_(...)."
-        )
-    handle.check_places()
-
-
 def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
     """Raise, on all ranks, if a gradient is not reduced, or exists only on some ranks.
 
@@ -110,11 +105,10 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
     def prepare() -> tuple[Any, Facts]:
         facts: Facts = {}
         for handle in handles:
-            unreduced = handle.grads.is_shown()
             for param in handle.params:
                 is_there = param.sharded.grad is not None
                 facts[f"the gradient of {param.where}"] = "present" if is_there else "None"
-                if is_there and unreduced:
+                if is_there and handle.grads.is_shown():
                     raise ValueError(not_reduced(param.where, op_name))
         return handles, facts
 
@@ -188,21 +182,20 @@ class Summoned:
         device = torch.device("cpu") if request.offload_to_cpu else handle.device
         # Make copies, because the unsharded buffer may have another dtype than the shard, and the
         # next all-gather overwrites the buffer.
-        values = gather_full(handle, device, is_kept=self.is_held)
-        grads: list[Tensor | None] = [None] * len(handle.params)
+        values, full = gather_full(handle, device, is_kept=self.is_held), []
         present = {p: grad for p in handle.params if (grad := p.sharded.grad) is not None}
         if request.with_grads and present:
             dtype = handle.flat_param.dtype
             parts = [(p.spec, local_grad(g, p.spec).to(dtype), None) for p, g in present.items()]
             full = whole.start_gather(parts, "summon_full_params, gradients")()
-            for param, grad in zip(present, full, strict=False):
-                grads[param.index] = None if grad is None else grad.to(device)
         if not self.is_held:
             return
+        grads = dict(zip(present, full, strict=False))
         for one in handle.params:
             copy = nn.Parameter(values[one.index], one.requires_grad)
             copy.__dict__ = one.sharded.__dict__  # attributes that users set
-            set_grad(copy, grads[one.index])
+            grad = grads.get(one)
+            set_grad(copy, None if grad is None else grad.to(device))
             self.copies.append(copy)
         # Compute checksums of the full parameters, and not only of this rank's part, so that all
         # ranks find the same edits. Some strategies (SHARD_OP) keep the unsharded buffer between

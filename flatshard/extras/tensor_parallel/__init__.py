@@ -184,11 +184,9 @@ def _check(name: str, param: Any, settings: Settings) -> None:
         "with hooks": param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None),
         "with a gradient": param.grad is not None,
     }
-    for reason, applies in reasons.items():
-        if applies:
-            remedy = "Change this before wrapping"
-            text = f"{where} {reason}, which is not supported. {remedy}, {_OTHERWISE}"
-            raise NotImplementedError(text)
+    for reason in (text for text, applies in reasons.items() if applies):
+        text = f"{where} {reason}, which is not supported. Change this before wrapping"
+        raise NotImplementedError(f"{text}, {_OTHERWISE}")
 
 
 def check_units(units: Iterable[PlannedUnit]) -> None:
@@ -196,16 +194,15 @@ def check_units(units: Iterable[PlannedUnit]) -> None:
     for unit in units:
         settings = unit.settings
         for flat in unit.flats:
-            split = (one for one in flat.infos if hasattr(one.param, "dtensor_split"))
-            first = next(split, None)
+            split = [one.name for one in flat.infos if hasattr(one.param, "dtensor_split")]
             reasons = {
                 f"boundary={settings.boundary!r}": settings.boundary != "element",
                 f"gather_dtype={flat.precision.gather_dtype}": flat.precision.gather_dtype,
                 "a shard group of one rank (as NO_SHARD)": settings.topology.shard.size == 1,
             }
             for reason, applies in reasons.items():
-                if first is not None and applies:
+                if split and applies:
                     raise NotImplementedError(
-                        f"{unit_text(unit.name)}: {reason} with parameter {first.name!r}, a "
+                        f"{unit_text(unit.name)}: {reason} with parameter {split[0]!r}, a "
                         f"DTensor, is not supported. Change this setting, {_OTHERWISE}"
                     )

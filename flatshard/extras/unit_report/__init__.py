@@ -36,9 +36,8 @@ def report(root: ModuleProxy) -> str:
     sizes = _sizes("", [handle for unit in units for handle in unit.handles])
     table = [_HEADER, *(_row(unit, rest) for unit in units)]
     table.append(("total", count, *sizes, "", "", "", ""))
-    topologies = [unit.settings.topology for unit in units]
     lines = [tabulate(table, numbers={2, 3, 5, 7})]
-    for topology in topologies:
+    for topology in (unit.settings.topology for unit in units):
         # The reasons say why a group does not use a faster transport. A group has no reason if only
         # one transport was possible, for example because the user chose the transport.
         groups = topology.intra_group, topology.inter_group
@@ -92,12 +91,11 @@ def _sizes(kinds: str, handles: Sequence[FlatParamHandle]) -> tuple[str, str, st
 def chunks_of(flat: FlatParameter) -> str:
     """Return a text that lists, for each rank, the parameters in the rank's shard (chunk)."""
     layout, params = flat.flat_layout, flat.params
-    chunks = f"{layout.world_size} chunk{'s' if layout.world_size > 1 else ''}"
     unit = unit_text(params[0].spec.unit) if params else "a model that is gone"
     lines = [
-        f"FlatParameter of {unit}: {flat.dtype} on {flat.device}, "
-        f"{layout.numel:,} elements + {layout.padding_numel:,} padding, "
-        f"{chunks} of {layout.shard_numel:,}"
+        f"FlatParameter of {unit}: {flat.dtype} on {flat.device}, {layout.numel:,} elements + "
+        f"{layout.padding_numel:,} padding, {layout.world_size} chunk"
+        f"{'s' if layout.world_size > 1 else ''} of {layout.shard_numel:,}"
     ]
     for rank in range(layout.world_size):
         begin, end = layout.shard_range(rank)
@@ -105,11 +103,10 @@ def chunks_of(flat: FlatParameter) -> str:
         lines.append(f"  chunk {rank}: elements {begin:,} to {end:,}{here}")
         for param in params:
             local = layout.local_span(param.index, rank)
-            if not local.numel:
-                continue
-            end = local.start + local.numel
-            line = f"    {local.start:,} to {end:,}: {param.name!r} {param.span.shape}"
-            if local.numel < param.span.numel:
-                line += f", its elements {local.offset:,} to {local.offset + local.numel:,}"
-            lines.append(line)
+            end, last = local.start + local.numel, local.offset + local.numel
+            is_cut = local.numel < param.span.numel
+            part = f", its elements {local.offset:,} to {last:,}" if is_cut else ""
+            if local.numel:
+                shown = f"{param.name!r} {param.span.shape}{part}"
+                lines.append(f"    {local.start:,} to {end:,}: {shown}")
     return "\n".join(lines)

@@ -35,7 +35,6 @@ from flatshard.extras import mapped_files
 from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.models import Llama, Step, language_step
 from flatshard.extras.plan.planning import TracedModel
-from flatshard.extras.plan.replay import Replay
 from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
@@ -281,7 +280,7 @@ def predict(case: Case) -> int:
     kind = MODELS[case.model]
     with torch.device("meta"):
         policy = kind.policy(kind.build())
-    traced = TracedModel.of(
+    traced = TracedModel(
         kind.build,
         kind.step(case.batch),
         checkpoint=case.checkpoint,
@@ -289,18 +288,19 @@ def predict(case: Case) -> int:
         auto_wrap_policy=policy,
         mixed_precision=PRECISIONS[case.precision],
     )
-    flats = traced.flats(
-        case.world,
-        sharding_strategy=case.strategy,
-        ranks_per_node=2,
-        optimizer_bytes=OPTIMIZERS[case.optimizer][1],
-        **case.keywords,
-    )
     # Without the page pool, ranks cannot read each other's memory, and "auto" chooses sockets.
     transport = "native" if case.collectives == "native" else "sockets"
     device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
     machine = Machine(device, 2, 1e9, 1e9, transport=transport)
-    return Replay(traced.trace, flats, machine, case.accumulate).run().peak_bytes
+    return traced.replay(
+        machine,
+        case.world,
+        case.accumulate,
+        sharding_strategy=case.strategy,
+        ranks_per_node=2,
+        optimizer_bytes=OPTIMIZERS[case.optimizer][1],
+        **case.keywords,
+    ).peak_bytes
 
 
 def errors(cases: list[Case]) -> list[float]:

@@ -19,7 +19,7 @@ from tests.harness import on_ranks
 
 
 def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
-    return TracedModel.of(build, step, on_gpu=False)
+    return TracedModel(build, step, on_gpu=False)
 
 
 class Experts(nn.Module):
