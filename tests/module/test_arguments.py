@@ -188,8 +188,6 @@ def test_with_policy_around_a_sharded_model(rank: int, world_size: int) -> None:
     outer = nn.Sequential(nn.Tanh(), inner)
     with pytest.raises(ValueError, match=r"contains, at '1', .* wrap the model once"):
         ShardedWrapper(outer, auto_wrap_policy=LINEARS)
-    with pytest.warns(UserWarning, match=r"the module, a Sequential, .*Wrap the module once"):
-        ShardedWrapper(inner)
 
 
 # ---------------------------------------------------------------- what frameworks do

@@ -4,7 +4,6 @@ The oracle holds a plain copy of the model for every rank. Each computes on its 
 the gradients of everything that is not ignored are averaged over the copies.
 """
 
-import contextlib
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,7 @@ from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import naming, on_ranks, rank_0_warns
 from tests.models import loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
@@ -282,11 +281,7 @@ def test_one_list_for_every_wrapper(rank: int, world_size: int) -> None:
     copies = Copies([_build(one, "states")[0] for one in range(world_size)], ignored)
     everywhere = [model.local, model.gain, model.fc2.bias, Model().fc1]
     model.fc2 = ShardedWrapper(model.fc2, ignored_states=everywhere)
-    with (
-        pytest.warns(UserWarning, match="none of the given .* is in the wrapped Linear")
-        if rank == 0
-        else contextlib.nullcontext()
-    ):
+    with rank_0_warns(rank, "none of the given .* is in the wrapped Linear"):
         model.fc3 = ShardedWrapper(model.fc3, ignored_states=everywhere)
     _check_trains_like(copies, ShardedWrapper(model, ignored_states=everywhere), rank, 3)
 
@@ -346,10 +341,7 @@ def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
 def test_everything_ignored(rank: int, world_size: int) -> None:
     model = Model().double()
     plain = copy.deepcopy(model)
-    if rank == 0:
-        with pytest.warns(UserWarning, match="itself is ignored"):
-            wrapped = ShardedWrapper(model, ignored_modules=[model])
-    else:
+    with rank_0_warns(rank, "itself is ignored"):
         wrapped = ShardedWrapper(model, ignored_modules=[model])
     for one in (wrapped, plain):
         _loss(one, rank, world_size, 0).backward()
