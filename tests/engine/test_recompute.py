@@ -29,6 +29,7 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     OPTIMIZERS,
+    assert_same,
     assert_same_state,
     local_loss,
     step_and_zero,
@@ -103,8 +104,6 @@ KINDS: dict[str, Checkpoint] = {
     "saved": functools.partial(checkpoint, use_reentrant=False),
     "saved-to-the-end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
 }
-
-both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
 
 
 def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
@@ -182,7 +181,7 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 # ---------------------------------------------------------------- around the wrapper itself
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", ["reentrant", "saved"])
 @pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
@@ -260,26 +259,19 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
 @pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
-    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
-        with naming(build.__name__):
-            _check_wrappers(rank, world_size, way, build)
-
-
-def _check_wrappers(
-    rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
-) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=3)
-    model = build(way, case)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(3):
-        with collectives.record() as events:
-            local_loss(model, case, step, rank, world_size).backward()
-        step_and_zero(optimizer)
-        if way != "no_shard":
-            num_gathers = 9 if way.startswith("full") else 5
-            assert sum(_gathers(events).values()) == num_gathers
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert_same_state(state, expected.state, 0.0, 1e-12)
-    model.load_state_dict(case.model().state_dict())
-    assert_same_state(model.state_dict(), case.model().state_dict(), 0.0, 0.0)
+    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
+        with naming(build.__name__):
+            model = build(way, case)
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            for step in range(3):
+                with collectives.record() as events:
+                    local_loss(model, case, step, rank, world_size).backward()
+                step_and_zero(optimizer)
+                if way != "no_shard":
+                    num_gathers = 9 if way.startswith("full") else 5
+                    assert sum(_gathers(events).values()) == num_gathers
+            assert_same(model, expected.state, 0.0, 1e-12)
+            model.load_state_dict(case.model().state_dict())
+            assert_same(model, case.model(), 0.0, 0.0)

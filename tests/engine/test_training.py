@@ -18,7 +18,7 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.idioms.side import Side
 from tests.idioms.together import Headed, Net
 from tests.mapping import mapping
-from tests.models import CASES, Case, vectors
+from tests.models import CASES, Case, Composed, vectors
 from tests.oracle import ROWS, local_loss
 from tests.side import Run, assert_same_model, pair
 from tests.ways import on_ranks_each_way
@@ -190,31 +190,26 @@ def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_
     assert_same_model(sharded, plain)
 
 
-class _Pair(nn.Module):
+class _Pair(Composed):
     """One unit, of which a rank may leave out the second half."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
 
-    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.second(x) if is_whole else x
+def _pairs() -> nn.Module:
+    def halves(net: Any, x: Tensor, is_whole: bool) -> Tensor:
+        x = torch.tanh(net.first(x))
+        return net.second(x) if is_whole else x
 
-
-class _Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList([_Pair() for _ in range(4)])
-
-    def forward(self, x: Tensor, halved: int | None) -> Tensor:
+    def forward(net: Any, x: Tensor, halved: int | None) -> Tensor:
         """Leaves out the second half of pair ``halved``."""
-        for index, one in enumerate(self.pairs):
+        for index, one in enumerate(net.pairs):
             x = one(x, index != halved)
         return x
 
+    pairs = [_Pair(halves, first=nn.Linear(7, 7), second=nn.Linear(7, 7)) for _ in range(4)]
+    return Composed(forward, pairs=nn.ModuleList(pairs))
 
-_PAIRS = Case("pairs", _Pairs, vectors, (_Pair,))
+
+_PAIRS = Case("pairs", _pairs, vectors, (_Pair,))
 
 
 def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
@@ -303,20 +298,18 @@ def _counting_stalls() -> Iterator[list[Any]]:
         yield stalls
 
 
-class _Scaled(nn.Module):
+def _scaled() -> nn.Module:
     """Two units, and a parameter of the root's own that some ranks use, after them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.scale = nn.Parameter(torch.ones(3))
+    def forward(net: Any, x: Tensor, is_scaled: bool = True) -> Tensor:
+        x = net.second(torch.tanh(net.first(x)))
+        return x * net.scale.prod() if is_scaled else x
 
-    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
-        x = self.second(torch.tanh(self.first(x)))
-        return x * self.scale.prod() if is_scaled else x
+    scale = nn.Parameter(torch.ones(3))
+    return Composed(forward, first=nn.Linear(7, 7), second=nn.Linear(7, 7), scale=scale)
 
 
-_SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
+_SCALED = Case("scaled", _scaled, vectors, (nn.Linear,))
 
 
 @on_ranks(2, group_timeout=5)

@@ -151,24 +151,6 @@ def frozen_encoder(side: Side) -> Any:
     return [*models, *twins]
 
 
-@idiom("a wrapped model that follows another one, by hand, between steps")
-def following_model(side: Side) -> Any:
-    online, target = side.wrap(Net()), side.wrap(Net())
-    target.load_state_dict(online.state_dict())
-    target.requires_grad_(False)
-    optimizer = side.sgd(online)
-    for step in range(3):
-        x = side.draw(step, ROWS, 7)
-        with torch.no_grad():
-            wanted = target(x + 0.1)
-        F.mse_loss(online(x), wanted).backward()
-        side.step(optimizer)
-        with torch.no_grad():
-            for mine, theirs in zip(target.parameters(), online.parameters(), strict=True):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-    return [online, target]
-
-
 @idiom("a frozen copy from the middle of training, in the loss of the original", by_hand=True)
 def copies_as_targets(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())

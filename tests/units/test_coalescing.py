@@ -1,6 +1,7 @@
 """Small units that share a flat parameter: the numbers of a plain model, and fewer collectives."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
-from tests.models import CASES, loss_of
+from tests.models import CASES, Composed, loss_of
 from tests.oracle import ROWS, assert_same, step_and_zero
 
 WIDTH = 6
@@ -172,26 +173,20 @@ def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     assert sizes[0] >= 8 * 11 * 8
 
 
-class Looking(nn.Module):
+def looking() -> nn.Module:
     """Its root looks up an embedding, and may compute with the parameter besides."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(9, 6, dtype=torch.float64)
-        self.blocks = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)))
-        self.head = nn.Linear(6, 9, dtype=torch.float64)
+    def forward(net: Any, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
+        def looked_up(tokens: Tensor) -> Tensor:
+            return torch.tanh(net.embed(tokens))
 
-    def forward(self, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
-        if checkpoints:
-            x = checkpoint(self.looked_up, tokens, use_reentrant=False)
-        else:
-            x = self.looked_up(tokens)
-        x = self.blocks(x)
-        return self.head(x) + (x @ self.embed.weight.t() if ties else 0)
+        run = functools.partial(checkpoint, looked_up, use_reentrant=False)
+        x = net.blocks(run(tokens) if checkpoints else looked_up(tokens))
+        return net.head(x) + (x @ net.embed.weight.t() if ties else 0)
 
-    def looked_up(self, tokens: Tensor) -> Tensor:
-        return torch.tanh(self.embed(tokens))
+    torch.manual_seed(0)
+    embed, blocks = nn.Embedding(9, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    return Composed(forward, embed=embed, blocks=blocks, head=nn.Linear(6, 9)).double()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -200,7 +195,7 @@ def test_the_roots_embedding_is_freed_after_forward(
     rank: int, world_size: int, strategy: str
 ) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
-    plain, model = Looking(), Looking()
+    plain, model = looking(), looking()
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
         model = ShardedWrapper(
             model,

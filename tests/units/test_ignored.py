@@ -18,7 +18,7 @@ from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, rank_0_warns
-from tests.models import loss_of, vectors
+from tests.models import Composed, loss_of, vectors
 from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
 
@@ -228,18 +228,16 @@ def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- tied weights
 
 
-class Tied(nn.Module):
+def _tied() -> Any:
     """``inner`` and ``local`` share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(7, 7)
-        self.local = nn.Linear(7, 7)
-        self.local.weight = self.inner.weight
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.local(torch.tanh(self.inner(x)))))
+    model = Composed(
+        lambda net, x: net.head(torch.tanh(net.local(torch.tanh(net.inner(x))))),
+        inner=nn.Linear(7, 7),
+        local=nn.Linear(7, 7),
+        head=nn.Linear(7, 3),
+    )
+    model.local.weight = model.inner.weight
+    return model
 
 
 @pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
@@ -256,7 +254,7 @@ def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolic
     ):
         with naming(how):
             torch.manual_seed(3)
-            plain = Tied().double()
+            plain = _tied().double()
             model = copy.deepcopy(plain)
             keywords: dict[str, Any] = {}
             if how == "module":
