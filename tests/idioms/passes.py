@@ -53,17 +53,6 @@ def _two_heads() -> nn.Module:
     return Composed(forward, trunk=nn.Linear(7, 5), heads=heads)
 
 
-@idiom("one forward, a backward for each output", by_hand=True)
-def backward_per_head(side: Side) -> Any:
-    model, optimizer = side.begin(_two_heads())
-    for step in range(3):
-        first, second = model(side.draw(step, ROWS, 7))
-        first.pow(2).mean().backward(retain_graph=True)
-        second.pow(2).mean().backward()
-        side.step(optimizer)
-    return model
-
-
 @idiom("a backward from one output: the other head's gradient stays None", by_hand=True)
 def one_head_at_a_time(side: Side) -> Any:
     model, optimizer = side.begin(_two_heads())
@@ -360,25 +349,6 @@ def converted_optimizer_kept(side: Side) -> Any:
     model, optimizer = side.begin(Mlp().float())
     assert model.double() is model
     return side.fit(model, optimizer)
-
-
-@idiom("an optimizer that steps in hooks from before wrapping", by_hand=True, ways=("no_shard",))
-def optimizer_in_backward_before(side: Side) -> Any:
-    net = Mlp()
-    if side.implementation == "by hand":  # it averages after backward
-        return side.fit(side.wrap(net), steps=3)[:-1]
-    for param in net.parameters():
-        optimizer = side.sgd(nn.ParameterList([param]))
-        param.register_post_accumulate_grad_hook(
-            lambda _, optimizer=optimizer: side.step(optimizer)
-        )
-    model = side.wrap(net)
-    losses = []
-    for step in range(3):
-        losses.append(side.loss(model, step))
-        losses[-1].backward()
-        assert all(param.grad is None for param in model.parameters())
-    return losses
 
 
 def _stepped_before(side: Side, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
