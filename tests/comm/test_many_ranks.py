@@ -16,6 +16,7 @@ from flatshard import ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.harness import run_ranks
+from tests.models import Residual
 
 WIDTH, LAYERS = 24, 6
 SAVED, STEPS = 3, 6  # number of steps before the checkpoint, and of all steps
@@ -31,16 +32,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    """A residual layer with a buffer, whose values must be the same on all ranks."""
+class Block(Residual):
+    """With a buffer, whose values must be the same on all ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        super().__init__(WIDTH, 2 * WIDTH)
         self.register_buffer("scale", torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(x)))
+        return self.scale * super().forward(x)
 
 
 def new_model() -> nn.Module:

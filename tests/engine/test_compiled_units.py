@@ -20,6 +20,7 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrate
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
+from tests.models import Composed, Residual
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.uncoalesced
@@ -30,15 +31,11 @@ GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 NUM_BLOCKS = 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
-
+class Block(Residual):
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
             raise ValueError("no rows")
-        return x + self.down(torch.tanh(self.up(x)))
+        return super().forward(x)
 
 
 class Network(nn.Module):
@@ -47,7 +44,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList([Block() for _ in range(NUM_BLOCKS)])
+        self.blocks = nn.ModuleList([Block(7, 9) for _ in range(NUM_BLOCKS)])
         self.head = nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,28 +250,26 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
 # ---------------------------------------------------------------- whole models that are compiled
 
 
-class _Sliced(nn.Module):
+def _sliced() -> nn.Module:
     """The slice is a new module, to which torch's global hooks see modules assigned."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:2]:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers[:2]:
             x = layer(x).tanh()
-        return self.layers[2](x)
+        return net.layers[2](x)
+
+    return Composed(forward, layers=nn.ModuleList([nn.Linear(7, 7) for _ in range(3)]))
 
 
 @on_ranks(1)
 def test_a_slice_in_a_compiled_model(rank: int, world_size: int) -> None:
     """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
-    plain, rows = _Sliced(), torch.ones(2, 7)
+    plain, rows = _sliced(), torch.ones(2, 7)
     for make in (
         lambda model: ShardedWrapper(torch.compile(model, backend="eager")),
         lambda model: model.compile(backend="eager") or ShardedWrapper(model),
     ):
-        model = _Sliced()
+        model = _sliced()
         model.load_state_dict(plain.state_dict())
         # Python 3.13.0: "Guards may run slower on Python 3.13.0".
         with torch.no_grad(), allow_warnings(RuntimeWarning):

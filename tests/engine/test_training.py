@@ -214,10 +214,9 @@ _PAIRS = Case("pairs", _pairs, vectors, (_Pair,))
 
 def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
     """Rank 1 leaves something out."""
-    for rank in [run.rank] if run.is_sharded else range(run.world_size):
-        inputs = _PAIRS.batch(step, run.world_size * ROWS)[0].chunk(run.world_size)[rank]
-        loss = run.model(inputs, halved if rank == 1 else None).pow(2).mean()
-        (loss if run.is_sharded else loss / run.world_size).backward()
+    run.backward(
+        lambda rank: run.model(run.rows(step, rank), halved if rank == 1 else None).pow(2).mean()
+    )
     run.step()
 
 
@@ -270,12 +269,13 @@ def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
 def _step_of_two(runs: list[Run], step: int) -> None:
     """Each rank leaves out something else, in a model that the other uses whole."""
     first, second = runs
-    for rank in [first.rank] if first.is_sharded else range(first.world_size):
-        inputs = _PAIRS.batch(step, first.world_size * ROWS)[0].chunk(first.world_size)[rank]
-        middle = first.model(inputs, 2 if rank == 1 else None)
+
+    def loss(rank: int) -> Tensor:
+        middle = first.model(first.rows(step, rank), 2 if rank == 1 else None)
         end = second.model(middle.detach() if step % 2 else middle, 1 if rank == 0 else None)
-        loss = middle.pow(2).mean() + end.pow(2).mean()
-        (loss if first.is_sharded else loss / first.world_size).backward()
+        return middle.pow(2).mean() + end.pow(2).mean()
+
+    first.backward(loss)
     for run in runs:
         run.step()
 
@@ -319,10 +319,11 @@ def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> 
     sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
     for run in (plain, sharded):
         for step in range(3):
-            for number in [rank] if run.is_sharded else range(world_size):
-                inputs = _SCALED.batch(step, world_size * ROWS)[0].chunk(world_size)[number]
-                loss = run.model(inputs, number != 1).pow(2).mean()
-                (loss if run.is_sharded else loss / world_size).backward()
+            run.backward(
+                lambda one, run=run, step=step: (
+                    run.model(run.rows(step, one), one != 1).pow(2).mean()
+                )
+            )
             run.step()
     assert_same_model(sharded, plain)
 

@@ -25,6 +25,7 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrate
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.models import Residual
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -33,19 +34,14 @@ WORLD, STEPS = 4, 3
 EXACT, ROUNDED = 1e-5, 2e-2
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        super().__init__(16, 32)
         self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recomputes:
-            return x + recompute(self._compute, x, use_reentrant=False)
-        return x + self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        run = super().forward
+        return recompute(run, x, use_reentrant=False) if self.recomputes else run(x)
 
 
 class Model(nn.Module):

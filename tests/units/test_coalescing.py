@@ -19,21 +19,11 @@ from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
-from tests.models import CASES, Composed, loss_of
+from tests.models import CASES, Composed, Residual, loss_of
 from tests.oracle import ROWS, assert_same, step_and_zero
 
 WIDTH = 6
 NUM_BLOCKS = 5
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, width)
-        self.outer = nn.Linear(width, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.outer(torch.tanh(self.inner(x))))
 
 
 class Model(nn.Module):
@@ -42,7 +32,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(300 if n == 2 else WIDTH) for n in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(
+            Residual(WIDTH, 300 if n == 2 else WIDTH) for n in range(NUM_BLOCKS)
+        )
 
     def forward(self, x: Tensor, order: list[int], checkpointed: bool = False) -> Tensor:
         x = self.first(x)
@@ -59,7 +51,11 @@ def made() -> Model:
 
 def wrapped(**keywords: Any) -> ShardedWrapper:
     # Two of the small ones fit together, and a third does not; the large one goes alone.
-    keywords = {"coalesce_bytes": 1500, "auto_wrap_policy": ModuleWrapPolicy({Block}), **keywords}
+    keywords = {
+        "coalesce_bytes": 1500,
+        "auto_wrap_policy": ModuleWrapPolicy({Residual}),
+        **keywords,
+    }
     return ShardedWrapper(made(), **keywords)
 
 
@@ -104,27 +100,24 @@ def _train(
 ) -> None:
     plain = made()
     optimizer, oracle = optimizer_of(model), optimizer_of(plain)
+
+    def loss(one: nn.Module, of: int, **keywords: bool) -> Tensor:
+        return one(parts[of], order(step, of), **keywords).square().mean()
+
     for step in range(4):
-        whole = rows(step, world_size)
-        own = whole[rank * ROWS : (rank + 1) * ROWS]
+        parts = rows(step, world_size).chunk(world_size)
         if accumulates:
             with model.no_sync():
-                model(own, order(step, rank)).square().mean().backward()
-            for one in range(world_size):
-                part = whole[one * ROWS : (one + 1) * ROWS]
-                (plain(part, order(step, one)).square().mean() / world_size).backward()
-        model(own, order(step, rank), checkpointed=step == 2).square().mean().backward()
-        for one in range(world_size):
-            part = whole[one * ROWS : (one + 1) * ROWS]
-            (plain(part, order(step, one)).square().mean() / world_size).backward()
+                loss(model, rank).backward()
+        loss(model, rank, checkpointed=step == 2).backward()
+        for of in range(world_size):
+            ((1 + accumulates) * loss(plain, of) / world_size).backward()
         used = {name for name, param in model.named_parameters() if param.grad is not None}
         assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
         step_and_zero(optimizer, oracle)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                model.blocks[1](own),
-                plain.blocks[1](own),  # one of a unit's modules alone
-            )
+        with torch.no_grad():  # one of a unit's modules alone
+            found, expected = (one.blocks[1](parts[rank]) for one in (model, plain))
+            torch.testing.assert_close(found, expected)
     assert_same(model, plain)
 
 
@@ -144,7 +137,7 @@ def test_collectives_and_report(rank: int, world_size: int) -> None:
     reductions = [event.unit_fqn for event in events if event.kind == "reduce"]
     assert sorted(gathers) == sorted(units + units[1:])  # the root once: it stays
     assert sorted(reductions) == sorted(units)
-    policy = ModuleWrapPolicy({Block})
+    policy = ModuleWrapPolicy({Residual})
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     assert sum(u.parameter_bytes for u in planned.units) == sum(
@@ -237,8 +230,8 @@ def test_one_of_several(rank: int, world_size: int) -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
     assert_same(model.blocks[1], plain.blocks[1])
     with ShardedWrapper.summon_full_params(model.blocks[3]), torch.no_grad():
-        model.blocks[3].inner.weight.fill_(1.0)
-    plain.blocks[3].inner.weight.data.fill_(1.0)
+        model.blocks[3].up.weight.fill_(1.0)
+    plain.blocks[3].up.weight.data.fill_(1.0)
     assert_same(model, plain)
     with pytest.raises(RuntimeError, match=r"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be co"):
         copy.deepcopy(model.blocks[4])

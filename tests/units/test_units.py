@@ -14,20 +14,10 @@ from torch.distributed import fsdp
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
-from tests.models import CASES, Case, Mlp, vectors
+from tests.models import CASES, Case, Mlp, Residual, vectors
 from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
 
 pytestmark = pytest.mark.by_turns
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(256, 768)
-        self.down = nn.Linear(768, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Wide(nn.Module):
@@ -36,7 +26,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 256)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Residual(256, 768), Residual(256, 768)])
         self.layers[1].up.requires_grad_(False)
         self.head = nn.Linear(256, 3)
 
@@ -99,7 +89,7 @@ def test_report(rank: int, world_size: int) -> None:
         mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
         collectives="sockets",
     )
-    reason = "policy 'auto': one of 2 repeated Layer"
+    reason = "policy 'auto': one of 2 repeated Residual"
     layer = 2 * 256 * 768 + 256 + 768
     # 2 bytes each: the gathered parameters are bfloat16
     size = f"{2 * layer / 1024:.1f} KiB"
@@ -122,8 +112,8 @@ def test_report(rank: int, world_size: int) -> None:
             ),
             *("FULL_SHARD", "2", "sockets", "root: what is left"),
         ],
-        "layers.0": ["Layer", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
-        "layers.1": ["Layer", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
+        "layers.0": ["Residual", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
+        "layers.1": ["Residual", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
         "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
