@@ -22,7 +22,6 @@ from tests.oracle import (
     assert_same_state,
     local_loss,
     snapshot,
-    train,
     train_steps,
     trainable,
 )
@@ -89,23 +88,14 @@ def _assert_same_everywhere(model: ShardedWrapper, plain: nn.Module) -> None:
 
 
 @on_ranks_each_way(2)
-def test_after_training(rank: int, world_size: int, way: str) -> None:
+def test_loaded_on_one_rank_alone(rank: int, world_size: int, way: str) -> None:
+    """Its parts would be of one model, and those of the other ranks of another model."""
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     early = model.state_dict()
-    _assert_identical(early, case.model().state_dict())
     train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
-    late = model.state_dict()
-    assert_same_state(late, train(case, world_size).state, 0.0, 1e-12)
-
-    # Training left the first alone; what is written into the second reaches the model.
-    _assert_identical(early, case.model().state_dict())
-    for value in late.values():
-        value.mul_(0.5)
-    _assert_identical(model.state_dict(), late)
+    _assert_identical(early, case.model().state_dict())  # training left it alone
     expected = snapshot(model)
-
-    # Loaded on one rank alone, its parts would be of one model and the others' of another.
     if rank == 0:
         model.load_state_dict(expected)
     loss = model(case.batch(0, 2)[0]).sum()
