@@ -45,57 +45,49 @@ def _returned(
     return script
 
 
-for _name, _title, _pack, _loss, _unused in (
+for _name, _title, _pack, _loss in (
     (
         *("output_dict", "outputs in a dictionary"),
         lambda a, b: {"logits": a, "hidden": b},
         lambda out: (out["logits"] * out["hidden"]).square().mean(),
-        False,
     ),
     (
         *("output_dataclass", "outputs in a dataclass"),
         Output,
         lambda out: (out.logits * out.hidden).square().mean(),
-        False,
     ),
     (
         *("output_namedtuple", "outputs in a named tuple"),
         Pair,
         lambda out: (out.logits * out.hidden).square().mean(),
-        False,
     ),
     (
         *("output_nested", "nested outputs with None, numbers and strings"),
         lambda a, b: [{"a": (a, None, 3)}, ["text", {"b": [b]}]],
         lambda out: (out[0]["a"][0] * out[1][1]["b"][0]).square().mean(),
-        False,
     ),
     (
         *("output_repeated", "one tensor returned twice"),
         lambda a, b: (a, a, b, a),
         lambda out: (out[0] + out[1] * out[2] + out[3]).square().mean(),
-        False,
     ),
     (
         *("loss_over_some", "a loss over some of the outputs"),
         lambda a, b: (a, b),
         lambda out: out[0].square().mean(),
-        True,
     ),
     (
         *("output_views", "outputs that are views of one another"),
         lambda a, b: (a, a[0], a.detach(), b.T),
         lambda out: out[1].square().mean() + out[3].square().mean(),
-        False,
     ),
     (
         *("loss_in_forward", "forward returns the loss"),
         lambda a, b: (a - b).square().mean(),
         lambda out: out,
-        False,
     ),
 ):
-    add(_name, "models", _title, _returned(_pack, _loss), unused=_unused)
+    add(_name, "models", _title, _returned(_pack, _loss), unused=_name == "loss_over_some")
 
 
 class Custom:

@@ -37,17 +37,10 @@ class Wide(nn.Module):
         return self.head(x)
 
 
-WIDE = Case("wide", Wide, vectors)
-
-
 def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) -> None:
     train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=3)
     expected = train(case, world_size, steps=3).state
     assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
-
-
-def unit_names(model: nn.Module) -> list[str]:
-    return [wrapper._sharded_unit.name for wrapper in sharded_modules(model)]
 
 
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
@@ -59,14 +52,6 @@ def table(model: ShardedWrapper) -> dict[str, list[str]]:
 
 
 # ---------------------------------------------------------------- "auto"
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@on_ranks(2)
-def test_auto_trains_right(rank: int, world_size: int, strategy: str) -> None:
-    model = ShardedWrapper(WIDE.model(), auto_wrap_policy="auto", sharding_strategy=strategy)
-    assert unit_names(model) == ["", "layers.0", "layers.1"]
-    trains_right(model, WIDE, rank, world_size)
 
 
 @on_ranks(2)
