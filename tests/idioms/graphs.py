@@ -234,10 +234,10 @@ def grad_in_forward(side: Side) -> Any:
 def penalty(side: Side) -> Any:
     model = side.wrap(Mlp())
 
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return side.loss(m, step) + 0.1 * sum(p.pow(2).sum() for p in m.parameters())
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        model,
+        loss_of=lambda m, s: side.loss(m, s) + 0.1 * sum(p.pow(2).sum() for p in m.parameters()),
+    )
 
 
 @idiom("`torch.func.functional_call` of the model inside, with other weights")

@@ -115,22 +115,18 @@ def distillation(side: Side) -> Any:
 
 @idiom("inputs of changing shapes")
 def changing_shapes(side: Side) -> Any:
-    model = side.wrap(Mlp())
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(side.draw(step, 1 + (step + side.rank) % 3, 7)).square().mean()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        side.wrap(Mlp()),
+        loss_of=lambda m, s: m(side.draw(s, 1 + (s + side.rank) % 3, 7)).square().mean(),
+    )
 
 
 @idiom("an empty batch on one rank")
 def empty_batch(side: Side) -> Any:
-    model = side.wrap(Mlp())
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(side.draw(step, 0 if side.rank == step % 2 else ROWS, 7)).square().sum()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        side.wrap(Mlp()),
+        loss_of=lambda m, s: m(side.draw(s, 0 if side.rank == s % 2 else ROWS, 7)).square().sum(),
+    )
 
 
 @idiom("`join` for uneven inputs")

@@ -118,11 +118,12 @@ class Keywords(nn.Module):
 @idiom("keyword arguments, inputs in a dictionary")
 def keyword_inputs(side: Side) -> Any:
     model = side.wrap(Keywords(), Mlp)
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(batch={"x": side.draw(step, ROWS, 7)}, scale=0.5)["out"].square().mean()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        model,
+        loss_of=lambda m, s: (
+            m(batch={"x": side.draw(s, ROWS, 7)}, scale=0.5)["out"].square().mean()
+        ),
+    )
 
 
 @idiom("no inputs at all")

@@ -89,16 +89,11 @@ def _looking() -> nn.Module:
     return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
 
 
-def _sparse(side: Side, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
-    model = side.wrap(_looking(), nn.Embedding, nn.Linear)
-    return side.fit(
-        model, optimizer(model), lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean()
-    )
-
-
 @idiom("`Embedding(sparse=True)` and `SGD`")
 def sparse_embedding(side: Side) -> Any:
-    return _sparse(side, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    model = side.wrap(_looking(), nn.Embedding, nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return side.fit(model, optimizer, lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
 @idiom("`Embedding(sparse=True)` and `SparseAdam`")

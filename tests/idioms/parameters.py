@@ -87,23 +87,19 @@ def parameter_containers(side: Side) -> Any:
 # ---------------------------------------------------------------- ties
 
 
-def _tied() -> nn.Module:
+@idiom("weights tied across units")
+def tied(side: Side) -> Any:
     net = nn.Sequential(
         nn.Embedding(10, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 10, bias=False)
     )
     net[3].weight = net[0].weight
-    return net
+    model = side.wrap(net, nn.Embedding, nn.Linear)
 
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        tokens = side.tokens(step, ROWS, 3)
+        return F.cross_entropy(m(tokens).flatten(0, 1), tokens.view(-1))
 
-@idiom("weights tied across units")
-def tied(side: Side) -> Any:
-    model, optimizer = side.begin(_tied(), nn.Embedding, nn.Linear)
-    tokens = [side.tokens(step, ROWS, 3) for step in range(4)]
-    return side.fit(
-        model,
-        optimizer,
-        lambda m, s: F.cross_entropy(m(tokens[s]).flatten(0, 1), tokens[s].view(-1)),
-    )
+    return side.fit(model, loss_of=loss_of)
 
 
 @idiom("a head that reads the embedding's weight")

@@ -37,12 +37,6 @@ class Wide(nn.Module):
         return self.head(x)
 
 
-def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) -> None:
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=3)
-    expected = train(case, world_size, steps=3).state
-    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
-
-
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
     """The cells of a report, by the unit's name."""
     lines = [line.split("  ") for line in model.unit_report().splitlines()]
@@ -173,7 +167,9 @@ def test_enable_wrap(rank: int, world_size: int, source: str) -> None:
         ("fc2", "NO_SHARD"),
     ]
     assert not sharded_modules(HandMade())
-    trains_right(model, HAND_MADE, rank, world_size)
+    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), HAND_MADE, rank, world_size, steps=3)
+    expected = train(HAND_MADE, world_size, steps=3).state
+    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
     for converted in (model.float(), copy.deepcopy(model)):
         with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight'"):
             converted.fc1.module.weight.share_memory_()
