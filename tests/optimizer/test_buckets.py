@@ -1,6 +1,8 @@
 """What optimizers get: neighbours as one parameter; by which kernel; what closures do."""
 
+import copy
 import io
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor
+from flatshard import FlatShardTensor, ShardedWrapper
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
@@ -153,6 +155,26 @@ def _surprise(kind: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) 
         del optimizer.state[param]
     elif kind == "frozen":
         param.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_groups_that_take_turns(rank: int, world_size: int) -> None:
+    """Each group steps only its own parameters, also those between which another group's lie."""
+    plain = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).double()
+    model = ShardedWrapper(copy.deepcopy(plain))
+
+    def made(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        listed = list(params)
+        groups = [{"params": listed[first::3], "lr": lr} for first, lr in enumerate((0.1, 0.0, 1))]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    ours, theirs = made(model.parameters()), made(plain.parameters())
+    for _ in range(3):
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            one(torch.ones(2, 12, dtype=torch.float64)).square().mean().backward()
+            step_and_zero(optimizer)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor().detach(), expected.detach())
 
 
 # ---------------------------------------------------------------- closures
