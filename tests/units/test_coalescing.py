@@ -9,7 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper
@@ -87,38 +89,28 @@ def test_equals_the_plain_model(rank: int, world_size: int) -> None:
     ]
     for keywords, name, accumulates in diagonal(4, settings, list(ORDERS), (False, True)):
         with naming(f"{keywords}, {name}, accumulates={accumulates}"):
-            model = wrapped(**keywords)
-            _train(model, ORDERS[name], rank, world_size, accumulates)
+            _train(wrapped(**keywords), ORDERS[name], rank, accumulates)
 
 
 def _train(
-    model: ShardedWrapper,
-    order: Callable[[int, int], list[int]],
-    rank: int,
-    world_size: int,
-    accumulates: bool,
+    model: ShardedWrapper, order: Callable[[int, int], list[int]], rank: int, accumulates: bool
 ) -> None:
-    plain = made()
-    optimizer, oracle = optimizer_of(model), optimizer_of(plain)
-
-    def loss(one: nn.Module, of: int, **keywords: bool) -> Tensor:
-        return one(parts[of], order(step, of), **keywords).square().mean()
-
+    models = model, DistributedDataParallel(made(), find_unused_parameters=True)
+    optimizers = [optimizer_of(one) for one in models]
     for step in range(4):
-        parts = rows(step, world_size).chunk(world_size)
-        if accumulates:
-            with model.no_sync():
-                loss(model, rank).backward()
-        loss(model, rank, checkpointed=step == 2).backward()
-        for of in range(world_size):
-            ((1 + accumulates) * loss(plain, of) / world_size).backward()
-        used = {name for name, param in model.named_parameters() if param.grad is not None}
-        assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
-        step_and_zero(optimizer, oracle)
+        x = rows(step, dist.get_world_size()).chunk(dist.get_world_size())[rank]
+        for one in models:
+            if accumulates:
+                with one.no_sync():
+                    one(x, order(step, rank)).square().mean().backward()
+            checkpointed = step == 2 and one is model
+            one(x, order(step, rank), checkpointed).square().mean().backward()
+        used, expected = ([param.grad is not None for param in one.parameters()] for one in models)
+        assert used == expected
+        step_and_zero(*optimizers)
         with torch.no_grad():  # one of a unit's modules alone
-            found, expected = (one.blocks[1](parts[rank]) for one in (model, plain))
-            torch.testing.assert_close(found, expected)
-    assert_same(model, plain)
+            torch.testing.assert_close(*(one.module.blocks[1](x) for one in models))
+    assert_same(model, models[1].module)
 
 
 @on_ranks(2)
