@@ -14,7 +14,7 @@ from flatshard import ShardedWrapper
 from tests.combinations import diagonal
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS, local_loss, trainable
+from tests.oracle import local_loss, sgd
 
 pytestmark = pytest.mark.by_turns
 
@@ -77,7 +77,7 @@ def _step_with_a_bad_rank(
 ) -> str:
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    optimizer = sgd(model)
 
     def step(number: int) -> None:
         local_loss(model, case, number, rank, world_size).backward()

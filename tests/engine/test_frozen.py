@@ -22,7 +22,13 @@ from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case, Composed
-from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
+from tests.oracle import (
+    assert_same,
+    assert_same_state,
+    sgd,
+    train,
+    train_steps,
+)
 from tests.side import pair
 from tests.ways import WAYS, on_ranks_each_way, ranks_of
 
@@ -144,7 +150,7 @@ def _train(rank: int, world_size: int, way: str, collectives: str, number: int) 
                 collectives=collectives,
                 **WAYS[way].keywords,
             )
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             train_steps(model, optimizer, case, rank, world_size, steps=2)
             assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
 
@@ -220,7 +226,7 @@ def test_a_function_that_keeps_a_view(rank: int, world_size: int, collectives: s
         case = Case("keeps", build, _inputs, (_Layer,))
         expected = train(case, world_size, steps=2)
         model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
-        optimizer = OPTIMIZERS["sgd"](trainable(model))
+        optimizer = sgd(model)
         train_steps(model, optimizer, case, rank, world_size, steps=2)
         assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
 
@@ -293,7 +299,7 @@ def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
         with naming(case.name), allow_warnings(UserWarning, "None of the inputs have"):
             expected = train(case, world_size, steps=2)
             model = case.wrap(case.model(), **WAYS[way].keywords)
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             with model.no_sync():  # dropped: it only has to run
                 train_steps(model, _NoStep(), case, rank, world_size, steps=1)
             model.zero_grad()

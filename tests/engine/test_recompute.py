@@ -28,10 +28,10 @@ from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
-    OPTIMIZERS,
     assert_same,
     assert_same_state,
     local_loss,
+    sgd,
     step_and_zero,
     train_rank_by_rank,
 )
@@ -136,7 +136,7 @@ def test_same_numbers_and_no_gather_too_many(
         with naming(place), _no_input_gradients():
             expected = train_rank_by_rank(case, world_size, steps=3)
             model = _wrap(case, way)
-            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            optimizer = sgd(model)
             for step in range(3):
                 forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
                 step_and_zero(optimizer)
@@ -189,7 +189,7 @@ def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: st
     expected = train_rank_by_rank(case, world_size, steps=4)
     model = _wrap(case, way)
     run_again = _Around(model, KINDS[kind])
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = sgd(model)
     # A reentrant checkpoint does nothing where no input asks for a gradient.
     inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
     for step in range(4):
@@ -264,7 +264,7 @@ def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
             model = build(way, case)
-            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            optimizer = sgd(model)
             for step in range(3):
                 with collectives.record() as events:
                     local_loss(model, case, step, rank, world_size).backward()

@@ -23,7 +23,7 @@ from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapp
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Mlp
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.oracle import assert_same_state, sgd, train, train_steps
 
 
 @on_ranks(2)
@@ -167,7 +167,7 @@ def test_around_a_sharded_model(rank: int, world_size: int) -> None:
                 pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper: .* leave"),
             ):
                 make(module)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    train_steps(model, sgd(model), case, rank, world_size)
     assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
 
 

@@ -19,7 +19,7 @@ from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.oracle import assert_same_state, sgd, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -44,7 +44,7 @@ def test_one_process_without_a_process_group(rank: int, world_size: int) -> None
             with pytest.warns(UserWarning, match="no process group") as caught:
                 model = case.wrap(case.model(), sharding_strategy=strategy)
             assert len(caught) == 1, [str(one.message) for one in caught]
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             assert train_steps(model, optimizer, case, rank, world_size) == expected.losses
             assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
@@ -180,7 +180,7 @@ def test_wrapped_twice(rank: int, world_size: int) -> None:
     inner = case.wrap(case.model())
     with rank_0_warns(rank, "the module, a Mlp, .*Wrap the module once"):
         model = ShardedWrapper(inner)
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    train_steps(model, sgd(model), case, rank, world_size)
     assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
 
 

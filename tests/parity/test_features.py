@@ -26,6 +26,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Residual
+from tests.oracle import sgd
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -319,20 +320,16 @@ def trial(rank: int, world_size: int, name: str, strategy: str, folder: str) -> 
         sharded = ShardedWrapper(
             model, sharding_strategy=strategy, auto_wrap_policy=policy, coalesce_bytes=0, **keywords
         )
-        feature.loop(sharded, _sgd(sharded), rank)
+        feature.loop(sharded, sgd(sharded), rank)
         found = sharded.state_dict()
         other = nn.parallel.DistributedDataParallel(
             build(drops=drops), find_unused_parameters=drops
         )
-        feature.loop(other, _sgd(other), rank)
+        feature.loop(other, sgd(other), rank)
     expected = other.module.state_dict()
     assert list(found) == list(expected)
     differ = max((found[key].float() - expected[key]).abs().max().item() for key in expected)
     return differ / feature.tolerance
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def judge(found: list[float]) -> Cell:

@@ -18,12 +18,11 @@ from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import (
-    OPTIMIZERS,
     assert_same_state,
     local_loss,
+    sgd,
     snapshot,
     train_steps,
-    trainable,
 )
 from tests.ways import WAYS, on_ranks_each_way
 
@@ -93,7 +92,7 @@ def test_loaded_on_one_rank_alone(rank: int, world_size: int, way: str) -> None:
     case = CASES["tied-in-unit"]
     model = case.wrap(case.model(), **WAYS[way].keywords)
     early = model.state_dict()
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    train_steps(model, sgd(model), case, rank, world_size)
     _assert_identical(early, case.model().state_dict())  # training left it alone
     expected = snapshot(model)
     if rank == 0:
@@ -160,7 +159,7 @@ def test_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
 def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    optimizer = sgd(model)
     train_steps(model, optimizer, case, rank, world_size, steps=1)
     on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())

@@ -22,7 +22,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Composed, Residual, loss_of
-from tests.oracle import ROWS, assert_same, step_and_zero
+from tests.oracle import ROWS, assert_same, sgd, step_and_zero
 
 WIDTH = 6
 NUM_BLOCKS = 5
@@ -66,10 +66,6 @@ def rows(step: int, world_size: int) -> Tensor:
     return torch.randn(world_size * ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 # What runs in which step, on a rank.
 ORDERS: dict[str, Callable[[int, int], list[int]]] = {
     "all": lambda step, rank: [0, 1, 2, 3, 4],
@@ -96,7 +92,7 @@ def _train(
     model: ShardedWrapper, order: Callable[[int, int], list[int]], rank: int, accumulates: bool
 ) -> None:
     models = model, DistributedDataParallel(made(), find_unused_parameters=True)
-    optimizers = [optimizer_of(one) for one in models]
+    optimizers = [sgd(one) for one in models]
     for step in range(4):
         x = rows(step, dist.get_world_size()).chunk(dist.get_world_size())[rank]
         for one in models:
@@ -189,7 +185,7 @@ def test_the_roots_embedding_is_freed_after_forward(
         )
     handles = model._sharded_unit.context.root.handles
     embedding = next(h for h in handles if h.params[0].name == "embed.weight")
-    optimizers = [optimizer_of(one) for one in (plain, model)]
+    optimizers = [sgd(one) for one in (plain, model)]
     stays = strategy == "SHARD_GRAD_OP"
     ways = itertools.product((set(), {0}, {0, 1}), (False, True))  # who ties
     for step, (ties, checkpoints) in enumerate(ways):

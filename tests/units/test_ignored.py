@@ -14,7 +14,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, rank_0_warns
 from tests.models import Composed, loss_of, vectors
-from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
+from tests.oracle import ROWS, assert_same, assert_same_state, sgd, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
@@ -81,10 +81,6 @@ def _wrap(model: nn.Module, way: str, **keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords)
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def _loss(model: nn.Module, rank: int, world_size: int, step: int) -> Tensor:
     rows = vectors(world_size * ROWS, torch.Generator().manual_seed(step))
     inputs, target = (part.double().chunk(world_size)[rank] for part in rows)
@@ -99,7 +95,7 @@ def _check_trains_like(
     names = {*ignored, *(f".{name}" for name in ignored)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, names)
     models = model, DistributedDataParallel(plain)
-    optimizers = [_sgd(one) for one in models]
+    optimizers = [sgd(one) for one in models]
     for step in range(4):
         for one in models:
             _loss(one, rank, world_size, step).backward()
@@ -129,7 +125,7 @@ def test_clipping(rank: int, world_size: int, way: str) -> None:
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
         wrapped = _wrap(model, way, **keywords)
-        optimizers = [_sgd(one) for one in (plain, wrapped)]
+        optimizers = [sgd(one) for one in (plain, wrapped)]
         for step in range(2):
             for one in (plain, wrapped):
                 _loss(one, 0, 1, step).backward()

@@ -15,7 +15,7 @@ from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
 from tests.models import CASES, Case, Mlp, Residual, vectors
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.oracle import assert_same_state, sgd, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -167,7 +167,7 @@ def test_enable_wrap(rank: int, world_size: int, source: str) -> None:
         ("fc2", "NO_SHARD"),
     ]
     assert not sharded_modules(HandMade())
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), HAND_MADE, rank, world_size, steps=3)
+    train_steps(model, sgd(model), HAND_MADE, rank, world_size, steps=3)
     expected = train(HAND_MADE, world_size, steps=3).state
     assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
     for converted in (model.float(), copy.deepcopy(model)):
