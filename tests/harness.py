@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -297,6 +298,18 @@ def allow_warnings(category: type[Warning] = Warning, message: str = "") -> Iter
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message, category)
         yield
+
+
+@contextlib.contextmanager
+def rank_0_warns(rank: int, message: str) -> Iterator[None]:
+    """Expect one warning that matches ``message`` (a regular expression), only on rank 0."""
+    with (
+        pytest.warns(UserWarning, match=message)
+        if rank == 0
+        else contextlib.nullcontext([0]) as caught
+    ):
+        yield
+    assert len(caught) == 1, [str(one.message) for one in caught]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,30 @@ WIDTH = 8
 # ---------------------------------------------------------------- plain networks
 
 
+class Composed(nn.Module):
+    """Modules and parameters, by name, and a forward: a function of this module and its inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.compute = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.compute(self, *inputs)
+
+
+class Residual(nn.Module):
+    """Adds to its input what two layers make of it."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Mlp(nn.Module):
     """7-5-4-3: no size divides by the number of ranks, or by another."""
 

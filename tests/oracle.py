@@ -126,6 +126,10 @@ def train_steps(
     return losses
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](trainable(model))
+
+
 def step_and_zero(*optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.step()

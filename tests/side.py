@@ -37,8 +37,21 @@ class Run:
         return loss_of(self.model(inputs), target)
 
     def inputs(self, step: int) -> Tensor:
-        inputs, _ = self.case.batch(step, self.world_size * ROWS)
-        return inputs.chunk(self.world_size)[self.rank] if self.is_sharded else inputs
+        return (
+            self.rows(step, self.rank)
+            if self.is_sharded
+            else self.case.batch(step, self.world_size * ROWS)[0]
+        )
+
+    def rows(self, step: int, rank: int) -> Tensor:
+        """Inputs of a rank."""
+        return self.case.batch(step, self.world_size * ROWS)[0].chunk(self.world_size)[rank]
+
+    def backward(self, loss_of: Callable[[int], Tensor]) -> None:
+        """Backward of this rank's loss, or of the average of all ranks' losses."""
+        ranks = [self.rank] if self.is_sharded else range(self.world_size)
+        for rank in ranks:
+            (loss_of(rank) / len(ranks)).backward()
 
     def evaluate(self) -> Tensor:
         """The model's output for rows that are the same on every rank."""

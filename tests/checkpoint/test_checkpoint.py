@@ -132,17 +132,9 @@ def _draw_loaded(rank: int, _: int, folder: Path) -> list[float]:
 def _wide(device: str = "cpu") -> nn.Module:
     """Parameters of more than the few kilobytes that torch writes and reads by itself."""
     torch.manual_seed(1)
-    layers = nn.Linear(67, 65), nn.Linear(65, 131), nn.Conv2d(33, 31, 3)
     with torch.device(device):
-        model = nn.Sequential(*(type(one)(*_sizes(one)) for one in layers))
+        model = nn.Sequential(nn.Linear(67, 65), nn.Linear(65, 131), nn.Conv2d(33, 31, 3))
     return model if device == "meta" else model.to(memory_format=torch.channels_last)
-
-
-def _sizes(layer: nn.Module) -> list[int]:
-    if isinstance(layer, nn.Linear):
-        return [layer.in_features, layer.out_features]
-    assert isinstance(layer, nn.Conv2d)
-    return [layer.in_channels, layer.out_channels, 3]
 
 
 def _stepped(model: nn.Module, seed: int) -> torch.optim.Optimizer:

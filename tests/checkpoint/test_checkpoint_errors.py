@@ -140,24 +140,21 @@ def test_other_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     _saved(tmp_path / "step-1")
     model = _model()
     last = rf"Last complete checkpoint: {tmp_path / 'step-1'}\."
-    (tmp_path / "step-2.incomplete").mkdir()
-    with pytest.raises(FileNotFoundError, match=f"step-2 is incomplete: .* {last}"):
-        checkpoint.load(tmp_path / "step-2", model)
-    with pytest.raises(FileNotFoundError, match=f"step-2.incomplete is incomplete: .* {last}"):
-        checkpoint.load(tmp_path / "step-2.incomplete", model)
-    with pytest.raises(FileNotFoundError, match=f"step-3 does not exist. {last}"):
-        checkpoint.load(tmp_path / "step-3", model)
-    with pytest.raises(ValueError, match=f"but a directory of checkpoints. {last}"):
-        checkpoint.load(tmp_path, model)
+    for folder_name in ("step-2.incomplete", "empty"):
+        (tmp_path / folder_name).mkdir()
     torch.save(model.state_dict(), tmp_path / "net.pt")
-    with pytest.raises(ValueError, match=f"json, got files of torch.save. {last}"):
-        checkpoint.load(tmp_path / "net.pt", model)
     checkpoint.convert(tmp_path / "net.pt", tmp_path / "other")
-    with pytest.raises(ValueError, match=r"expected a flatshard.json, got files of safetensors"):
-        checkpoint.load(tmp_path / "other", model)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="got files of an unknown format"):
-        checkpoint.load(tmp_path / "empty", model)
+    for name, error, said in (
+        ("step-2", FileNotFoundError, f"step-2 is incomplete: .* {last}"),
+        ("step-2.incomplete", FileNotFoundError, f"step-2.incomplete is incomplete: .* {last}"),
+        ("step-3", FileNotFoundError, f"step-3 does not exist. {last}"),
+        ("", ValueError, f"but a directory of checkpoints. {last}"),
+        ("net.pt", ValueError, f"json, got files of torch.save. {last}"),
+        ("other", ValueError, "expected a flatshard.json, got files of safetensors"),
+        ("empty", ValueError, "got files of an unknown format"),
+    ):
+        with pytest.raises(error, match=said):
+            checkpoint.load(tmp_path / name, model)
     marker = tmp_path / "step-1" / "flatshard.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": "other/9"}))
     with pytest.raises(ValueError, match=r"expected format 'flatshard.checkpoint/1', got 'o"):

@@ -1,6 +1,7 @@
 """The exact sequence of collectives in a step, and what they do to memory."""
 
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from flatshard.comm.transports import Gather
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
+from tests.models import Composed
 
 pytestmark = pytest.mark.by_turns
 
@@ -69,22 +71,20 @@ def test_prefetch_at_the_end_of_forward(rank: int, world_size: int) -> None:
     assert _live_bytes(model) == 0
 
 
-class _Lookups(nn.Module):
+def _lookups() -> nn.Module:
     """Two embeddings, used as ``how`` says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.bag = nn.Embedding(11, 8), nn.EmbeddingBag(11, 8, mode="sum")
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor, how: str) -> Tensor:
+    def forward(net: Any, tokens: Tensor, how: str) -> Tensor:
         weights = torch.ones(tokens.shape, requires_grad=True) if how == "saved" else None
-        x = self.words(tokens).sum(dim=1) + self.bag(tokens, per_sample_weights=weights)
+        x = net.words(tokens).sum(dim=1) + net.bag(tokens, per_sample_weights=weights)
         if how == "recomputed":
-            words = checkpoint.checkpoint(self.words, tokens, use_reentrant=False)
+            words = checkpoint.checkpoint(net.words, tokens, use_reentrant=False)
             x = x + words.sum(dim=1) ** 2
-        return self.head(x)
+        return net.head(x)
+
+    torch.manual_seed(0)
+    words, bag = nn.Embedding(11, 8), nn.EmbeddingBag(11, 8, mode="sum")
+    return Composed(forward, words=words, bag=bag, head=nn.Linear(8, 3))
 
 
 @pytest.mark.uncoalesced  # counts and names collectives unit by unit
@@ -95,9 +95,9 @@ def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> Non
     for how, regathered in (("plain", []), ("saved", ["bag"]), ("recomputed", ["words"])):
         for mode in ("sockets", "native"):
             model = ShardedWrapper(
-                _Lookups(), auto_wrap_policy=ModuleWrapPolicy(lookups | linear), collectives=mode
+                _lookups(), auto_wrap_policy=ModuleWrapPolicy(lookups | linear), collectives=mode
             )
-            plain = _Lookups()
+            plain = _lookups()
             tokens = torch.arange(6).view(2, 3)
             for _ in range(3):
                 with collectives.record() as events:

@@ -16,6 +16,8 @@ from flatshard import ShardedWrapper, checkpoint
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.harness import run_ranks
+from tests.models import Residual
+from tests.oracle import sgd
 
 WIDTH, LAYERS = 24, 6
 SAVED, STEPS = 3, 6  # number of steps before the checkpoint, and of all steps
@@ -31,16 +33,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    """A residual layer with a buffer, whose values must be the same on all ranks."""
+class Block(Residual):
+    """With a buffer, whose values must be the same on all ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        super().__init__(WIDTH, 2 * WIDTH)
         self.register_buffer("scale", torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(x)))
+        return self.scale * super().forward(x)
 
 
 def new_model() -> nn.Module:
@@ -63,10 +64,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tens
     return loss
 
 
-def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def losses_of(model: nn.Module, first: int, optimizer: Any, rank: int, size: int) -> Any:
     """Train this rank's rows; yields the mean loss of all ranks for each step."""
     for step in range(first, STEPS):
@@ -83,7 +80,7 @@ def run_rank(rank: int, size: int, way: str, folder: str, resumes: bool) -> list
     # Without coalescing, because coalescing would make this small model a single unit.
     keywords = {**WAYS[way], **settings, "auto_wrap_policy": policy, "coalesce_bytes": 0}
     model = ShardedWrapper(new_model(), **keywords)
-    optimizer = new_optimizer(model)
+    optimizer = sgd(model)
     first = checkpoint.load(folder, model, optimizer)["step"] if resumes else 0
     losses = []
     for loss in losses_of(model, first, optimizer, rank, size):
@@ -97,7 +94,7 @@ def run_rank(rank: int, size: int, way: str, folder: str, resumes: bool) -> list
 @pytest.mark.parametrize("way", WAYS if THOROUGH else ["FULL_SHARD"])
 def test_few_ranks_resume_what_many_saved(way: str, tmp_path: Path) -> None:
     model = new_model()
-    expected = list(losses_of(model, 0, new_optimizer(model), 0, 1))
+    expected = list(losses_of(model, 0, sgd(model), 0, 1))
     for size, resumes in ((MANY, False), (FEW, True)):
         found = run_ranks(run_rank, size, way, str(tmp_path / "saved"), resumes, timeout=300)
         for losses in found:

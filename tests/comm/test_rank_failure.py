@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from flatshard import ShardedWrapper
 from tests.combinations import diagonal
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS, local_loss, trainable
+from tests.oracle import local_loss, sgd
 
 pytestmark = pytest.mark.by_turns
 
@@ -50,32 +51,17 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
     module.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "where", "fail"),
-    diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], [_die, _oversleep]),
-)
+CASES_OF_FAILURE = [
+    *diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], [_die, _oversleep]),
+    ("FULL_SHARD", _in_forward, _die, "sockets"),  # a prefetch fails, too: no second error
+]
+
+
+@pytest.mark.parametrize("case", CASES_OF_FAILURE)
 @pytest.mark.uncoalesced  # the message names one layer
-def test_in_the_middle_of_a_step(
-    strategy: str, where: Callable[[nn.Module, Callable[[], None]], None], fail: Callable[[], None]
-) -> None:
+def test_in_the_middle_of_a_step(case: tuple[Any, ...]) -> None:
     messages = run_ranks(
-        _step_with_a_bad_rank,
-        3,
-        strategy,
-        where,
-        fail,
-        group_timeout=GROUP_TIMEOUT,
-        expendable=[BAD_RANK],
-    )
-    for rank in (0, 2):
-        assert re.search(NAMED, messages[rank]), messages[rank]
-
-
-def test_a_prefetch_that_failed_too() -> None:
-    """Dropping what was prefetched raised a second error, which python reported as a warning."""
-    args = "FULL_SHARD", _in_forward, _die, "sockets"
-    messages = run_ranks(
-        _step_with_a_bad_rank, 3, *args, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
+        _step_with_a_bad_rank, 3, *case, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]
     )
     for rank in (0, 2):
         assert re.search(NAMED, messages[rank]), messages[rank]
@@ -85,13 +71,13 @@ def _step_with_a_bad_rank(
     rank: int,
     world_size: int,
     strategy: str,
-    where: Callable[[nn.Module, Callable[[], None]], None],
+    where: Callable[..., None],
     fail: Callable[[], None],
     collectives: str = "auto",
 ) -> str:
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    optimizer = sgd(model)
 
     def step(number: int) -> None:
         local_loss(model, case, number, rank, world_size).backward()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS, assert_same_state, snapshot, train, train_steps, trainable
+from tests.oracle import assert_same_state, sgd, snapshot, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -32,7 +32,7 @@ def _train_narrow_ways(
         with naming(keywords):
             model = case.wrap(case.model(torch.float32), wire_dtype=torch.bfloat16, **keywords)
             assert "sockets, bfloat16" in model.unit_report()
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             train_steps(model, optimizer, case, rank, world_size, dtype=torch.float32)
             ends.append(snapshot(model))
             # bfloat16 keeps 8 bits; what is sent is rounded in every step, sums are not.

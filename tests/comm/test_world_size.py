@@ -27,7 +27,7 @@ from flatshard.comm.process_groups import ranks_text
 from flatshard.comm.ranks import forget_destroyed
 from flatshard.extras import deadlock
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, on_ranks, run_ranks
+from tests.harness import allow_warnings, run_ranks
 
 FEW, MANY = 64, 1024
 PACKAGE = os.path.dirname(flatshard.__file__)
@@ -169,20 +169,3 @@ def test_messages_do_not_grow_with_the_number_of_ranks() -> None:
     assert ranks_text(range(3)) == "0, 1, 2"
     assert ranks_text(range(0, 64, 2)) == "0, 2, 4, 6, ..., 62 (32 ranks)"
     assert len(ranks_text(range(1 << 14))) < 50
-
-
-# ---------------------------------------------------------------- groups that compare their own
-
-
-@on_ranks(4)
-def test_all_gathers_of_a_group_that_differ_are_found_on_all_ranks(
-    rank: int, world_size: int
-) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    model = ShardedWrapper(net(), sharding_strategy="HYBRID_SHARD", collectives="native")
-    model(torch.ones(2, 96)).sum().backward()
-    if rank == 3:  # as if it had begun another all-gather than rank 2, on their node
-        group = model._sharded_unit.topology.intra_group
-        group.history.begin(group.gather_group, what="something else")
-    with pytest.raises(RuntimeError, match=r"all-gathered different units.*FS-DEADLOCK"):
-        model(torch.ones(2, 96)).sum().backward()

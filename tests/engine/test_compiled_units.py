@@ -20,22 +20,22 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrate
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
+from tests.models import Composed, Residual
+from tests.oracle import assert_same
 
-PRELOAD = ("tests.compiler",)
+pytestmark = pytest.mark.uncoalesced
+
+compiling = on_ranks(2, timeout=120.0, preload=("tests.compiler",))
 
 GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 NUM_BLOCKS = 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
-
+class Block(Residual):
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
             raise ValueError("no rows")
-        return x + self.down(torch.tanh(self.up(x)))
+        return super().forward(x)
 
 
 class Network(nn.Module):
@@ -44,7 +44,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList([Block() for _ in range(NUM_BLOCKS)])
+        self.blocks = nn.ModuleList([Block(7, 9) for _ in range(NUM_BLOCKS)])
         self.head = nn.Linear(7, 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,14 +113,7 @@ def _train(model: nn.Module, rank: int, steps: int) -> None:
             model.train()
 
 
-def _assert_same(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = model.state_dict(), plain.state_dict()
-    for (name, value), other in zip(found.items(), expected.values(), strict=True):
-        assert torch.equal(value, other), name
-
-
-@pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, preload=PRELOAD)
+@compiling
 @allow_warnings()  # Dynamo's own
 def test_one_graph_each(rank: int, world_size: int) -> None:
     """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
@@ -142,11 +135,10 @@ def test_one_graph_each(rank: int, world_size: int) -> None:
             # One with gradients and one without, which all blocks share.
             assert counters["stats"]["unique_graphs"] == 2
             assert len(flatshard.sharded_modules(model)) == 1 + NUM_BLOCKS
-            _assert_same(model, plain)
+            assert_same(model, plain, 0.0, 0.0)
 
 
-@pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, preload=PRELOAD)
+@compiling
 @allow_warnings()  # Dynamo's own
 def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
     """Dynamo traces neither units nor hooks of saved tensors."""
@@ -162,7 +154,7 @@ def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
     assert counters["stats"]["unique_graphs"] == 4
     torch.compiler.reset()
     _train(model, rank, 4)
-    _assert_same(model, plain)
+    assert_same(model, plain, 0.0, 0.0)
     torch.compiler.reset()
     outer = torch.compile(_wrap(_model()), backend="aot_eager")
     counters.clear()
@@ -178,8 +170,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
     optimizer.zero_grad()
 
 
-@pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, preload=PRELOAD)
+@compiling
 def test_compiled_steps(rank: int, world_size: int) -> None:
     """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     models = []
@@ -197,11 +188,10 @@ def test_compiled_steps(rank: int, world_size: int) -> None:
                 step(model, optimizer, torch.linspace(-1, 1, 28).reshape(4, 7) + rank + number)
             models.append(model)
     for model in models[1:]:
-        _assert_same(model, models[0])
+        assert_same(model, models[0], 0.0, 0.0)
 
 
-@pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, preload=PRELOAD)
+@compiling
 def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
@@ -233,11 +223,10 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
                     )
                 _train(model, rank, 4)
                 models.append(model)
-            _assert_same(models[1], models[0])
+            assert_same(models[1], models[0], 0.0, 0.0)
 
 
-@pytest.mark.uncoalesced
-@on_ranks(2, timeout=120.0, preload=PRELOAD)
+@compiling
 @allow_warnings()  # Dynamo's own
 def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> None:
     for compiled in every(2, (_in_place, _replaced)):
@@ -247,7 +236,7 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
             twin = copy.deepcopy(model)
             _train(model, rank, 3)
             _train(twin, rank, 3)
-            _assert_same(twin, model)
+            assert_same(twin, model, 0.0, 0.0)
             with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
                 copy.deepcopy(model.blocks[0].module)
             # An error inside a compiled block leaves the model as one in another block does.
@@ -255,34 +244,32 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
                 model(torch.ones(0, 7))
             _train(model, rank, 2)
             _train(twin, rank, 2)
-            _assert_same(twin, model)
+            assert_same(twin, model, 0.0, 0.0)
 
 
 # ---------------------------------------------------------------- whole models that are compiled
 
 
-class _Sliced(nn.Module):
+def _sliced() -> nn.Module:
     """The slice is a new module, to which torch's global hooks see modules assigned."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:2]:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers[:2]:
             x = layer(x).tanh()
-        return self.layers[2](x)
+        return net.layers[2](x)
+
+    return Composed(forward, layers=nn.ModuleList([nn.Linear(7, 7) for _ in range(3)]))
 
 
 @on_ranks(1)
 def test_a_slice_in_a_compiled_model(rank: int, world_size: int) -> None:
     """Dynamo traced flatshard's hook: "already tracked for mutation" (Llama slices its layers)."""
-    plain, rows = _Sliced(), torch.ones(2, 7)
+    plain, rows = _sliced(), torch.ones(2, 7)
     for make in (
         lambda model: ShardedWrapper(torch.compile(model, backend="eager")),
         lambda model: model.compile(backend="eager") or ShardedWrapper(model),
     ):
-        model = _Sliced()
+        model = _sliced()
         model.load_state_dict(plain.state_dict())
         # Python 3.13.0: "Guards may run slower on Python 3.13.0".
         with torch.no_grad(), allow_warnings(RuntimeWarning):

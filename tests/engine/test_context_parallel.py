@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
-from tests.oracle import assert_same, step_and_zero
+from tests.oracle import assert_same, sgd, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -49,10 +49,6 @@ def _batch(step: int) -> Tensor:
     return torch.randn(4, TOKENS, 4, generator=torch.Generator().manual_seed(step)).double()
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 @on_ranks(4)
 def test_training(rank: int, world_size: int) -> None:
     """The loss of a rank is the mean over its tokens; the wrapper averages over both dimensions."""
@@ -68,7 +64,7 @@ def test_training(rank: int, world_size: int) -> None:
         coalesce_bytes=0,
     )
     plain = _build()
-    optimizers = [_sgd(sharded), _sgd(plain)]
+    optimizers = [sgd(sharded), sgd(plain)]
     for step in range(3):
         mine = _batch(step).chunk(2)[dp].chunk(2, dim=1)[cp]
         sharded(mine).pow(2).mean().backward()

@@ -34,7 +34,7 @@ def _numbers(like: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=like.dtype)
 
 
-# ---------------------------------------------------------------- scripts: values
+# ---------------------------------------------------------------- scripts
 
 
 def assigned_to_data(run: Run) -> None:
@@ -71,26 +71,6 @@ def exchanged(run: Run) -> None:
             weight.add_(twin)
 
 
-def element_by_element(run: Run) -> None:
-    with torch.no_grad():
-        for weight in _weights(run):
-            weight.add_(0.5).sub_(_numbers(weight), alpha=0.25)
-            weight.mul_(1.5).clamp_(-0.5, 0.75).clamp_min_(-0.4)
-            weight += 0.125
-            weight.lerp_(_numbers(weight, 1), 0.1)
-            weight.masked_fill_(_numbers(weight, 2) > 0.5, 0.25)
-            weight.copy_(torch.where(weight.abs() > 0.3, weight, torch.zeros_like(weight)))
-            weight.addcmul_(weight, weight, value=0.1).tanh_()
-
-
-def lists_at_once(run: Run) -> None:
-    with torch.no_grad():
-        weights = list(run.model.parameters())
-        torch._foreach_mul_(weights, 0.5)
-        torch._foreach_add_(weights, [p * 0.1 for p in weights])
-        torch._foreach_lerp_(weights, [p.detach().clone().mul_(2) for p in weights], 0.25)
-
-
 def drawn_anew(run: Run) -> None:
     torch.manual_seed(1)
     for weight in _weights(run):
@@ -110,13 +90,6 @@ def drawn_anew(run: Run) -> None:
             draw(weight)
 
 
-def normalised(run: Run) -> None:
-    with torch.no_grad():
-        for weight in _weights(run):
-            weight.div_(weight.norm())
-            weight.sub_(weight.mean()).mul_(1 / weight.abs().max())
-
-
 def in_inference_mode(run: Run) -> Tensor:
     run.loss(0)
     with torch.inference_mode():
@@ -125,30 +98,12 @@ def in_inference_mode(run: Run) -> Tensor:
         return run.evaluate().clone()
 
 
-# ---------------------------------------------------------------- scripts: gradients
-
-
-def gradients_from_outside(run: Run) -> None:
-    for step in range(2):
-        run.loss(step).backward()
-        for weight in run.model.parameters():
-            weight.grad = _numbers(weight, step)
-        run.loss(step).backward()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-        nn.utils.clip_grad_value_(run.model.parameters(), 0.1)
-        run.step()
-
-
 SCRIPTS: list[Script] = [
     assigned_to_data,
     put_away_and_back,
     exchanged,
-    element_by_element,
-    lists_at_once,
     drawn_anew,
-    normalised,
     in_inference_mode,
-    gradients_from_outside,
 ]
 
 

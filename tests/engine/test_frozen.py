@@ -21,8 +21,14 @@ from flatshard import ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
-from tests.models import Case
-from tests.oracle import OPTIMIZERS, assert_same, assert_same_state, train, train_steps, trainable
+from tests.models import Case, Composed
+from tests.oracle import (
+    assert_same,
+    assert_same_state,
+    sgd,
+    train,
+    train_steps,
+)
 from tests.side import pair
 from tests.ways import WAYS, on_ranks_each_way, ranks_of
 
@@ -144,7 +150,7 @@ def _train(rank: int, world_size: int, way: str, collectives: str, number: int) 
                 collectives=collectives,
                 **WAYS[way].keywords,
             )
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             train_steps(model, optimizer, case, rank, world_size, steps=2)
             assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
 
@@ -211,25 +217,18 @@ def test_a_function_that_keeps_a_view(rank: int, world_size: int, collectives: s
         def build(run: Checkpoint = run, width: int = width) -> nn.Module:
             layers = _Layer(7, width), _Layer(width, width), _Layer(width, 3)
             frozen(layers[1])
-            return _Within(nn.Sequential(*layers), run)
+            return Composed(
+                # Below an activation that asks for gradients.
+                lambda net, x: run(net.inner, x.clone().requires_grad_()),
+                inner=nn.Sequential(*layers),
+            )
 
         case = Case("keeps", build, _inputs, (_Layer,))
         expected = train(case, world_size, steps=2)
         model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
-        optimizer = OPTIMIZERS["sgd"](trainable(model))
+        optimizer = sgd(model)
         train_steps(model, optimizer, case, rank, world_size, steps=2)
         assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
-
-
-class _Within(nn.Module):
-    """A module inside a checkpoint, below an activation that asks for gradients."""
-
-    def __init__(self, inner: nn.Module, run: Checkpoint) -> None:
-        super().__init__()
-        self.inner, self.run = inner, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.inner, x.clone().requires_grad_())
 
 
 # ---------------------------------------------------------------- other units within checkpoints
@@ -254,33 +253,30 @@ class _Lookup(nn.Module):
         return self.last(x + found + (self.embed(index) if self.mode == "twice" else 0))
 
 
-class _Sharer(nn.Module):
+class _Sharer(Composed):
     """Two checkpoints inside that share a weight, whose gradient comes after the first one's."""
 
-    def __init__(self, run: Checkpoint) -> None:
-        super().__init__()
-        self.shared, self.last, self.run = nn.Linear(7, 7), nn.Linear(7, 7), run
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(lambda y: torch.tanh(self.shared(y)), x)
-        return self.run(lambda y: self.last(self.shared(y)), x)
+def _sharing(run: Checkpoint, inner: Checkpoint, times: int) -> nn.Module:
+    """A model that runs such a module once or twice within a checkpoint."""
 
+    def share(net: Any, x: Tensor) -> Tensor:
+        x = inner(lambda y: torch.tanh(net.shared(y)), x)
+        return inner(lambda y: net.last(net.shared(y)), x)
 
-class _Sharing(nn.Module):
-    """Runs such a module once or twice within a checkpoint."""
+    def repeat(net: Any, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = net.inner(x)
+        return x
 
-    def __init__(self, run: Checkpoint, inner: Checkpoint, times: int) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(7, 7), _Sharer(inner), nn.Linear(7, 3)
-        self.run, self.times = run, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(
-            self.run(
-                lambda y: functools.reduce(lambda z, _: self.inner(z), range(self.times), y), x
-            )
-        )
+    first = nn.Linear(7, 7)
+    sharer = _Sharer(share, shared=nn.Linear(7, 7), last=nn.Linear(7, 7))
+    return Composed(
+        lambda net, x: net.last(run(functools.partial(repeat, net), net.first(x))),
+        first=first,
+        inner=sharer,
+        last=nn.Linear(7, 3),
+    )
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op", "op"])
@@ -295,7 +291,7 @@ def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
         for mode in ("trained", "frozen", "no_grad", "twice")
     ]
     cases += [
-        Case(f"{times} times", functools.partial(_Sharing, *kinds, times), _inputs, (_Sharer,))
+        Case(f"{times} times", functools.partial(_sharing, *kinds, times), _inputs, (_Sharer,))
         for kinds in ((run, run), (run, saved), (saved, run))
         for times in (1, 2)
     ]
@@ -303,7 +299,7 @@ def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
         with naming(case.name), allow_warnings(UserWarning, "None of the inputs have"):
             expected = train(case, world_size, steps=2)
             model = case.wrap(case.model(), **WAYS[way].keywords)
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             with model.no_sync():  # dropped: it only has to run
                 train_steps(model, _NoStep(), case, rank, world_size, steps=1)
             model.zero_grad()
@@ -341,18 +337,13 @@ def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> Non
 def test_frozen_while_a_rank_skips_the_unit(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> None:
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, skips: bool) -> Tensor:
-            out: Tensor = self.last(x if skips else self.first(x))
-            return out
+    def forward(net: Any, x: Tensor, skips: bool) -> Tensor:
+        return net.last(x if skips else net.first(x))
 
     torch.manual_seed(0)
+    module = Composed(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
     policy = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(Skipping(), auto_wrap_policy=policy, **options)
+    model = ShardedWrapper(module, auto_wrap_policy=policy, **options)
     for step in range(4):
         if step:  # all ranks freeze and thaw, also rank 1, which skips the unit
             model.module.first.weight.requires_grad_(step > 1)

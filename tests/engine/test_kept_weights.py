@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
-from tests.models import Case, vectors
+from tests.models import Case, Composed, vectors
 from tests.oracle import assert_same
 from tests.scripts import torchrun
 from tests.side import pair
@@ -37,21 +37,18 @@ class _Giver(nn.Module):
         return self.kind(self.weight.t())
 
 
-class _Taker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.giver = _Giver(lambda view: view)
-        self.linear = nn.Linear(7, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) @ self.giver().t()
+def _taker() -> nn.Module:
+    giver = _Giver(lambda view: view)
+    return Composed(
+        lambda net, x: net.linear(x) @ net.giver().t(), giver=giver, linear=nn.Linear(7, 7)
+    )
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])
 @on_ranks(2)
 def test_unit_returns_a_view_of_its_weight(rank: int, world_size: int, way: str) -> None:
     """A view that a unit returns keeps its values after the unit is resharded."""
-    sharded, plain = pair(rank, world_size, way, Case("taker", _Taker, vectors, (_Giver,)))
+    sharded, plain = pair(rank, world_size, way, Case("taker", _taker, vectors, (_Giver,)))
     for run in (sharded, plain):
         run.train(0, 3)
     assert_same(sharded.model, plain.model, 1e-12)

@@ -15,13 +15,12 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
-    OPTIMIZERS,
     Trained,
     assert_same_state,
+    sgd,
     snapshot,
     train,
     train_steps,
-    trainable,
 )
 
 pytestmark = pytest.mark.by_turns
@@ -96,7 +95,7 @@ def _wrap(model: nn.Module, strategy: str, **keywords: Any) -> Any:
 def _train_zoo(rank: int, world_size: int, strategy: str) -> tuple[Trained, Strides]:
     expected = kept_strides(_zoo())
     model = _wrap(_zoo(), strategy)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
+    optimizer = sgd(model)
     losses = train_steps(model, optimizer, ZOO, rank, world_size, dtype=DTYPE)
     assert model.module.seen == expected
     assert strides_of_parameters(model) == expected

@@ -28,9 +28,10 @@ from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
-    OPTIMIZERS,
+    assert_same,
     assert_same_state,
     local_loss,
+    sgd,
     step_and_zero,
     train_rank_by_rank,
 )
@@ -104,8 +105,6 @@ KINDS: dict[str, Checkpoint] = {
     "saved-to-the-end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
 }
 
-both_kinds = pytest.mark.parametrize("kind", ["reentrant", "saved"])
-
 
 def _places(kind: str) -> dict[str, Callable[[], nn.Module]]:
     run = KINDS[kind]
@@ -137,7 +136,7 @@ def test_same_numbers_and_no_gather_too_many(
         with naming(place), _no_input_gradients():
             expected = train_rank_by_rank(case, world_size, steps=3)
             model = _wrap(case, way)
-            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            optimizer = sgd(model)
             for step in range(3):
                 forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
                 step_and_zero(optimizer)
@@ -182,7 +181,7 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 # ---------------------------------------------------------------- around the wrapper itself
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", ["reentrant", "saved"])
 @pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
@@ -190,7 +189,7 @@ def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: st
     expected = train_rank_by_rank(case, world_size, steps=4)
     model = _wrap(case, way)
     run_again = _Around(model, KINDS[kind])
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = sgd(model)
     # A reentrant checkpoint does nothing where no input asks for a gradient.
     inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
     for step in range(4):
@@ -260,26 +259,19 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
 @pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
-    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
-        with naming(build.__name__):
-            _check_wrappers(rank, world_size, way, build)
-
-
-def _check_wrappers(
-    rank: int, world_size: int, way: str, build: Callable[[str, Case], ShardedWrapper]
-) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
     expected = train_rank_by_rank(case, world_size, steps=3)
-    model = build(way, case)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(3):
-        with collectives.record() as events:
-            local_loss(model, case, step, rank, world_size).backward()
-        step_and_zero(optimizer)
-        if way != "no_shard":
-            num_gathers = 9 if way.startswith("full") else 5
-            assert sum(_gathers(events).values()) == num_gathers
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    assert_same_state(state, expected.state, 0.0, 1e-12)
-    model.load_state_dict(case.model().state_dict())
-    assert_same_state(model.state_dict(), case.model().state_dict(), 0.0, 0.0)
+    for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
+        with naming(build.__name__):
+            model = build(way, case)
+            optimizer = sgd(model)
+            for step in range(3):
+                with collectives.record() as events:
+                    local_loss(model, case, step, rank, world_size).backward()
+                step_and_zero(optimizer)
+                if way != "no_shard":
+                    num_gathers = 9 if way.startswith("full") else 5
+                    assert sum(_gathers(events).values()) == num_gathers
+            assert_same(model, expected.state, 0.0, 1e-12)
+            model.load_state_dict(case.model().state_dict())
+            assert_same(model, case.model(), 0.0, 0.0)

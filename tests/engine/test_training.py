@@ -18,7 +18,7 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.idioms.side import Side
 from tests.idioms.together import Headed, Net
 from tests.mapping import mapping
-from tests.models import CASES, Case, vectors
+from tests.models import CASES, Case, Composed, vectors
 from tests.oracle import ROWS, local_loss
 from tests.side import Run, assert_same_model, pair
 from tests.ways import on_ranks_each_way
@@ -190,39 +190,33 @@ def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_
     assert_same_model(sharded, plain)
 
 
-class _Pair(nn.Module):
+class _Pair(Composed):
     """One unit, of which a rank may leave out the second half."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
 
-    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.second(x) if is_whole else x
+def _pairs() -> nn.Module:
+    def halves(net: Any, x: Tensor, is_whole: bool) -> Tensor:
+        x = torch.tanh(net.first(x))
+        return net.second(x) if is_whole else x
 
-
-class _Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList([_Pair() for _ in range(4)])
-
-    def forward(self, x: Tensor, halved: int | None) -> Tensor:
+    def forward(net: Any, x: Tensor, halved: int | None) -> Tensor:
         """Leaves out the second half of pair ``halved``."""
-        for index, one in enumerate(self.pairs):
+        for index, one in enumerate(net.pairs):
             x = one(x, index != halved)
         return x
 
+    pairs = [_Pair(halves, first=nn.Linear(7, 7), second=nn.Linear(7, 7)) for _ in range(4)]
+    return Composed(forward, pairs=nn.ModuleList(pairs))
 
-_PAIRS = Case("pairs", _Pairs, vectors, (_Pair,))
+
+_PAIRS = Case("pairs", _pairs, vectors, (_Pair,))
 
 
 def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
     """Rank 1 leaves something out."""
-    for rank in [run.rank] if run.is_sharded else range(run.world_size):
-        inputs = _PAIRS.batch(step, run.world_size * ROWS)[0].chunk(run.world_size)[rank]
-        loss = run.model(inputs, halved if rank == 1 else None).pow(2).mean()
-        (loss if run.is_sharded else loss / run.world_size).backward()
+    run.backward(
+        lambda rank: run.model(run.rows(step, rank), halved if rank == 1 else None).pow(2).mean()
+    )
     run.step()
 
 
@@ -275,12 +269,13 @@ def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
 def _step_of_two(runs: list[Run], step: int) -> None:
     """Each rank leaves out something else, in a model that the other uses whole."""
     first, second = runs
-    for rank in [first.rank] if first.is_sharded else range(first.world_size):
-        inputs = _PAIRS.batch(step, first.world_size * ROWS)[0].chunk(first.world_size)[rank]
-        middle = first.model(inputs, 2 if rank == 1 else None)
+
+    def loss(rank: int) -> Tensor:
+        middle = first.model(first.rows(step, rank), 2 if rank == 1 else None)
         end = second.model(middle.detach() if step % 2 else middle, 1 if rank == 0 else None)
-        loss = middle.pow(2).mean() + end.pow(2).mean()
-        (loss if first.is_sharded else loss / first.world_size).backward()
+        return middle.pow(2).mean() + end.pow(2).mean()
+
+    first.backward(loss)
     for run in runs:
         run.step()
 
@@ -303,20 +298,18 @@ def _counting_stalls() -> Iterator[list[Any]]:
         yield stalls
 
 
-class _Scaled(nn.Module):
+def _scaled() -> nn.Module:
     """Two units, and a parameter of the root's own that some ranks use, after them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.scale = nn.Parameter(torch.ones(3))
+    def forward(net: Any, x: Tensor, is_scaled: bool = True) -> Tensor:
+        x = net.second(torch.tanh(net.first(x)))
+        return x * net.scale.prod() if is_scaled else x
 
-    def forward(self, x: Tensor, is_scaled: bool = True) -> Tensor:
-        x = self.second(torch.tanh(self.first(x)))
-        return x * self.scale.prod() if is_scaled else x
+    scale = nn.Parameter(torch.ones(3))
+    return Composed(forward, first=nn.Linear(7, 7), second=nn.Linear(7, 7), scale=scale)
 
 
-_SCALED = Case("scaled", _Scaled, vectors, (nn.Linear,))
+_SCALED = Case("scaled", _scaled, vectors, (nn.Linear,))
 
 
 @on_ranks(2, group_timeout=5)
@@ -326,10 +319,11 @@ def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> 
     sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
     for run in (plain, sharded):
         for step in range(3):
-            for number in [rank] if run.is_sharded else range(world_size):
-                inputs = _SCALED.batch(step, world_size * ROWS)[0].chunk(world_size)[number]
-                loss = run.model(inputs, number != 1).pow(2).mean()
-                (loss if run.is_sharded else loss / world_size).backward()
+            run.backward(
+                lambda one, run=run, step=step: (
+                    run.model(run.rows(step, one), one != 1).pow(2).mean()
+                )
+            )
             run.step()
     assert_same_model(sharded, plain)
 

@@ -9,16 +9,13 @@ fixed seed.
 import argparse
 import functools
 import json
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
     apply_activation_checkpointing,
-    checkpoint_wrapper,
 )
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -36,23 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 VOCABULARY, WIDTH, LENGTH = 17, 16, 8
-
-
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        y, _ = self.attention(y, y, y, attn_mask=mask, need_weights=False)
-        x = x + y
-        return x + self.mlp(self.norm2(x))
+Block = nn.TransformerEncoderLayer
 
 
 class LanguageModel(nn.Module):
@@ -62,15 +43,17 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            Block(WIDTH, 2, 64, dropout=0.0, batch_first=True, bias=False) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+            x = block(x, self.mask)
+        return self.head(x)
 
 
 def make_data(rows: int) -> TensorDataset:
@@ -143,12 +126,11 @@ def main() -> None:
     parser.add_argument("--use-orig-params", action="store_true")
     parser.add_argument("--checkpoint-activations", action="store_true")
     parser.add_argument("--no-offload", action="store_true")
-    parser.add_argument("--dist-url", default="env://")
     parser.add_argument("--out", type=Path, default=Path("fsdp-run"))
     args = parser.parse_args()
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=args.dist_url, rank=rank, world_size=world_size)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     torch.manual_seed(0)
     args.out.mkdir(exist_ok=True, parents=True)
 
@@ -157,13 +139,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     model = wrap(LanguageModel(), args)
     if args.checkpoint_activations:
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=functools.partial(
-                checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-            ),
-            check_fn=lambda module: isinstance(module, Block),
-        )
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
 
@@ -178,11 +154,10 @@ def main() -> None:
     steps += train_epoch(model, loader, optimizer)
     load(model, optimizer, args.out / "checkpoint.pt")
     again = train_epoch(model, loader, optimizer)
-    if rank == 0:
+    if dist.get_rank() == 0:
         units = len(FSDP.fsdp_modules(model))
         curves = {"steps": steps, "again": again, "norms": norms, "units": units}
         (args.out / "curves.json").write_text(json.dumps(curves))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -97,17 +97,6 @@ def exception_between_models(side: Side) -> Any:
     return [first, second]
 
 
-@idiom("an exception in a post-accumulate hook of a parameter", by_hand=True)
-def exception_in_post_accumulate_hook(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    handle = side.inner(model).fc2.weight.register_post_accumulate_grad_hook(fail)
-    with planned():
-        side.loss(model, 30).backward()
-    handle.remove()
-    optimizer.zero_grad()
-    return side.fit(model, optimizer)
-
-
 @idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
 def lost_gradients(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.idioms.side import ROWS, Side, add, idiom
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 # ---------------------------------------------------------------- hooks
 
@@ -175,18 +175,9 @@ for _name, _title, _script in (
 
 @idiom("an embedding as a unit inside a checkpoint")
 def checkpointed_embedding(side: Side) -> Any:
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(10, 5), nn.Linear(5, 3)
-
-        def run(self, tokens: Tensor) -> Tensor:
-            return self.head(self.table(tokens))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return checkpoint(self.run, tokens, use_reentrant=False)
-
-    model = side.wrap(Looking(), nn.Embedding, nn.Linear)
+    layers = nn.Sequential(nn.Embedding(10, 5), nn.Linear(5, 3))
+    net = Composed(lambda net, tokens: _plain(net.layers, tokens), layers=layers)
+    model = side.wrap(net, nn.Embedding, nn.Linear)
     return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
@@ -229,18 +220,13 @@ def gradient_penalty(side: Side) -> Any:
 
 @idiom("forces: `autograd.grad` inside forward")
 def grad_in_forward(side: Side) -> Any:
-    class Forces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Mlp()
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = net.body(x).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=net.training)[0]
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                energy = self.body(x).square().sum()
-                return torch.autograd.grad(energy, x, create_graph=self.training)[0]
-
-    model = side.wrap(Forces())
+    model = side.wrap(Composed(forward, body=Mlp()))
     return side.fit(model, loss_of=lambda m, s: m(side.draw(s, ROWS, 7)).square().mean())
 
 
@@ -248,10 +234,10 @@ def grad_in_forward(side: Side) -> Any:
 def penalty(side: Side) -> Any:
     model = side.wrap(Mlp())
 
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return side.loss(m, step) + 0.1 * sum(p.pow(2).sum() for p in m.parameters())
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        model,
+        loss_of=lambda m, s: side.loss(m, s) + 0.1 * sum(p.pow(2).sum() for p in m.parameters()),
+    )
 
 
 @idiom("`torch.func.functional_call` of the model inside, with other weights")
@@ -301,15 +287,11 @@ def custom_function(side: Side) -> Any:
             x, weight = ctx.saved_tensors
             return grad @ weight, grad.T @ x
 
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.weight = nn.Linear(7, 5), nn.Parameter(torch.ones(3, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Product.apply(self.fc1(x), self.weight)
-
-    return side.fit(side.wrap(Custom()))
+    weight = nn.Parameter(torch.ones(3, 5))
+    net = Composed(
+        lambda net, x: Product.apply(net.fc1(x), net.weight), fc1=nn.Linear(7, 5), weight=weight
+    )
+    return side.fit(side.wrap(net))
 
 
 @idiom("activations edited in place")
@@ -326,11 +308,12 @@ def in_place_activations(side: Side) -> Any:
 
 @idiom("`detach` in the middle, `stop_gradient`", unused=True)
 def detached(side: Side) -> Any:
-    class Detaching(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc3(self.fc2(torch.tanh(self.fc1(x)).detach()))
-
-    return side.fit(side.wrap(Detaching()))
+    net = Composed(
+        lambda net, x: net.fc3(torch.tanh(net.fc1(x)).detach()),
+        fc1=nn.Linear(7, 5),
+        fc3=nn.Linear(5, 3),
+    )
+    return side.fit(side.wrap(net))
 
 
 # ---------------------------------------------------------------- compiled

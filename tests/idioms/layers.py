@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.idioms.side import ROWS, Side, idiom
+from tests.models import Composed
 
 
 class Recurrent(nn.Module):
@@ -56,15 +57,12 @@ def transformer_encoder(side: Side) -> Any:
 
 @idiom("`MultiheadAttention`")
 def attention(side: Side) -> Any:
-    class Attentive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.inner(x, x, x, need_weights=False)[0])
-
-    model = side.wrap(Attentive(), nn.MultiheadAttention, nn.Linear)
+    net = Composed(
+        lambda net, x: net.head(net.inner(x, x, x, need_weights=False)[0]),
+        inner=nn.MultiheadAttention(8, 2, batch_first=True),
+        head=nn.Linear(8, 3),
+    )
+    model = side.wrap(net, nn.MultiheadAttention, nn.Linear)
     return side.fit(model, loss_of=lambda m, s: m(side.draw(s, 2, 4, 8)).square().mean())
 
 
@@ -96,17 +94,9 @@ def norms(side: Side) -> Any:
     return _normed(side, net, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-class Looking(nn.Module):
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.table, self.head = table, nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.table(tokens))
-
-
 def _looking(side: Side, table: nn.Module) -> Any:
-    model = side.wrap(Looking(table), nn.Embedding, nn.EmbeddingBag, nn.Linear)
+    net = nn.Sequential(table, nn.Linear(4, 3))
+    model = side.wrap(net, nn.Embedding, nn.EmbeddingBag, nn.Linear)
     return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
@@ -157,20 +147,16 @@ def skipped_experts_declared(side: Side) -> Any:
 
 
 def _experts(side: Side, skips: bool, divergent: bool = False) -> Any:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(7, 4)
-            self.experts = nn.ModuleList(nn.Linear(7, 3) for _ in range(4))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weights = net.gate(x).softmax(-1)
+        best = weights.argmax(-1)
+        out = x.new_zeros(len(x), 3)
+        for index, expert in enumerate(net.experts):
+            rows = (best == index).nonzero().flatten()
+            if len(rows) or not skips:
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        return out
 
-        def forward(self, x: Tensor) -> Tensor:
-            weights = self.gate(x).softmax(-1)
-            best = weights.argmax(-1)
-            out = x.new_zeros(len(x), 3)
-            for index, expert in enumerate(self.experts):
-                rows = (best == index).nonzero().flatten()
-                if len(rows) or not skips:
-                    out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
-            return out
-
-    return side.fit(side.wrap(Experts(), divergent=divergent))
+    experts = nn.ModuleList(nn.Linear(7, 3) for _ in range(4))
+    net = Composed(forward, gate=nn.Linear(7, 4), experts=experts)
+    return side.fit(side.wrap(net, divergent=divergent))

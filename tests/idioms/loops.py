@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.idioms.side import ORACLES, ROWS, Side, fail, failing, idiom, planned
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 
 @idiom("accumulation under `no_sync`")
@@ -115,22 +115,18 @@ def distillation(side: Side) -> Any:
 
 @idiom("inputs of changing shapes")
 def changing_shapes(side: Side) -> Any:
-    model = side.wrap(Mlp())
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(side.draw(step, 1 + (step + side.rank) % 3, 7)).square().mean()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        side.wrap(Mlp()),
+        loss_of=lambda m, s: m(side.draw(s, 1 + (s + side.rank) % 3, 7)).square().mean(),
+    )
 
 
 @idiom("an empty batch on one rank")
 def empty_batch(side: Side) -> Any:
-    model = side.wrap(Mlp())
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(side.draw(step, 0 if side.rank == step % 2 else ROWS, 7)).square().sum()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        side.wrap(Mlp()),
+        loss_of=lambda m, s: m(side.draw(s, 0 if side.rank == s % 2 else ROWS, 7)).square().sum(),
+    )
 
 
 @idiom("`join` for uneven inputs")
@@ -169,15 +165,13 @@ def evaluation_on_one_rank(side: Side) -> Any:
 # ---------------------------------------------------------------- parameters without gradients
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(7, 5)
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        x = torch.tanh(self.trunk(x))
-        return self.first(x) if which == 0 else self.second(x)
+def _two_heads() -> nn.Module:
+    heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+    return Composed(
+        lambda net, x, which: net.heads[which](torch.tanh(net.trunk(x))),
+        trunk=nn.Linear(7, 5),
+        heads=heads,
+    )
 
 
 def _choosing(side: Side, net: nn.Module, choice: Callable[[int], int], **settings: Any) -> Any:
@@ -192,17 +186,17 @@ def _choosing(side: Side, net: nn.Module, choice: Callable[[int], int], **settin
 
 @idiom("unused parameters, the same on all ranks", unused=True)
 def unused_alike(side: Side) -> Any:
-    return _choosing(side, TwoHeads(), lambda step: step % 2)
+    return _choosing(side, _two_heads(), lambda step: step % 2)
 
 
 @idiom("unused parameters, others on each rank", unused=True)
 def unused_by_rank(side: Side) -> Any:
-    return _choosing(side, TwoHeads(), lambda step: (step + side.rank) % 2)
+    return _choosing(side, _two_heads(), lambda step: (step + side.rank) % 2)
 
 
 @idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
 def unused_by_rank_declared(side: Side) -> Any:
-    return _choosing(side, TwoHeads(), lambda step: (step + side.rank) % 2, divergent=True)
+    return _choosing(side, _two_heads(), lambda step: (step + side.rank) % 2, divergent=True)
 
 
 @idiom("a parameter that is never used", unused=True)
@@ -212,35 +206,33 @@ def never_used(side: Side) -> Any:
     return side.fit(side.wrap(net))
 
 
-class Stack(nn.Module):
+def _stack() -> nn.Module:
     """Layers, of which some are skipped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor, seed: int) -> Tensor:
+    def forward(net: Any, x: Tensor, seed: int) -> Tensor:
         chance = random.Random(seed)
-        for layer in self.layers:
+        for layer in net.layers:
             if chance.random() > 0.4:
                 x = torch.tanh(layer(x))
-        return self.head(x)
+        return net.head(x)
+
+    layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+    return Composed(forward, layers=layers, head=nn.Linear(7, 3))
 
 
 @idiom("layers dropped at random, alike on all ranks", unused=True)
 def layer_drop(side: Side) -> Any:
-    return _choosing(side, Stack(), lambda step: 10 * step)
+    return _choosing(side, _stack(), lambda step: 10 * step)
 
 
 @idiom("layers dropped at random by each rank", unused=True)
 def layer_drop_by_rank(side: Side) -> Any:
-    return _choosing(side, Stack(), lambda step: 10 * step + side.rank)
+    return _choosing(side, _stack(), lambda step: 10 * step + side.rank)
 
 
 @idiom("the same, which flatshard is told by `allow_divergence`", unused=True)
 def layer_drop_by_rank_declared(side: Side) -> Any:
-    return _choosing(side, Stack(), lambda step: 10 * step + side.rank, divergent=True)
+    return _choosing(side, _stack(), lambda step: 10 * step + side.rank, divergent=True)
 
 
 # ---------------------------------------------------------------- errors, and going on

@@ -11,23 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.idioms.side import ROWS, Side, add, idiom
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 # ---------------------------------------------------------------- inputs and outputs
 
 
-class Returning(nn.Module):
-    """Gives what two heads compute to a function that packs it."""
+def _returning(pack: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    """A model that gives what two heads compute to a function that packs it."""
 
-    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(7, 5)
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-        self.pack = pack
+    def forward(net: Any, x: Tensor) -> Any:
+        x = torch.tanh(net.trunk(x))
+        return pack(net.first(x), net.second(x))
 
-    def forward(self, x: Tensor) -> Any:
-        x = torch.tanh(self.trunk(x))
-        return self.pack(self.first(x), self.second(x))
+    return Composed(forward, trunk=nn.Linear(7, 5), first=nn.Linear(5, 3), second=nn.Linear(5, 3))
 
 
 @dataclass
@@ -43,63 +39,55 @@ def _returned(
     pack: Callable[[Tensor, Tensor], Any], loss: Callable[[Any], Tensor]
 ) -> Callable[[Side], Any]:
     def script(side: Side) -> Any:
-        model = side.wrap(Returning(pack))
+        model = side.wrap(_returning(pack))
         return side.fit(model, loss_of=lambda m, step: loss(m(side.draw(step, ROWS, 7))))
 
     return script
 
 
-for _name, _title, _pack, _loss, _unused in (
+for _name, _title, _pack, _loss in (
     (
         *("output_dict", "outputs in a dictionary"),
         lambda a, b: {"logits": a, "hidden": b},
         lambda out: (out["logits"] * out["hidden"]).square().mean(),
-        False,
     ),
     (
         *("output_dataclass", "outputs in a dataclass"),
         Output,
         lambda out: (out.logits * out.hidden).square().mean(),
-        False,
     ),
     (
         *("output_namedtuple", "outputs in a named tuple"),
         Pair,
         lambda out: (out.logits * out.hidden).square().mean(),
-        False,
     ),
     (
         *("output_nested", "nested outputs with None, numbers and strings"),
         lambda a, b: [{"a": (a, None, 3)}, ["text", {"b": [b]}]],
         lambda out: (out[0]["a"][0] * out[1][1]["b"][0]).square().mean(),
-        False,
     ),
     (
         *("output_repeated", "one tensor returned twice"),
         lambda a, b: (a, a, b, a),
         lambda out: (out[0] + out[1] * out[2] + out[3]).square().mean(),
-        False,
     ),
     (
         *("loss_over_some", "a loss over some of the outputs"),
         lambda a, b: (a, b),
         lambda out: out[0].square().mean(),
-        True,
     ),
     (
         *("output_views", "outputs that are views of one another"),
         lambda a, b: (a, a[0], a.detach(), b.T),
         lambda out: out[1].square().mean() + out[3].square().mean(),
-        False,
     ),
     (
         *("loss_in_forward", "forward returns the loss"),
         lambda a, b: (a - b).square().mean(),
         lambda out: out,
-        False,
     ),
 ):
-    add(_name, "models", _title, _returned(_pack, _loss), unused=_unused)
+    add(_name, "models", _title, _returned(_pack, _loss), unused=_name == "loss_over_some")
 
 
 class Custom:
@@ -130,24 +118,19 @@ class Keywords(nn.Module):
 @idiom("keyword arguments, inputs in a dictionary")
 def keyword_inputs(side: Side) -> Any:
     model = side.wrap(Keywords(), Mlp)
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        return m(batch={"x": side.draw(step, ROWS, 7)}, scale=0.5)["out"].square().mean()
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(
+        model,
+        loss_of=lambda m, s: (
+            m(batch={"x": side.draw(s, ROWS, 7)}, scale=0.5)["out"].square().mean()
+        ),
+    )
 
 
 @idiom("no inputs at all")
 def no_inputs(side: Side) -> Any:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.start = Mlp(), nn.Parameter(torch.ones(7))
-
-        def forward(self) -> Tensor:
-            return self.body(self.start)
-
-    return side.fit(side.wrap(Constant(), Mlp), loss_of=lambda m, step: m().square().mean())
+    start = nn.Parameter(torch.ones(7))
+    net = Composed(lambda net: net.body(net.start), body=Mlp(), start=start)
+    return side.fit(side.wrap(net, Mlp), loss_of=lambda m, step: m().square().mean())
 
 
 @idiom("`inspect.signature(model.forward)` shows the module's arguments")
@@ -211,81 +194,54 @@ def inner_called(side: Side) -> Any:
 
 @idiom("a wrapper's submodules called one by one by a training step's function")
 def parts_called(side: Side) -> Any:
-    net = nn.ModuleDict({"encoder": nn.Linear(7, 5), "decoder": nn.Linear(5, 3)})
+    parts = nn.ModuleDict({"encoder": nn.Linear(7, 5), "decoder": nn.Linear(5, 3)})
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.parts["decoder"](torch.tanh(net.parts["encoder"](x)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net["decoder"](torch.tanh(self.net["encoder"](x)))
-
-    return side.fit(side.wrap(Both()))
+    return side.fit(side.wrap(Composed(forward, parts=parts)))
 
 
 @idiom("a parent that reads a child's weight: `F.linear(x, self.child.weight)`")
 def parent_reads_child(side: Side) -> Any:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(7, 5), nn.Linear(5, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.fc2(torch.tanh(F.linear(x, net.fc1.weight, net.fc1.bias)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(F.linear(x, self.fc1.weight, self.fc1.bias))
-            return self.fc2(x)
-
-    return side.fit(side.wrap(Reading()))
+    return side.fit(side.wrap(Composed(forward, fc1=nn.Linear(7, 5), fc2=nn.Linear(5, 3))))
 
 
 @idiom("a parent that iterates over the layers of a `Sequential`")
 def iterated_sequential(side: Side) -> Any:
-    class Iterating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.body:
+            x = layer(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.body:
-                x = layer(x)
-            return x
-
-    return side.fit(side.wrap(Iterating(), nn.Sequential))
+    body = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    return side.fit(side.wrap(Composed(forward, body=body), nn.Sequential))
 
 
 @idiom("an embedding fetched from inside a unit: `get_input_embeddings()(ids)`")
 def fetched_embedding(side: Side) -> Any:
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(10, 5), nn.Linear(5, 3)
+    class Language(Composed): ...
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.language, self.scale = Language(), nn.Parameter(torch.ones(5))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.language(self.language.table(tokens) * self.scale)
-
-    model = side.wrap(Outer(), Language)
+    language = Language(lambda net, x: net.head(x), table=nn.Embedding(10, 5), head=nn.Linear(5, 3))
+    net = Composed(
+        lambda net, tokens: net.language(net.language.table(tokens) * net.scale),
+        language=language,
+        scale=nn.Parameter(torch.ones(5)),
+    )
+    model = side.wrap(net, Language)
     return side.fit(model, loss_of=lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean())
 
 
 @idiom("a module used twice in one forward")
 def used_twice(side: Side) -> Any:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.mid, self.fc2 = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.fc2(net.mid(torch.tanh(net.mid(torch.tanh(net.fc1(x))))))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(self.mid(torch.tanh(self.mid(torch.tanh(self.fc1(x))))))
-
-    return side.fit(side.wrap(Twice()))
+    layers = {"fc1": nn.Linear(7, 5), "mid": nn.Linear(5, 5), "fc2": nn.Linear(5, 3)}
+    return side.fit(side.wrap(Composed(forward, **layers)))
 
 
 @idiom("two submodules wrapped one by one, then the whole")
@@ -328,17 +284,13 @@ def attribute_from_outside(side: Side) -> Any:
             self.memory = out.detach()
             return out
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = Remembering(), nn.Linear(7, 3)
+    def forward(net: Any, x: Tensor, reset: bool) -> Tensor:
+        if reset:
+            net.body.memory = None
+        return net.head(net.body(x))
 
-        def forward(self, x: Tensor, reset: bool) -> Tensor:
-            if reset:
-                self.body.memory = None
-            return self.head(self.body(x))
-
-    model = side.wrap(Outer(), Remembering)
+    net = Composed(forward, body=Remembering(), head=nn.Linear(7, 3))
+    model = side.wrap(net, Remembering)
     losses = side.fit(
         model, loss_of=lambda m, step: m(side.draw(step, ROWS, 7), step % 2 == 0).square().mean()
     )

@@ -27,15 +27,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Biasless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
 def _optimizer(name: str, settings: dict[str, Any]) -> Callable[[Side], Any]:
     def script(side: Side) -> Any:
         model = side.wrap(Mlp())
@@ -50,55 +41,28 @@ for _name, _settings in OPTIMIZERS.items():
 
 @idiom("`Muon`")
 def optimizer_muon(side: Side) -> Any:
-    model = side.wrap(Biasless())
+    up, down = nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False)
+    model = side.wrap(nn.Sequential(up, nn.Tanh(), down))
     return side.fit(model, torch.optim.Muon(model.parameters(), lr=0.1))
 
 
-@idiom("`LBFGS`, `optimizer.step(closure)`")
-def optimizer_lbfgs(side: Side) -> Any:
+def _closing(side: Side, kind: Any, steps: range, **settings: Any) -> Any:
+    """Train by closures; each step begins with a backward under `no_sync`, if steps are by two."""
     model = side.wrap(Mlp())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    optimizer = kind(model.parameters(), lr=0.1, **settings)
     losses = []
-    for step in range(3):
+    for step in steps:
+        accumulates = steps.step == 2
+        if accumulates:
+            with side.no_sync(model):
+                side.loss(model, step).backward()
 
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = side.loss(model, step)
+        def closure(step: int = step, accumulates: bool = accumulates) -> Tensor:
+            if not accumulates:
+                optimizer.zero_grad()
+            loss = side.loss(model, step + accumulates)
             loss.backward()
             losses.append(loss.detach())
-            return loss
-
-        optimizer.step(closure)
-    return [*losses, model]
-
-
-@idiom("`SGD`, `optimizer.step(closure)`")
-def closure_of_sgd(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    losses = []
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = side.loss(model, step)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
-    return [*losses, model]
-
-
-@idiom("`step(closure)` after `no_sync`, as Lightning does")
-def closure_after_no_sync(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    losses = []
-    for step in range(0, 6, 2):
-        with side.no_sync(model):
-            side.loss(model, step).backward()
-
-        def closure(step: int = step) -> Tensor:
-            loss = side.loss(model, step + 1)
-            loss.backward()
             return loss
 
         losses.append(optimizer.step(closure).detach())
@@ -106,34 +70,38 @@ def closure_after_no_sync(side: Side) -> Any:
     return [*losses, model]
 
 
-class Looking(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=sparse)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.table(tokens))
+@idiom("`LBFGS`, `optimizer.step(closure)`")
+def optimizer_lbfgs(side: Side) -> Any:
+    return _closing(side, torch.optim.LBFGS, range(3), max_iter=3)
 
 
-def _sparse(side: Side, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:
-    model = side.wrap(Looking(sparse=True), nn.Embedding, nn.Linear)
-    return side.fit(
-        model, optimizer(model), lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean()
-    )
+@idiom("`SGD`, `optimizer.step(closure)`")
+def closure_of_sgd(side: Side) -> Any:
+    return _closing(side, torch.optim.SGD, range(4), momentum=0.9)
+
+
+@idiom("`step(closure)` after `no_sync`, as Lightning does")
+def closure_after_no_sync(side: Side) -> Any:
+    return _closing(side, torch.optim.SGD, range(0, 6, 2), momentum=0.9)
+
+
+def _looking() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
 
 
 @idiom("`Embedding(sparse=True)` and `SGD`")
 def sparse_embedding(side: Side) -> Any:
-    return _sparse(side, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    model = side.wrap(_looking(), nn.Embedding, nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return side.fit(model, optimizer, lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
 @idiom("`Embedding(sparse=True)` and `SparseAdam`")
 def optimizer_sparseadam(side: Side) -> Any:
-    model = side.wrap(Looking(sparse=True), nn.Embedding, nn.Linear)
+    model = side.wrap(_looking(), nn.Embedding, nn.Linear)
     inner = side.inner(model)
-    sparse = torch.optim.SparseAdam(list(inner.table.parameters()), lr=0.1)
-    dense = torch.optim.SGD(inner.head.parameters(), lr=0.1)
+    sparse = torch.optim.SparseAdam(list(inner[0].parameters()), lr=0.1)
+    dense = torch.optim.SGD(inner[1].parameters(), lr=0.1)
     losses = []
     for step in range(4):
         loss = model(side.tokens(step, ROWS, 3)).square().mean()
@@ -380,19 +348,24 @@ def edited_gradients(side: Side) -> Any:
     return [*norms, side.loss(model, 9)]
 
 
+class _Own(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, group["lr"])
+
+
 @idiom("an optimizer of the user's, element-wise")
 def own_optimizer(side: Side) -> Any:
-    class Lion(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.01})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.add_((mean * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
-                    mean.lerp_(p.grad, 0.01)
+    class Lion(_Own):
+        def update(self, p: Tensor, lr: float) -> None:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            p.add_((mean * 0.9 + p.grad * 0.1).sign(), alpha=-lr)
+            mean.lerp_(p.grad, 0.01)
 
     model = side.wrap(Mlp())
     return side.fit(model, Lion(model.parameters()))
@@ -400,16 +373,9 @@ def own_optimizer(side: Side) -> Any:
 
 @idiom("an optimizer of the user's that needs norms: LAMB")
 def own_optimizer_with_norms(side: Side) -> Any:
-    class Lamb(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.01})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    ratio = p.norm() / (p.grad.norm() + 1e-6)
-                    p.add_(p.grad * ratio, alpha=-group["lr"])
+    class Lamb(_Own):
+        def update(self, p: Tensor, lr: float) -> None:
+            p.add_(p.grad * (p.norm() / (p.grad.norm() + 1e-6)), alpha=-lr)
 
     model = side.wrap(Mlp())
     return side.fit(model, Lamb(model.parameters()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from tests.idioms.side import ROWS, Side, add, idiom
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 # ---------------------------------------------------------------- kinds
 
@@ -74,74 +74,51 @@ def channels_last(side: Side) -> Any:
 
 @idiom("`ParameterList`, `ParameterDict`")
 def parameter_containers(side: Side) -> Any:
-    class Containers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.listed = nn.ParameterList([torch.ones(7), torch.ones(7)])
-            self.named = nn.ParameterDict({"shift": torch.ones(7)})
-            self.head = nn.Linear(7, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for param in net.listed:
+            x = x * param
+        return net.head(x + net.named["shift"])
 
-        def forward(self, x: Tensor) -> Tensor:
-            for param in self.listed:
-                x = x * param
-            return self.head(x + self.named["shift"])
-
-    return side.fit(side.wrap(Containers()))
+    listed = nn.ParameterList([torch.ones(7), torch.ones(7)])
+    named = nn.ParameterDict({"shift": torch.ones(7)})
+    return side.fit(side.wrap(Composed(forward, listed=listed, named=named, head=nn.Linear(7, 3))))
 
 
 # ---------------------------------------------------------------- ties
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 5)
-        self.mid = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 10, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mid(self.table(tokens))))
-
-
 @idiom("weights tied across units")
 def tied(side: Side) -> Any:
-    model, optimizer = side.begin(Tied(), nn.Embedding, nn.Linear)
-    tokens = [side.tokens(step, ROWS, 3) for step in range(4)]
-    return side.fit(
-        model,
-        optimizer,
-        lambda m, s: F.cross_entropy(m(tokens[s]).flatten(0, 1), tokens[s].view(-1)),
+    net = nn.Sequential(
+        nn.Embedding(10, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 10, bias=False)
     )
+    net[3].weight = net[0].weight
+    model = side.wrap(net, nn.Embedding, nn.Linear)
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        tokens = side.tokens(step, ROWS, 3)
+        return F.cross_entropy(m(tokens).flatten(0, 1), tokens.view(-1))
+
+    return side.fit(model, loss_of=loss_of)
 
 
 @idiom("a head that reads the embedding's weight")
 def tied_by_reading(side: Side) -> Any:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.mid = nn.Embedding(10, 5), nn.Linear(5, 5)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return torch.tanh(self.mid(self.table(tokens))) @ self.table.weight.T
-
-    model = side.wrap(Reading(), nn.Embedding, nn.Linear)
+    net = Composed(
+        lambda net, tokens: torch.tanh(net.mid(net.table(tokens))) @ net.table.weight.T,
+        table=nn.Embedding(10, 5),
+        mid=nn.Linear(5, 5),
+    )
+    model = side.wrap(net, nn.Embedding, nn.Linear)
     return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
 @idiom("one module in two places")
 def shared_module(side: Side) -> Any:
-    class Sharing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc3 = nn.Linear(7, 5), nn.Linear(5, 3)
-            self.a = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-            self.b = nn.Sequential(self.a[0], nn.ReLU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc3(self.b(self.a(self.fc1(x))))
-
-    return side.fit(side.wrap(Sharing(), nn.Sequential))
+    shared = nn.Linear(5, 5)
+    first, second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.ReLU())
+    net = nn.Sequential(nn.Linear(7, 5), first, second, nn.Linear(5, 3))
+    return side.fit(side.wrap(net, nn.Sequential))
 
 
 # ---------------------------------------------------------------- edits
@@ -197,37 +174,28 @@ def apply_after_wrapping(side: Side) -> Any:
 
 @idiom("a weight clamped in place in forward")
 def edited_in_forward(side: Side) -> Any:
-    class Clamping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.head = nn.Parameter(torch.ones(7)), nn.Linear(7, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.weight.clamp_(-0.95, 0.95)
+        return net.head(x * net.weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.clamp_(-0.95, 0.95)
-            return self.head(x * self.weight)
-
-    return side.fit(side.wrap(Clamping()))
+    net = Composed(forward, weight=nn.Parameter(torch.ones(7)), head=nn.Linear(7, 3))
+    return side.fit(side.wrap(net))
 
 
 @idiom("`param.data = ...` in forward: a frozen momentum encoder")
 def momentum_encoder(side: Side) -> Any:
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key = nn.Linear(7, 3), nn.Linear(7, 3)
-            self.key.load_state_dict(self.query.state_dict())
-            self.key.requires_grad_(False)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(net.query.parameters(), net.key.parameters(), strict=True)
+            for query, key in pairs:
+                key.data = key.data * 0.5 + query.data * 0.5
+            keys = net.key(x)
+        return net.query(x) - 0.5 * keys
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                pairs = zip(self.query.parameters(), self.key.parameters(), strict=True)
-                for query, key in pairs:
-                    key.data = key.data * 0.5 + query.data * 0.5
-                keys = self.key(x)
-            return self.query(x) - 0.5 * keys
-
-    return side.fit(side.wrap(Momentum(), Momentum))
+    net = Composed(forward, query=nn.Linear(7, 3), key=nn.Linear(7, 3).requires_grad_(False))
+    net.key.load_state_dict(net.query.state_dict())
+    return side.fit(side.wrap(net, Composed))
 
 
 @idiom("`parameters_to_vector`, `vector_to_parameters`")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.idioms.side import ROWS, Side, failing, idiom
 from tests.idioms.together import Net
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 
 def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3) -> Any:
@@ -42,33 +42,20 @@ def penalty_after_a_backward(side: Side) -> Any:
     return _train(side, backward)
 
 
-class TwoHeads(nn.Module):
+def _two_heads() -> nn.Module:
     """Two outputs from one trunk."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(7, 5)
-        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+    def forward(net: Any, x: Tensor) -> list[Tensor]:
+        x = torch.tanh(net.trunk(x))
+        return [head(x) for head in net.heads]
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = torch.tanh(self.trunk(x))
-        return [head(x) for head in self.heads]
-
-
-@idiom("one forward, a backward for each output", by_hand=True)
-def backward_per_head(side: Side) -> Any:
-    model, optimizer = side.begin(TwoHeads())
-    for step in range(3):
-        first, second = model(side.draw(step, ROWS, 7))
-        first.pow(2).mean().backward(retain_graph=True)
-        second.pow(2).mean().backward()
-        side.step(optimizer)
-    return model
+    heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+    return Composed(forward, trunk=nn.Linear(7, 5), heads=heads)
 
 
 @idiom("a backward from one output: the other head's gradient stays None", by_hand=True)
 def one_head_at_a_time(side: Side) -> Any:
-    model, optimizer = side.begin(TwoHeads())
+    model, optimizer = side.begin(_two_heads())
     for step in range(4):
         model(side.draw(step, ROWS, 7))[step % 2].pow(2).mean().backward()
         assert all(p.grad is None for p in side.inner(model).heads[1 - step % 2].parameters())
@@ -114,25 +101,23 @@ def random_numbers(side: Side) -> Any:
     return _train(side, backward)
 
 
-class Energy(nn.Module):
+def _energy() -> nn.Module:
     """Returns an energy and, from a backward inside its forward, the forces."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Net(7, 5), nn.Linear(5, 1)
-        self.shift = nn.Parameter(torch.zeros(7))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            energy = self.head(torch.tanh(self.body(x + self.shift)))
-            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
-        return energy * self.shift.sum().exp(), -slope + self.shift
+            energy = net.head(torch.tanh(net.body(x + net.shift)))
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=net.training)
+        return energy * net.shift.sum().exp(), -slope + net.shift
+
+    shift = nn.Parameter(torch.zeros(7))
+    return Composed(forward, body=Net(7, 5), head=nn.Linear(5, 1), shift=shift)
 
 
 @idiom("a force field learns from energies and forces, and is evaluated")
 def forces(side: Side) -> Any:
-    model, optimizer = side.begin(Energy(), Net, nn.Linear)
+    model, optimizer = side.begin(_energy(), Net, nn.Linear)
     outputs: list[Tensor] = []
     for step in range(3):
         model.train()
@@ -146,42 +131,26 @@ def forces(side: Side) -> Any:
     return [model, *outputs]
 
 
-def _penalised(side: Side, weights: list[float], *kinds: Callable[[Tensor], Tensor]) -> Any:
-    weight = weights[side.rank % 2]
-
-    def backward(model: nn.Module, step: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # norms: the parameters are all-gathered for them
-            penalty = sum(kinds[step](p) for p in model.parameters())
-        (side.loss(model, step) + weight * penalty).backward()
-
-    return _train(side, backward, len(kinds))
-
-
-@idiom("penalties of several kinds, in the same loss as the data")
-def penalties(side: Side) -> Any:
-    return _penalised(
-        side,
-        [0.1, 0.1],
-        lambda p: p.abs().sum(),
-        lambda p: (p - 1).square().sum() / 2,
-        lambda p: p.exp().sum(),
-    )
-
-
 @idiom("norms as penalties, weighted differently by each rank")
 def norm_penalties(side: Side) -> Any:
     # Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the
     # rank's weight that of its part.
-    return _penalised(
-        side,
-        [0.01, 0.03],
+    kinds: list[Callable[[Tensor], Tensor]] = [
         lambda p: p.pow(2).sum(),
         torch.norm,
         lambda p: p.norm(1),
         lambda p: torch.linalg.vector_norm(p, 3),
         lambda p: (p * p).mean(),
-    )
+    ]
+    weight = [0.01, 0.03][side.rank % 2]
+
+    def backward(model: nn.Module, step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the parameters are all-gathered for norms
+            penalty = sum(kinds[step](p) for p in model.parameters())
+        (side.loss(model, step) + weight * penalty).backward()
+
+    return _train(side, backward, len(kinds))
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -328,13 +297,16 @@ def buffers_broadcast(side: Side) -> Any:
 # ---------------------------------------------------------------- hooks and conversions
 
 
-@idiom("hooks of gradients from before and after wrapping, some removed later")
+@idiom(
+    "hooks of gradients from before and after wrapping, kept by `double()`, some removed later",
+    by_hand=True,
+)
 def hooks_removed(side: Side) -> Any:
     def halve(param: Tensor) -> None:
         calls.append(param.shape)
         param.grad.mul_(0.5)
 
-    net, calls, seen = Mlp(), [], []
+    net, calls, seen = Mlp().float(), [], []
     net.fc1.weight.register_hook(lambda grad: 2 * grad)
     gone = [net.fc2.weight.register_hook(lambda grad: 5 * grad)]
     gone += [p.register_post_accumulate_grad_hook(halve) for p in net.fc1.parameters()]
@@ -345,12 +317,10 @@ def hooks_removed(side: Side) -> Any:
     gone += [p.register_post_accumulate_grad_hook(halve) for p in inner.fc2.parameters()]
     model.double()
     optimizer = side.sgd(model)
-    for step in range(4):
-        side.loss(model, step).backward()
-        side.step(optimizer)
-        if step == 1:
-            for handle in gone:
-                handle.remove()
+    side.fit(model, optimizer, steps=2)
+    for handle in gone:
+        handle.remove()
+    side.fit(model, optimizer, steps=2, first=2)
     assert seen == [torch.Size([4, 5])] * 4
     return [model, len(calls)]
 
@@ -374,48 +344,11 @@ def hook_removed_after_failure(side: Side) -> Any:
     return [model, len(calls)]
 
 
-@idiom("hooks of gradients, and `double()` after wrapping", by_hand=True)
-def hooks_and_conversion(side: Side) -> Any:
-    net = Mlp().float()
-    net.fc1.weight.register_hook(lambda grad: 3 * grad)
-    model = side.wrap(net)
-    side.inner(model).fc2.weight.register_hook(lambda grad: 2 * grad)
-    return side.fit(model.double())
-
-
-def _converted(side: Side, convert: Callable[[nn.Module], nn.Module], keeps: bool) -> Any:
-    model, optimizer = side.begin(Mlp().float())
-    assert convert(model) is model
-    return side.fit(model, optimizer if keeps else None)
-
-
 @idiom("`double()` after wrapping, with the optimizer of before", by_hand=True)
 def converted_optimizer_kept(side: Side) -> Any:
-    return _converted(side, lambda model: model.double(), keeps=True)
-
-
-@idiom("`to(torch.float64)` after wrapping, with a new optimizer", by_hand=True)
-def converted_optimizer_new(side: Side) -> Any:
-    return _converted(side, lambda model: model.to(torch.float64), keeps=False)
-
-
-@idiom("an optimizer that steps in hooks from before wrapping", by_hand=True, ways=("no_shard",))
-def optimizer_in_backward_before(side: Side) -> Any:
-    net = Mlp()
-    if side.implementation == "by hand":  # it averages after backward
-        return side.fit(side.wrap(net), steps=3)[:-1]
-    for param in net.parameters():
-        optimizer = side.sgd(nn.ParameterList([param]))
-        param.register_post_accumulate_grad_hook(
-            lambda _, optimizer=optimizer: side.step(optimizer)
-        )
-    model = side.wrap(net)
-    losses = []
-    for step in range(3):
-        losses.append(side.loss(model, step))
-        losses[-1].backward()
-        assert all(param.grad is None for param in model.parameters())
-    return losses
+    model, optimizer = side.begin(Mlp().float())
+    assert model.double() is model
+    return side.fit(model, optimizer)
 
 
 def _stepped_before(side: Side, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Any:

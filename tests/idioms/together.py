@@ -40,25 +40,6 @@ def frozen_critic(side: Side) -> Any:
     return [generator, critic]
 
 
-@idiom("WGAN-GP: samples of one wrapped model, a penalty on the slope of another")
-def critic_with_gradient_penalty(side: Side) -> Any:
-    generator, critic = side.wrap(Net()), side.wrap(Net(7, 1))
-    optimizers = side.sgd(generator, lr=0.01), side.sgd(critic, lr=0.01)
-    for step in range(3):
-        real = side.draw(50 + step, ROWS, 7)
-        fake = generator(side.draw(step, ROWS, 7)).detach()
-        mixed = real.lerp(fake, 0.3).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
-        (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
-        side.step(optimizers[1])
-        (-critic(generator(side.draw(step, ROWS, 7))).mean()).backward()
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    return [generator, critic]
-
-
 @idiom("CycleGAN: each model runs before and after the other in one graph")
 def cycle(side: Side) -> Any:
     first, second = side.wrap(Net()), side.wrap(Net())
@@ -68,21 +49,6 @@ def cycle(side: Side) -> Any:
         (F.mse_loss(second(first(a)), a) + F.mse_loss(first(second(b)), b)).backward()
         side.step(optimizer)
     return [first, second]
-
-
-@idiom("parts wrapped one by one in an unwrapped model; one of them runs twice")
-def parts_wrapped(side: Side) -> Any:
-    encoder, *heads = side.wrap(Net()), side.wrap(Net(7, 3)), side.wrap(Net(7, 3))
-    optimizer = side.sgd(encoder, *heads)
-
-    def model(x: Tensor) -> Tensor:
-        x = encoder(encoder(x))
-        return heads[0](x) + heads[1](x)
-
-    for step in range(3):
-        side.loss(model, step).backward()
-        side.step(optimizer)
-    return [encoder, *heads]
 
 
 class Headed(nn.Module):
@@ -149,24 +115,6 @@ def frozen_encoder(side: Side) -> Any:
     side.loss(twins[0], 7).backward()
     side.step(optimizer)
     return [*models, *twins]
-
-
-@idiom("a wrapped model that follows another one, by hand, between steps")
-def following_model(side: Side) -> Any:
-    online, target = side.wrap(Net()), side.wrap(Net())
-    target.load_state_dict(online.state_dict())
-    target.requires_grad_(False)
-    optimizer = side.sgd(online)
-    for step in range(3):
-        x = side.draw(step, ROWS, 7)
-        with torch.no_grad():
-            wanted = target(x + 0.1)
-        F.mse_loss(online(x), wanted).backward()
-        side.step(optimizer)
-        with torch.no_grad():
-            for mine, theirs in zip(target.parameters(), online.parameters(), strict=True):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-    return [online, target]
 
 
 @idiom("a frozen copy from the middle of training, in the loss of the original", by_hand=True)

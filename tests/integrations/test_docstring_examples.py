@@ -1,9 +1,7 @@
 """Examples of flatshard/integrations in docstrings and docs/frameworks.md run on two ranks."""
 
 import contextlib
-import os
 import re
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from flatshard import sharded_modules
 from tests.documents import Fence, examples, fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, as_under_torchrun
 
 pytestmark = pytest.mark.skipif(
     not all(find_spec(name) for name in ("accelerate", "lightning", "transformers", "trl")),
@@ -32,15 +30,13 @@ PAGE = [
 def _run(rank: int, world_size: int, pieces: list[Fence], folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
     rows = [{"input_ids": torch.arange(n, n + 8), "labels": torch.arange(8)} for n in range(32)]
     for number, fence in enumerate(pieces):
         own = Path(folder) / str(number)
         own.mkdir(exist_ok=True)
-        with contextlib.chdir(own), naming(fence), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.chdir(own), naming(fence), as_under_torchrun():
             if rank == 0:
                 LlamaForCausalLM(config).save_pretrained("llama")
             dist.barrier()

@@ -1,7 +1,6 @@
 """Lightning's Trainer and Fabric with strategy="flatshard", beside their own "ddp"."""
 
 import os
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.testing import assert_close
 
 from flatshard import ShardedWrapper, sharded_modules
 from tests.harness import naming, run_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, as_under_torchrun
 
 pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
 
@@ -24,9 +23,7 @@ def _program(fn: Callable[..., None]) -> Callable[..., None]:
     """A rank as `torchrun` starts it; Lightning warns of much that a test does not have."""
 
     def run(rank: int, world_size: int, *args: Any) -> None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with as_under_torchrun():
             import flatshard.integrations.lightning  # noqa: F401
 
             fn(rank, world_size, *args)

@@ -1,8 +1,6 @@
 """transformers' Trainer on a sharded model, beside its own on DistributedDataParallel."""
 
 import contextlib
-import os
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper, checkpoint
 from tests.documents import fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, as_under_torchrun
 
 pytestmark = pytest.mark.skipif(
     not find_spec("transformers"), reason="transformers is not installed"
@@ -98,9 +96,7 @@ def _seen(trainer: Any, folder: str) -> list[Any]:
 
 
 def _everything(rank: int, world_size: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers warns of much that a test does not have
+    with as_under_torchrun():
         for step in (_as_with_ddp, _resumes, _on_meta, _generates, _refuses, _page):
             with naming(step.__name__):
                 step(rank, folder)
@@ -150,9 +146,7 @@ def _resumes(rank: int, folder: str) -> None:
 def _resumes_elsewhere(rank: int, world_size: int, folder: str) -> None:
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with as_under_torchrun():
         trainer = _trainer(FlatshardTrainer, f"{folder}/other", _llama(), max_steps=3)
         trainer.train(resume_from_checkpoint=f"{folder}/FlatshardTrainer-0/checkpoint-2")
         assert trainer.state.global_step == 3

@@ -1,7 +1,6 @@
 """TRL's SFTTrainer and GRPOTrainer with the mixin, beside DistributedDataParallel."""
 
 import os
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch.testing import assert_close
 
 from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, as_under_torchrun
 
 pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="trl is not installed")
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
@@ -66,10 +65,8 @@ def _logs(kind: Any, config: Any, folder: Path, keys: tuple[str, ...], **given: 
 
 @on_ranks(2, timeout=240.0, fresh=True, preload=PRELOAD)
 def test_trainers(rank: int, world_size: int, tmp_path: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     os.environ["HF_HOME"] = str(tmp_path / f"cache-{rank}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # both packages warn of much that a test does not have
+    with as_under_torchrun():
         _trains_as_with_ddp(tmp_path)
         _generates_as_with_ddp(rank, tmp_path)
 

@@ -3,7 +3,9 @@
 import itertools
 import re
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,9 +17,9 @@ import flatshard
 from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.oracle import assert_same_state, sgd, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -42,7 +44,7 @@ def test_one_process_without_a_process_group(rank: int, world_size: int) -> None
             with pytest.warns(UserWarning, match="no process group") as caught:
                 model = case.wrap(case.model(), sharding_strategy=strategy)
             assert len(caught) == 1, [str(one.message) for one in caught]
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
+            optimizer = sgd(model)
             assert train_steps(model, optimizer, case, rank, world_size) == expected.losses
             assert_same_state(model.state_dict(), expected.state, 0.0, 0.0)
 
@@ -86,40 +88,24 @@ def test_tensors_without_plain_memory() -> None:
 # ---------------------------------------------------------------- ranks that differ
 
 
-def _wider(model: Mlp) -> None:
-    model.fc2 = nn.Linear(5, 6)
-
-
 def _renamed(model: Mlp) -> None:
     model.fc2.offset = nn.Parameter(model.fc2.bias.detach().clone())
     del model.fc2.bias
     model.fc2.register_parameter("bias", None)
 
 
-def _other_dtype(model: Mlp) -> None:
-    model.fc2.double()
-
-
-def _frozen(model: Mlp) -> None:
-    model.fc2.weight.requires_grad_(False)
-
-
-def _without_bias(model: Mlp) -> None:
-    model.fc3.bias = None
-
-
-CHANGES = {
-    _wider: "fc2.weight",
-    _renamed: "fc2.bias",
-    _other_dtype: "fc2.weight",
-    _frozen: "fc2.weight",
-    _without_bias: "fc3.bias",
-}
+CHANGES: list[tuple[Callable[[Mlp], object], str]] = [
+    (lambda model: setattr(model, "fc2", nn.Linear(5, 6)), "fc2.weight"),
+    (_renamed, "fc2.bias"),
+    (lambda model: model.fc2.double(), "fc2.weight"),
+    (lambda model: model.fc2.weight.requires_grad_(False), "fc2.weight"),
+    (lambda model: setattr(model.fc3, "bias", None), "fc3.bias"),
+]
 
 
 @on_ranks(3)
 def test_ranks_with_different_models(rank: int, world_size: int) -> None:
-    for (change, name), odd_rank in itertools.product(CHANGES.items(), range(3)):
+    for (change, name), odd_rank in itertools.product(CHANGES, range(3)):
         model = Mlp()
         if rank == odd_rank:
             change(model)
@@ -130,13 +116,20 @@ def test_ranks_with_different_models(rank: int, world_size: int) -> None:
     ShardedWrapper(Mlp(), auto_wrap_policy=LINEARS)(torch.ones(2, 7))
 
 
-@pytest.mark.parametrize("keyword", ["sharding_strategy", "coalesce_bytes"])
 @on_ranks(2)
-def test_ranks_with_different_settings(rank: int, world_size: int, keyword: str) -> None:
-    values = {"sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD"), "coalesce_bytes": (0, 4096)}
-    expected = rf"setting \d+ is .*{values[keyword][0]}.* on rank 0, .* on rank 1"
-    with pytest.raises(ValueError, match=expected):
-        ShardedWrapper(Mlp(), **{keyword: values[keyword][rank]})
+def test_ranks_with_different_settings(rank: int, world_size: int) -> None:
+    """With other units, each rank would wait for other gathers of the same parameters."""
+    settings: dict[str, tuple[Any, Any]] = {
+        "sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD"),
+        "coalesce_bytes": (0, 4096),
+        "auto_wrap_policy": (LINEARS, None),
+    }
+    for keyword, values in settings.items():
+        expected = rf"setting \d+ is .*{values[0]}.* on rank 0, .* on rank 1"
+        if keyword == "auto_wrap_policy":
+            expected = "fc1"
+        with naming(keyword), pytest.raises(ValueError, match=expected):
+            ShardedWrapper(Mlp(), **{keyword: values[rank]})
 
 
 @on_ranks(4, group_timeout=5)
@@ -160,23 +153,12 @@ def test_ranks_that_move_tensors_differently_and_transposed_groups(
 
 
 @on_ranks(2)
-def test_ranks_with_different_units(rank: int, world_size: int) -> None:
-    """Same parameters, other units: each rank would wait for other gathers."""
-    policy = LINEARS if rank == 0 else None
-    with pytest.raises(ValueError, match="fc1"):
-        ShardedWrapper(Mlp(), auto_wrap_policy=policy)
-
-
-@on_ranks(2)
 def test_ranks_with_different_weights(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     mine = Mlp()
     torch.manual_seed(0)
     expected = Mlp().state_dict()
-    if rank == 0:
-        with pytest.warns(UserWarning, match="different weights"):
-            model = ShardedWrapper(mine)
-    else:
+    with rank_0_warns(rank, "different weights"):
         model = ShardedWrapper(mine)
     assert_same_state(model.state_dict(), expected, 0.0, 0.0)
 
@@ -196,12 +178,9 @@ def test_lazy_module(rank: int, world_size: int) -> None:
 def test_wrapped_twice(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     inner = case.wrap(case.model())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with rank_0_warns(rank, "the module, a Mlp, .*Wrap the module once"):
         model = ShardedWrapper(inner)
-    expected = [UserWarning] if rank == 0 else []
-    assert [one.category for one in caught] == expected, [str(one.message) for one in caught]
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size)
+    train_steps(model, sgd(model), case, rank, world_size)
     assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
 
 
@@ -232,11 +211,7 @@ def test_empty_container(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_policy_that_matches_nothing(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({nn.Conv2d})
-    if rank == 0:
-        with pytest.warns(UserWarning, match="Conv2d") as caught:
-            model = ShardedWrapper(Mlp(), auto_wrap_policy=policy)
-        assert len(caught) == 1
-    else:
+    with rank_0_warns(rank, "Conv2d"):
         model = ShardedWrapper(Mlp(), auto_wrap_policy=policy)
     assert flatshard.sharded_modules(model) == [model]
 

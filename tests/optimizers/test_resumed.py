@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from flatshard import ShardedWrapper, checkpoint
 from tests.combinations import THOROUGH
-from tests.harness import allow_warnings
+from tests.harness import allow_warnings, naming, run_ranks
+from tests.optimizers import own
+from tests.optimizers.own import STEPS, Model, train
 from tests.outcomes import Cell, try_ranks
 
-STEPS = 3
 RIGHT = 1e-8
 WAYS = ("checkpoint", "dcp", "full", "safetensors")
 WORLDS = (1, 2, 3)
@@ -45,22 +46,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 """Options to try, in this order, until the optimizer can be made."""
 
 
-class Model(nn.Module):
-    """A square matrix, a matrix of two rows, a convolution, a 0-d parameter and a tied one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.square, self.conv = nn.Linear(6, 6), nn.Conv1d(2, 2, 3, padding=1)
-        self.tied, self.head = nn.Linear(6, 6), nn.Linear(6, 2, bias=False)
-        self.tied.weight, self.scale = self.square.weight, nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(torch.tanh(self.square(x)).unflatten(1, (2, 3))).flatten(1)
-        return self.scale * self.head(torch.tanh(self.tied(x)))
-
-
 def _all_of(package: str) -> dict[str, Callable[..., Any]]:
     """The optimizers of a package, by name."""
+    if package == "own":
+        return own.KINDS
     if package == "torch":
         found = vars(torch.optim).items()
         return {n: k for n, k in found if isinstance(k, type) and k is not torch.optim.Optimizer}
@@ -111,26 +100,6 @@ def _built(package: str, name: str, seed: int, wrap: bool) -> tuple[Any, torch.o
     return model, optimizer
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> dict[str, Tensor]:
-    for step in range(first, first + STEPS):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-
-        def closure(x: Tensor = x) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        torch.manual_seed(step)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
 def _text(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
@@ -140,15 +109,14 @@ def _difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     return float(torch.stack(differences).max().nan_to_num(torch.inf))
 
 
-def _verdict(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Cell:
-    largest = _difference(expected, found)
+def _verdict(largest: float) -> Cell:
     return Cell("right") if largest <= RIGHT else Cell("wrong", f"differs by {largest:.1e}")
 
 
 def unwrapped(package: str, name: str, folder: str) -> dict[str, Cell]:
     """Cells of the unwrapped model: state dicts in a file of torch.save, and DCP."""
     try:
-        expected = _train(*_trained(package, name, wrap=False), STEPS)
+        expected = train(*_trained(package, name, wrap=False), STEPS)
     except Exception as error:
         return dict.fromkeys(WAYS, Cell("raises", _text(error)))
     cells = {}
@@ -166,7 +134,7 @@ def unwrapped(package: str, name: str, folder: str) -> dict[str, Cell]:
                 dcp.save(dict(enumerate(get_state_dict(model, optimizer))), checkpoint_id=path)
                 model, optimizer = _built(package, name, 5, wrap=False)
                 _load_dcp(path, model, optimizer)
-            cells[way] = _verdict(expected, _train(model, optimizer, STEPS))
+            cells[way] = _verdict(_difference(expected, train(model, optimizer, STEPS)))
         except (Exception, CheckpointException) as error:
             cells[way] = Cell("raises", _text(error))
     return {way: cells["dcp" if way == "dcp" else "full"] for way in WAYS}
@@ -174,7 +142,7 @@ def unwrapped(package: str, name: str, folder: str) -> dict[str, Cell]:
 
 def _trained(package: str, name: str, *, wrap: bool) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = _built(package, name, 0, wrap)
-    _train(model, optimizer, 0)
+    train(model, optimizer, 0)
     return model, optimizer
 
 
@@ -192,7 +160,7 @@ def save(rank: int, world_size: int, *arguments: str) -> dict[str, Cell]:
 
 def _save(rank: int, package: str, name: str, folder: str) -> dict[str, Cell]:
     model, optimizer = _trained(package, name, wrap=True)
-    expected = _train(model, optimizer, STEPS)
+    expected = train(model, optimizer, STEPS)
     cells = {}
     for way in WAYS:
         path = Path(folder, way)
@@ -219,10 +187,10 @@ def _save(rank: int, package: str, name: str, folder: str) -> dict[str, Cell]:
 def resume(rank: int, world_size: int, *arguments: str) -> Cell:
     """Load what `save` saved in one way, and train on."""
     with allow_warnings():
-        return _resume(*arguments)
+        return _verdict(_resume(*arguments))
 
 
-def _resume(package: str, name: str, way: str, folder: str) -> Cell:
+def _resume(package: str, name: str, way: str, folder: str) -> float:
     model, optimizer = _built(package, name, 5, wrap=True)
     path = Path(folder, way)
     if way == "checkpoint":
@@ -237,7 +205,7 @@ def _resume(package: str, name: str, way: str, folder: str) -> Cell:
             checkpoint.load_safetensors(model, path)
         ShardedWrapper.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
     expected = torch.load(Path(folder, "expected.pt"))
-    return _verdict(expected, _train(model, optimizer, STEPS))
+    return _difference(expected, train(model, optimizer, STEPS))
 
 
 class Row(NamedTuple):
@@ -289,3 +257,25 @@ def test_resumed(number: int, name: str, tmp_path: Path) -> None:
     rows = list(rows_of("torch", name, str(tmp_path), worlds))
     assert {row.verdict for row in rows} <= {"right", "fails unwrapped"}, rows
     assert name in UNWRAPPED or {row.verdict for row in rows} == {"right"}, rows
+
+
+@pytest.mark.distributed
+def test_state_of_any_form(tmp_path: Path) -> None:
+    """The number of elements says nothing: only what the optimizer made of the state."""
+    run_ranks(_save_own, 2, tmp_path)
+    for loading in WORLDS:
+        run_ranks(_resume_own, loading, tmp_path)
+
+
+def _save_own(rank: int, world_size: int, folder: Path) -> None:
+    for name in own.KINDS:
+        (folder / name).mkdir(exist_ok=True)
+        failed = save(rank, world_size, "own", name, str(folder / name))
+        assert failed.keys() <= ({"dcp"} if name in own.ONLY_FULL else set()), failed
+
+
+def _resume_own(rank: int, world_size: int, folder: Path) -> None:
+    for name, way in itertools.product(own.KINDS, WAYS):
+        if way != "dcp" or name not in own.ONLY_FULL:
+            with naming((name, way)), allow_warnings():
+                assert _resume("own", name, way, str(folder / name)) <= 1e-12

@@ -1,4 +1,4 @@
-"""Each feature with each strategy: the numbers of the unwrapped model, or the documented error.
+"""Each feature with each strategy: the numbers of plain DDP, or the documented error.
 
 Four ranks, which count as two nodes, train a small model for three steps. By default a feature runs
 with one strategy, by turns; THOROUGH=1 runs all, and `scripts/evidence.py features` writes a table.
@@ -25,6 +25,8 @@ from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrate
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
+from tests.models import Residual
+from tests.oracle import sgd
 from tests.outcomes import Cell
 from tests.ways import Way
 
@@ -33,19 +35,14 @@ WORLD, STEPS = 4, 3
 EXACT, ROUNDED = 1e-5, 2e-2
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        super().__init__(16, 32)
         self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recomputes:
-            return x + recompute(self._compute, x, use_reentrant=False)
-        return x + self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        run = super().forward
+        return recompute(run, x, use_reentrant=False) if self.recomputes else run(x)
 
 
 class Model(nn.Module):
@@ -101,8 +98,8 @@ def tensor_parallel() -> Model:
 
 # ---------------------------------------------------------------- how it trains
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer, list[int]], None]
-"""Trains a model on the rows of some ranks: of this one, or of all for the unwrapped model."""
+Loop = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+"""Trains a sharded model, or one under DistributedDataParallel, on a rank's rows."""
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -112,75 +109,65 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.mse_loss(model(inputs).float(), targets)
 
 
-def backward(model: nn.Module, ranks: list[int], step: int, scale: Any = lambda x: x) -> None:
-    for rank in ranks:
-        scale(loss_of(model, rank, step) / len(ranks)).backward()
-
-
-def plain(model: nn.Module, optimizer: Any, ranks: list[int], clip: float = 0.0) -> None:
+def plain(model: nn.Module, optimizer: Any, rank: int, clip: float = 0.0) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
-        backward(model, ranks, step)
+        loss_of(model, rank, step).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
 
-def accumulating(model: nn.Module, optimizer: Any, ranks: list[int], **options: Any) -> None:
+def accumulating(model: nn.Module, optimizer: Any, rank: int, **options: Any) -> None:
     for step in range(STEPS):
         waits = isinstance(model, ShardedWrapper) and step < STEPS - 1
         with model.no_sync(**options) if waits else contextlib.nullcontext():
-            backward(model, ranks, step)
+            loss_of(model, rank, step).backward()
     optimizer.step()
 
 
-def scaled(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+def scaled(model: nn.Module, optimizer: Any, rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(STEPS):
         optimizer.zero_grad()
-        backward(model, ranks, step, scaler.scale)
+        scaler.scale(loss_of(model, rank, step)).backward()
         scaler.step(optimizer)
         scaler.update()
 
 
-def uneven(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+def uneven(model: Any, optimizer: Any, rank: int) -> None:
     """Rank 3 has a batch less."""
-    is_sharded = isinstance(model, ShardedWrapper)
-    with model.join() if is_sharded else contextlib.nullcontext():
-        for step in range(STEPS):
+    with model.join():
+        for step in range(STEPS - (rank == 3)):
             optimizer.zero_grad()
-            if ranks == [3] and step == STEPS - 1:
-                break
-            for rank in ranks:
-                if step < STEPS - 1 or rank != 3:
-                    (loss_of(model, rank, step) / len(ranks)).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
 
 
-def with_lbfgs(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+def with_lbfgs(model: nn.Module, optimizer: Any, rank: int) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     for step in range(STEPS):
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
-            backward(model, ranks, step)
-            total = torch.tensor(sum(loss_of(model, rank, step).item() for rank in ranks))
-            if isinstance(model, ShardedWrapper):
-                dist.all_reduce(total)
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            total = loss.detach()
+            dist.all_reduce(total)
             return total / WORLD
 
         optimizer.step(closure)
 
 
-def with_muon(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+def with_muon(model: nn.Module, optimizer: Any, rank: int) -> None:
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    plain(model, torch.optim.Muon(matrices, lr=0.01), ranks)
+    plain(model, torch.optim.Muon(matrices, lr=0.01), rank)
 
 
-def prepared(prepare: Callable[..., Any], model: nn.Module, optimizer: Any, ranks: Any) -> None:
+def prepared(prepare: Callable[..., Any], model: nn.Module, optimizer: Any, rank: int) -> None:
     if isinstance(model, ShardedWrapper):
         prepare(model, optimizer)
-    plain(model, optimizer, ranks)
+    plain(model, optimizer, rank)
 
 
 def reduce(state: Any, full: Tensor, out: Tensor | None = None) -> None:
@@ -226,9 +213,9 @@ def plain_dict(model: Any, optimizer: Any) -> Callable[[], object]:
     return lambda: model.load_state_dict(state)
 
 
-def saved(how: Callable[..., Any], model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+def saved(how: Callable[..., Any], model: nn.Module, optimizer: Any, rank: int) -> None:
     """Trains, saves, changes the weights, loads: they are back."""
-    plain(model, optimizer, ranks)
+    plain(model, optimizer, rank)
     if isinstance(model, ShardedWrapper):
         load = how(model, optimizer)
         with torch.no_grad():
@@ -319,36 +306,30 @@ FEATURES = {
 
 
 def trial(rank: int, world_size: int, name: str, strategy: str, folder: str) -> float:
-    """The largest difference of a weight from the unwrapped model's, over its tolerance."""
-    feature, ranks = FEATURES[name], list(range(WORLD))
+    """The largest difference of a weight from DDP's, over its tolerance."""
+    feature = FEATURES[name]
     keywords = feature.keywords
     Way({}, WORLD, ranks_per_node=2).set_nodes()
     with contextlib.chdir(folder), allow_warnings():
         model: Any = feature.make()
+        drops = model.drops
         if mesh := getattr(model, "mesh", None):
-            keywords, rank, ranks = {"device_mesh": mesh}, mesh.get_local_rank(), [0, 1]
+            keywords, rank = {"device_mesh": mesh}, mesh.get_local_rank()
         torch.manual_seed(0)
         policy = ModuleWrapPolicy({Block})
         sharded = ShardedWrapper(
             model, sharding_strategy=strategy, auto_wrap_policy=policy, coalesce_bytes=0, **keywords
         )
-        feature.loop(sharded, _sgd(sharded), [rank])
+        feature.loop(sharded, sgd(sharded), rank)
         found = sharded.state_dict()
-        other: Any = build()
-        if model.drops:  # only DDP drops other blocks on each rank
-            other = nn.parallel.DistributedDataParallel(
-                build(drops=True), find_unused_parameters=True
-            )
-            ranks = [rank]
-        feature.loop(other, _sgd(other), ranks)
-    expected = getattr(other, "module", other).state_dict()
+        other = nn.parallel.DistributedDataParallel(
+            build(drops=drops), find_unused_parameters=drops
+        )
+        feature.loop(other, sgd(other), rank)
+    expected = other.module.state_dict()
     assert list(found) == list(expected)
     differ = max((found[key].float() - expected[key]).abs().max().item() for key in expected)
     return differ / feature.tolerance
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def judge(found: list[float]) -> Cell:

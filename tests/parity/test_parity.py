@@ -46,12 +46,6 @@ class Config:
     min_unit_numel: int | None = None
     dtype: torch.dtype = torch.float64
 
-    def __str__(self) -> str:
-        parts = [self.case, f"world{self.world_size}", self.strategy, self.optimizer]
-        parts += [] if self.min_unit_numel is None else [f"units_of_{self.min_unit_numel}"]
-        parts += [] if self.dtype == torch.float64 else [str(self.dtype).removeprefix("torch.")]
-        return "-".join(parts)
-
 
 def _configs() -> Iterator[Config]:
     """Every value of each dimension, the most usual pairs, not the whole product.

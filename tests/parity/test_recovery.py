@@ -333,7 +333,7 @@ def _run(rank: int, way: str | None, folder: str, cell: Any) -> list[Any]:
 
 
 KINDS: list[type[BaseException]] = [_Planned, KeyboardInterrupt]
-CELLS = diagonal(23, FAILURES, KINDS, ACTIONS)
+CELLS = diagonal(9, FAILURES, KINDS, ACTIONS)
 
 
 @pytest.mark.parametrize("way", WAYS if THOROUGH else BASIC)

@@ -203,56 +203,44 @@ def _model_with(**keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(Mlp(), **keywords)
 
 
-def _same_twice() -> Keywords:
-    return {"process_group": (dist.group.WORLD, dist.group.WORLD)}
-
-
-BAD: dict[str, tuple[Callable[[], Keywords], type[Exception], str]] = {
-    "divides-not": (
+# By the message.
+BAD: dict[str, tuple[Callable[[], Keywords], type[Exception]]] = {
+    "reshard_after_forward=3: expected a divisor of 4": (
         lambda: {"reshard_after_forward": 3},
         ValueError,
-        "reshard_after_forward=3: expected a divisor of 4",
     ),
-    "nodes": (
+    r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]": (
         lambda: {"sharding_strategy": "HYBRID_SHARD"},
         ValueError,
-        r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]",
     ),
-    "no-such-number": (
-        lambda: {"reshard_after_forward": 0},
-        ValueError,
-        "positive number of ranks",
-    ),
-    "no-number": (lambda: {"reshard_after_forward": "yes"}, TypeError, "number of ranks"),
-    "replicated": (
+    "positive number of ranks": (lambda: {"reshard_after_forward": 0}, ValueError),
+    "number of ranks": (lambda: {"reshard_after_forward": "yes"}, TypeError),
+    "NO_SHARD never reshards": (
         lambda: {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
         ValueError,
-        "NO_SHARD never reshards",
     ),
-    "pair-of-one-kind": (
+    "is for HYBRID strategies, got FULL_SHARD": (
         lambda: {**_pair(), "sharding_strategy": "FULL_SHARD"},
         ValueError,
-        "is for HYBRID strategies, got FULL_SHARD",
     ),
-    "same-twice": (_same_twice, ValueError, "share 4 ranks"),
-    "three-dims": (lambda: _mesh((2, 2, 1), None), ValueError, "got 3"),
-    "both": (
+    "share 4 ranks": (lambda: {"process_group": (dist.group.WORLD,) * 2}, ValueError),
+    "got 3": (lambda: _mesh((2, 2, 1), None), ValueError),
+    "either process_group or device_mesh": (
         lambda: {**_mesh((4,), None), "process_group": dist.group.WORLD},
         ValueError,
-        "either process_group or device_mesh",
     ),
-    "no-group": (lambda: {"process_group": "world"}, TypeError, "expected a ProcessGroup"),
-    "no-mesh": (lambda: {"device_mesh": 4}, TypeError, "expected a DeviceMesh"),
-    "triple": (lambda: {"process_group": (None, None, None)}, TypeError, "a pair"),
+    "expected a ProcessGroup": (lambda: {"process_group": "world"}, TypeError),
+    "expected a DeviceMesh": (lambda: {"device_mesh": 4}, TypeError),
+    "a pair": (lambda: {"process_group": (None, None, None)}, TypeError),
 }
 
 
 @on_ranks(4)
 def test_bad_input(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    for case, (make, error, message) in BAD.items():
+    for message, (make, error) in BAD.items():
         keywords = make()
-        with naming(case), pytest.raises(error, match=message):
+        with naming(message), pytest.raises(error, match=message):
             _model_with(**keywords)
 
 

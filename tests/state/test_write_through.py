@@ -3,7 +3,7 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,15 +51,10 @@ def _kept(average: nn.Module, model: nn.Module) -> Any:
     average.kept = [average.state_dict()]
 
 
-UPDATES: Iterable[Callable[[nn.Module, nn.Module], Any]] = (
-    *(_one_by_one, _side_by_side, _lists, _kept),
-)
-
-
 @on_ranks(2)
 def test_moving_averages(rank: int, world_size: int) -> None:
     for way in BASIC:
-        for update in UPDATES:
+        for update in (_one_by_one, _side_by_side, _lists, _kept):
             with naming(f"{way} {update.__name__}"):
                 averages = []
                 for run in pair(rank, world_size, way):

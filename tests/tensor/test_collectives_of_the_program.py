@@ -1,8 +1,7 @@
 """Collectives of a program on sharded tensors: right, or refused before they communicate."""
 
 import inspect
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,109 +25,6 @@ from tests.models import CASES
 from tests.oracle import assert_same, snapshot
 from tests.ways import WAYS
 
-SUM, AVG, MAX, MIN = (getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN"))
-
-
-def _like(tensor: Tensor, times: int = 1) -> Tensor:
-    return torch.ones(times * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)
-
-
-def _likes(tensor: Tensor) -> list[Tensor]:
-    return [_like(tensor) for _ in range(dist.get_world_size())]
-
-
-# Functional collectives, by what they take between the tensor and the group.
-FUNCTIONAL: dict[tuple[Any, ...], str] = {
-    ("sum",): "all_reduce",
-    (0,): (
-        "broadcast all_gather_single all_gather_single_autograd all_gather_tensor "
-        "all_gather_tensor_autograd"
-    ),
-    ("sum", 0): (
-        "reduce_scatter_single reduce_scatter_single_autograd reduce_scatter_tensor "
-        "reduce_scatter_tensor_autograd"
-    ),
-    (None, None): "all_to_all_single all_to_all_single_autograd",
-}
-
-# How each function that takes tensors is called with a sharded one, by module and name.
-CALLS: dict[ModuleType, dict[str, list[Callable[[Any], object]]]] = {
-    dist: {
-        "all_reduce": [
-            lambda t: dist.all_reduce(t),
-            lambda t: dist.all_reduce(t, async_op=True),
-            lambda t: dist.all_reduce(t, dist.ReduceOp.PRODUCT),
-        ],
-        "all_reduce_coalesced": [lambda t: dist.all_reduce_coalesced([t])],
-        "all_gather": [lambda t: dist.all_gather(_likes(t), t)],
-        "all_gather_coalesced": [lambda t: dist.all_gather_coalesced([_likes(t)], [t])],
-        "all_gather_into_tensor": [lambda t: dist.all_gather_into_tensor(_like(t, 2), t)],
-        "all_gather_single": [lambda t: dist.all_gather_single(_like(t, 2), t)],
-        "_all_gather_base": [lambda t: dist._all_gather_base(_like(t, 2), t)],
-        "all_to_all": [lambda t: dist.all_to_all([t, t], _likes(t))],
-        "all_to_all_single": [
-            lambda t: dist.all_to_all_single(t, _like(t)),
-            lambda t: dist.all_to_all_single(_like(t), t),
-        ],
-        "broadcast": [lambda t: dist.broadcast(t, 0)],
-        "gather": [lambda t: dist.gather(t, _likes(t), 0)],
-        "gather_into_tensor": [lambda t: dist.gather_into_tensor(_like(t, 2), t, 0)],
-        "gather_single": [lambda t: dist.gather_single(_like(t, 2), t, 0)],
-        "isend": [lambda t: dist.isend(t, 1)],
-        "irecv": [lambda t: dist.irecv(t, 1)],
-        "send": [lambda t: dist.send(t, 1)],
-        "recv": [lambda t: dist.recv(t, 1), lambda t: dist.recv(t)],
-        "batch_isend_irecv": [lambda t: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 1)])],
-        "reduce": [lambda t: dist.reduce(t, 0)],
-        "reduce_scatter": [lambda t: dist.reduce_scatter(t, _likes(t))],
-        "reduce_scatter_tensor": [
-            lambda t: dist.reduce_scatter_tensor(t, _like(t, 2)),
-            lambda t: dist.reduce_scatter_tensor(_like(t), t),
-        ],
-        "reduce_scatter_single": [lambda t: dist.reduce_scatter_single(t, _like(t, 2))],
-        "_reduce_scatter_base": [lambda t: dist._reduce_scatter_base(t, _like(t, 2))],
-        "scatter": [lambda t: dist.scatter(t, _likes(t), 0)],
-        "_broadcast_coalesced": [lambda t: dist._broadcast_coalesced(dist.group.WORLD, [t], 9, 0)],
-        "all_gather_object": [lambda t: dist.all_gather_object([None, None], t)],
-        "gather_object": [lambda t: dist.gather_object(t, [None, None])],
-        "broadcast_object_list": [lambda t: dist.broadcast_object_list([t])],
-        "send_object_list": [lambda t: dist.send_object_list([t], 1)],
-        "scatter_object_list": [lambda t: dist.scatter_object_list([None], [t, t])],
-    },
-    functional: {
-        "all_reduce_coalesced": [
-            lambda t: functional.all_reduce_coalesced([t], "sum", dist.group.WORLD)
-        ],
-        "wait_tensor": [lambda t: functional.wait_tensor(t)],
-        **{
-            name: [
-                lambda t, n=name, given=given: getattr(functional, n)(t, *given, dist.group.WORLD)
-            ]
-            for given, names in FUNCTIONAL.items()
-            for name in names.split()
-        },
-        **{
-            name: [lambda t, name=name: getattr(functional, name)([t], dist.group.WORLD)]
-            for name in ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced")
-        },
-        **{
-            name: [
-                lambda t, name=name: getattr(functional, name)([t], "sum", [0], dist.group.WORLD)
-            ]
-            for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        },
-        "permute_tensor": [lambda t: functional.permute_tensor(t, [1, 0], dist.group.WORLD)],
-    },
-    differentiable: {
-        "all_gather": [lambda t: differentiable.all_gather(t)],
-        "_all_gather_base": [lambda t: differentiable._all_gather_base(_like(t, 2), t)],
-        "all_to_all": [lambda t: differentiable.all_to_all([t, t], _likes(t))],
-        "all_to_all_single": [lambda t: differentiable.all_to_all_single(_like(t), t)],
-        "gather": [lambda t: differentiable.gather(t)],
-        "reduce_scatter": [lambda t: differentiable.reduce_scatter(t, _likes(t))],
-        "scatter": [lambda t: differentiable.scatter([t, t])],
-    },
-}
 # They take tensors, and are none of a program's collectives on a tensor that may be sharded.
 OTHERS = {
     dist: {
@@ -150,33 +46,68 @@ OTHERS = {
     # They clone the tensor, which all-gathers, and communicate the full copies.
     differentiable: {"all_reduce", "broadcast", "reduce"},
 }
-NAMES_OF_TENSORS = ("tensor", "input", "output", "self", "shard", "obj", "op_list")
+NAMES_OF_TENSORS = ("tensor", "input", "output", "self", "shard", "obj")
+NAMES_OF_TENSORS += ("op_list", "gather_list", "scatter_list")
+RESULTS = {("all_gather_object", "object_list"), ("gather_object", "object_gather_list")}
+RESULTS |= {("scatter_object_list", "scatter_object_output_list")}
+"""Lists that get the objects of other ranks."""
 
 
-def _takes_tensors(function: Any) -> bool:
-    try:
-        names = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    return any(part in name for name in names for part in NAMES_OF_TENSORS)
+def _signatures(module: ModuleType) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each function that takes tensors: its name, these parameters, and all parameters.
+
+    A collective that a newer torch adds is among them.
+    """
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        is_own = str(function.__module__).startswith("torch.distributed")
+        if is_own and name not in OTHERS[module]:
+            every = [*inspect.signature(function).parameters]
+            taking = [one for one in every if any(part in one for part in NAMES_OF_TENSORS)]
+            if taking := [one for one in taking if not one.endswith("split_sizes")]:
+                yield name, taking, every
 
 
-@pytest.mark.parametrize("module", CALLS, ids=lambda module: module.__name__)
-def test_every_function_of_torch_is_tried(module: ModuleType) -> None:
-    """A collective that a newer torch adds fails here until somebody says what it does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        functions = {
-            name: getattr(module, name)
-            for name in dir(module)
-            if not inspect.isclass(getattr(module, name)) and callable(getattr(module, name))
-        }
-    taking = {
-        name
-        for name, function in functions.items()
-        if function.__module__.startswith("torch.distributed") and _takes_tensors(function)
+def _argument(function: str, name: str, tensor: Any) -> Any:
+    """A tensor in the form in which a parameter takes tensors."""
+    if name == "p2p_op_list":
+        return [dist.P2POp(dist.isend, tensor, 1)]
+    if name.endswith("lists"):
+        return [[tensor, tensor]]
+    is_list = "list" in name or name in ("tensors", "inputs") or function.endswith("coalesced")
+    return [tensor, tensor] if is_list else tensor
+
+
+def _call(module: ModuleType, name: str, taking: list[str], every: list[str], place: str) -> Any:
+    """A call of a collective whose parameter ``place`` gets the sharded tensor."""
+    peer = 1 if name.endswith(("send", "recv", "send_object_list")) else 0
+    values: dict[str, Any] = {"group": dist.group.WORLD, "src": peer, "dst": peer}
+    values |= {"reduceOp": "sum", "src_dst": [1, 0], "gather_dim": 0}
+    values |= {"output_split_sizes": None, "input_split_sizes": None}
+    values["scatter_dim"] = [0, 0] if name.endswith("coalesced") else 0
+
+    def call(tensor: Any) -> object:
+        plain = torch.ones(tensor.shape, dtype=tensor.dtype)
+        given = {one: _argument(name, one, tensor if one == place else plain) for one in taking}
+        others = {one: values[one] for one in every if one in values}
+        return getattr(module, name)(**given, **others)
+
+    return call
+
+
+def _calls() -> dict[str, Callable[[Any], object]]:
+    """Each collective, with a sharded tensor in the place of each parameter that takes tensors."""
+    return {
+        f"{module.__name__}.{name}, {place}": _call(module, name, taking, every, place)
+        for module in OTHERS
+        for name, taking, every in _signatures(module)
+        for place in taking
+        if (name, place) not in RESULTS
+    } | {
+        "async": lambda t: dist.all_reduce(t, async_op=True),
+        "product": lambda t: dist.all_reduce(t, dist.ReduceOp.PRODUCT),
+        "from any rank": lambda t: dist.recv(t),
+        "buckets": lambda t: dist._broadcast_coalesced(dist.group.WORLD, [t], 9, 0),
     }
-    assert taking - OTHERS[module] - {*CALLS[module]} == set()
 
 
 def _model(way: str = "full", **keywords: Any) -> ShardedWrapper:
@@ -195,18 +126,16 @@ def test_refused_before_they_communicate(rank: int, world_size: int) -> None:
     model(torch.ones(2, 7).double()).sum().backward()
     computed = torch.zeros_like(param).copy_(torch.ones(param.shape))
     tensors = [param, param.data.clone() * 2, param.grad, computed]
-    for module, calls in CALLS.items() if rank == 0 else ():
-        for name, some in calls.items():
-            if not hasattr(module, name):
-                continue
-            for number, call in enumerate(some):
-                for tensor in tensors:
-                    with (
-                        naming((module.__name__, name, number)),
-                        allow_warnings(),
-                        pytest.raises(RuntimeError, match=r"'fc2\.weight'.* is sharded"),
-                    ):
-                        call(tensor)
+    with allow_warnings():
+        calls = _calls()
+    for name, call in calls.items() if rank == 0 else ():
+        for tensor in tensors:
+            with (
+                naming(name),
+                allow_warnings(),
+                pytest.raises(RuntimeError, match=r"'fc2\.weight'.* is sharded"),
+            ):
+                call(tensor)
     with allow_warnings(UserWarning), torch.no_grad():
         with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*clone\(\)"):
             dist.all_reduce(param[0])

@@ -1,6 +1,7 @@
 """Small units that share a flat parameter: the numbers of a plain model, and fewer collectives."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper
@@ -18,21 +21,11 @@ from flatshard.module import model_plan
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
-from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_same, step_and_zero
+from tests.models import CASES, Composed, Residual, loss_of
+from tests.oracle import ROWS, assert_same, sgd, step_and_zero
 
 WIDTH = 6
 NUM_BLOCKS = 5
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, width)
-        self.outer = nn.Linear(width, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.outer(torch.tanh(self.inner(x))))
 
 
 class Model(nn.Module):
@@ -41,7 +34,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(300 if n == 2 else WIDTH) for n in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(
+            Residual(WIDTH, 300 if n == 2 else WIDTH) for n in range(NUM_BLOCKS)
+        )
 
     def forward(self, x: Tensor, order: list[int], checkpointed: bool = False) -> Tensor:
         x = self.first(x)
@@ -58,17 +53,17 @@ def made() -> Model:
 
 def wrapped(**keywords: Any) -> ShardedWrapper:
     # Two of the small ones fit together, and a third does not; the large one goes alone.
-    keywords = {"coalesce_bytes": 1500, "auto_wrap_policy": ModuleWrapPolicy({Block}), **keywords}
+    keywords = {
+        "coalesce_bytes": 1500,
+        "auto_wrap_policy": ModuleWrapPolicy({Residual}),
+        **keywords,
+    }
     return ShardedWrapper(made(), **keywords)
 
 
 def rows(step: int, world_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(world_size * ROWS, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 # What runs in which step, on a rank.
@@ -90,41 +85,28 @@ def test_equals_the_plain_model(rank: int, world_size: int) -> None:
     ]
     for keywords, name, accumulates in diagonal(4, settings, list(ORDERS), (False, True)):
         with naming(f"{keywords}, {name}, accumulates={accumulates}"):
-            model = wrapped(**keywords)
-            _train(model, ORDERS[name], rank, world_size, accumulates)
+            _train(wrapped(**keywords), ORDERS[name], rank, accumulates)
 
 
 def _train(
-    model: ShardedWrapper,
-    order: Callable[[int, int], list[int]],
-    rank: int,
-    world_size: int,
-    accumulates: bool,
+    model: ShardedWrapper, order: Callable[[int, int], list[int]], rank: int, accumulates: bool
 ) -> None:
-    plain = made()
-    optimizer, oracle = optimizer_of(model), optimizer_of(plain)
+    models = model, DistributedDataParallel(made(), find_unused_parameters=True)
+    optimizers = [sgd(one) for one in models]
     for step in range(4):
-        whole = rows(step, world_size)
-        own = whole[rank * ROWS : (rank + 1) * ROWS]
-        if accumulates:
-            with model.no_sync():
-                model(own, order(step, rank)).square().mean().backward()
-            for one in range(world_size):
-                part = whole[one * ROWS : (one + 1) * ROWS]
-                (plain(part, order(step, one)).square().mean() / world_size).backward()
-        model(own, order(step, rank), checkpointed=step == 2).square().mean().backward()
-        for one in range(world_size):
-            part = whole[one * ROWS : (one + 1) * ROWS]
-            (plain(part, order(step, one)).square().mean() / world_size).backward()
-        used = {name for name, param in model.named_parameters() if param.grad is not None}
-        assert used == {n for n, param in plain.named_parameters() if param.grad is not None}
-        step_and_zero(optimizer, oracle)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                model.blocks[1](own),
-                plain.blocks[1](own),  # one of a unit's modules alone
-            )
-    assert_same(model, plain)
+        x = rows(step, dist.get_world_size()).chunk(dist.get_world_size())[rank]
+        for one in models:
+            if accumulates:
+                with one.no_sync():
+                    one(x, order(step, rank)).square().mean().backward()
+            checkpointed = step == 2 and one is model
+            one(x, order(step, rank), checkpointed).square().mean().backward()
+        used, expected = ([param.grad is not None for param in one.parameters()] for one in models)
+        assert used == expected
+        step_and_zero(*optimizers)
+        with torch.no_grad():  # one of a unit's modules alone
+            torch.testing.assert_close(*(one.module.blocks[1](x) for one in models))
+    assert_same(model, models[1].module)
 
 
 @on_ranks(2)
@@ -143,7 +125,7 @@ def test_collectives_and_report(rank: int, world_size: int) -> None:
     reductions = [event.unit_fqn for event in events if event.kind == "reduce"]
     assert sorted(gathers) == sorted(units + units[1:])  # the root once: it stays
     assert sorted(reductions) == sorted(units)
-    policy = ModuleWrapPolicy({Block})
+    policy = ModuleWrapPolicy({Residual})
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     assert sum(u.parameter_bytes for u in planned.units) == sum(
@@ -172,26 +154,20 @@ def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     assert sizes[0] >= 8 * 11 * 8
 
 
-class Looking(nn.Module):
+def looking() -> nn.Module:
     """Its root looks up an embedding, and may compute with the parameter besides."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(9, 6, dtype=torch.float64)
-        self.blocks = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)))
-        self.head = nn.Linear(6, 9, dtype=torch.float64)
+    def forward(net: Any, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
+        def looked_up(tokens: Tensor) -> Tensor:
+            return torch.tanh(net.embed(tokens))
 
-    def forward(self, tokens: Tensor, ties: bool, checkpoints: bool) -> Tensor:
-        if checkpoints:
-            x = checkpoint(self.looked_up, tokens, use_reentrant=False)
-        else:
-            x = self.looked_up(tokens)
-        x = self.blocks(x)
-        return self.head(x) + (x @ self.embed.weight.t() if ties else 0)
+        run = functools.partial(checkpoint, looked_up, use_reentrant=False)
+        x = net.blocks(run(tokens) if checkpoints else looked_up(tokens))
+        return net.head(x) + (x @ net.embed.weight.t() if ties else 0)
 
-    def looked_up(self, tokens: Tensor) -> Tensor:
-        return torch.tanh(self.embed(tokens))
+    torch.manual_seed(0)
+    embed, blocks = nn.Embedding(9, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    return Composed(forward, embed=embed, blocks=blocks, head=nn.Linear(6, 9)).double()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -200,7 +176,7 @@ def test_the_roots_embedding_is_freed_after_forward(
     rank: int, world_size: int, strategy: str
 ) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
-    plain, model = Looking(), Looking()
+    plain, model = looking(), looking()
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
         model = ShardedWrapper(
             model,
@@ -209,7 +185,7 @@ def test_the_roots_embedding_is_freed_after_forward(
         )
     handles = model._sharded_unit.context.root.handles
     embedding = next(h for h in handles if h.params[0].name == "embed.weight")
-    optimizers = [optimizer_of(one) for one in (plain, model)]
+    optimizers = [sgd(one) for one in (plain, model)]
     stays = strategy == "SHARD_GRAD_OP"
     ways = itertools.product((set(), {0}, {0, 1}), (False, True))  # who ties
     for step, (ties, checkpoints) in enumerate(ways):
@@ -242,8 +218,8 @@ def test_one_of_several(rank: int, world_size: int) -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
     assert_same(model.blocks[1], plain.blocks[1])
     with ShardedWrapper.summon_full_params(model.blocks[3]), torch.no_grad():
-        model.blocks[3].inner.weight.fill_(1.0)
-    plain.blocks[3].inner.weight.data.fill_(1.0)
+        model.blocks[3].up.weight.fill_(1.0)
+    plain.blocks[3].up.weight.data.fill_(1.0)
     assert_same(model, plain)
     with pytest.raises(RuntimeError, match=r"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be co"):
         copy.deepcopy(model.blocks[4])

@@ -1,12 +1,6 @@
-"""Ignored parameters stay each rank's own: trained as one unwrapped model per rank would.
+"""Ignored parameters stay each rank's own; the others train as with DistributedDataParallel."""
 
-The oracle holds a plain copy of the model for every rank. Each computes on its rank's rows; then
-the gradients of everything that is not ignored are averaged over the copies.
-"""
-
-import contextlib
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,9 +12,9 @@ from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
-from tests.models import loss_of, vectors
-from tests.oracle import ROWS, assert_same, assert_same_state, snapshot, step_and_zero
+from tests.harness import naming, on_ranks, rank_0_warns
+from tests.models import Composed, loss_of, vectors
+from tests.oracle import ROWS, assert_same, assert_same_state, sgd, snapshot, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
@@ -87,52 +81,26 @@ def _wrap(model: nn.Module, way: str, **keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(model, sharding_strategy=strategy, auto_wrap_policy=LINEARS, **keywords)
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-class Copies:
-    """The oracle: one plain model for every rank."""
-
-    def __init__(self, models: Iterable[nn.Module], ignored: set[str]) -> None:
-        self.models, self.ignored = list(models), ignored
-        self.optimizers = [_sgd(model) for model in self.models]
-
-    def step(self, steps: Iterable[int]) -> None:
-        """Accumulate over ``steps``, and make one of the optimizers."""
-        for step in steps:
-            for model in reversed(self.models):  # the first one's buffers are used last
-                self._take_buffers(model)
-                rank = self.models.index(model)
-                _loss(model, rank, len(self.models), step).backward()
-        for name, _ in self.models[0].named_parameters():
-            if name not in self.ignored:
-                params = [model.get_parameter(name) for model in self.models]
-                average = sum(p.grad for p in params) / len(params)
-                for param in params:
-                    param.grad = average.clone()
-        step_and_zero(*self.optimizers)
-
-    def _take_buffers(self, model: nn.Module) -> None:
-        for name, buffer in model.named_buffers():
-            if name not in self.ignored:
-                buffer.copy_(self.models[0].get_buffer(name))
-
-
 def _loss(model: nn.Module, rank: int, world_size: int, step: int) -> Tensor:
     rows = vectors(world_size * ROWS, torch.Generator().manual_seed(step))
     inputs, target = (part.double().chunk(world_size)[rank] for part in rows)
     return loss_of(model(inputs), target)
 
 
-def _check_trains_like(copies: Copies, model: ShardedWrapper, rank: int, num_steps: int) -> None:
-    """Train the model on this rank's rows, the copies on all ranks', and compare."""
-    optimizer = _sgd(model)
-    for step in range(num_steps):
-        _loss(model, rank, len(copies.models), step).backward()
-        step_and_zero(optimizer)
-        copies.step([step])
-    assert_same(model, copies.models[rank], TOLERANCE, TOLERANCE)
+def _check_trains_like(
+    plain: nn.Module, ignored: set[str], model: ShardedWrapper, rank: int, world_size: int
+) -> None:
+    """Train like DistributedDataParallel, which leaves the ignored tensors alone."""
+    # It looks for a parameter of the root by both names, "gain" and ".gain".
+    names = {*ignored, *(f".{name}" for name in ignored)}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, names)
+    models = model, DistributedDataParallel(plain)
+    optimizers = [sgd(one) for one in models]
+    for step in range(4):
+        for one in models:
+            _loss(one, rank, world_size, step).backward()
+        step_and_zero(*optimizers)
+    assert_same(model, plain, TOLERANCE, TOLERANCE)
 
 
 # ---------------------------------------------------------------- training
@@ -146,8 +114,7 @@ def test_training(rank: int, world_size: int, way: str) -> None:
         with naming(how):
             model, keywords, ignored = _build(rank, how)
             wrapped = _wrap(model, way, **keywords)
-            copies = Copies((_build(r, how)[0] for r in range(world_size)), ignored)
-            _check_trains_like(copies, wrapped, rank, 4)
+            _check_trains_like(_build(rank, how)[0], ignored, wrapped, rank, world_size)
 
 
 @each_way
@@ -158,7 +125,7 @@ def test_clipping(rank: int, world_size: int, way: str) -> None:
         plain = _build(0, "states")[0]
         model, keywords, _ = _build(0, "states")
         wrapped = _wrap(model, way, **keywords)
-        optimizers = [_sgd(one) for one in (plain, wrapped)]
+        optimizers = [sgd(one) for one in (plain, wrapped)]
         for step in range(2):
             for one in (plain, wrapped):
                 _loss(one, 0, 1, step).backward()
@@ -229,18 +196,16 @@ def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- tied weights
 
 
-class Tied(nn.Module):
+def _tied() -> Any:
     """``inner`` and ``local`` share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(7, 7)
-        self.local = nn.Linear(7, 7)
-        self.local.weight = self.inner.weight
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.local(torch.tanh(self.inner(x)))))
+    model = Composed(
+        lambda net, x: net.head(torch.tanh(net.local(torch.tanh(net.inner(x))))),
+        inner=nn.Linear(7, 7),
+        local=nn.Linear(7, 7),
+        head=nn.Linear(7, 3),
+    )
+    model.local.weight = model.inner.weight
+    return model
 
 
 @pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
@@ -257,7 +222,7 @@ def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolic
     ):
         with naming(how):
             torch.manual_seed(3)
-            plain = Tied().double()
+            plain = _tied().double()
             model = copy.deepcopy(plain)
             keywords: dict[str, Any] = {}
             if how == "module":
@@ -270,8 +235,7 @@ def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolic
             wrapped = ShardedWrapper(
                 model, sharding_strategy=strategy, auto_wrap_policy=policy, **keywords
             )
-            copies = Copies([copy.deepcopy(plain) for _ in range(world_size)], ignored)
-            _check_trains_like(copies, wrapped, rank, 3)
+            _check_trains_like(copy.deepcopy(plain), ignored, wrapped, rank, world_size)
             assert wrapped.local.weight is wrapped.inner.weight
 
 
@@ -279,16 +243,12 @@ def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolic
 def test_one_list_for_every_wrapper(rank: int, world_size: int) -> None:
     """What was in another part of the model was refused."""
     model, _, ignored = _build(rank, "states")
-    copies = Copies([_build(one, "states")[0] for one in range(world_size)], ignored)
     everywhere = [model.local, model.gain, model.fc2.bias, Model().fc1]
     model.fc2 = ShardedWrapper(model.fc2, ignored_states=everywhere)
-    with (
-        pytest.warns(UserWarning, match="none of the given .* is in the wrapped Linear")
-        if rank == 0
-        else contextlib.nullcontext()
-    ):
+    with rank_0_warns(rank, "none of the given .* is in the wrapped Linear"):
         model.fc3 = ShardedWrapper(model.fc3, ignored_states=everywhere)
-    _check_trains_like(copies, ShardedWrapper(model, ignored_states=everywhere), rank, 3)
+    wrapped = ShardedWrapper(model, ignored_states=everywhere)
+    _check_trains_like(_build(rank, "states")[0], ignored, wrapped, rank, world_size)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -346,10 +306,7 @@ def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
 def test_everything_ignored(rank: int, world_size: int) -> None:
     model = Model().double()
     plain = copy.deepcopy(model)
-    if rank == 0:
-        with pytest.warns(UserWarning, match="itself is ignored"):
-            wrapped = ShardedWrapper(model, ignored_modules=[model])
-    else:
+    with rank_0_warns(rank, "itself is ignored"):
         wrapped = ShardedWrapper(model, ignored_modules=[model])
     for one in (wrapped, plain):
         _loss(one, rank, world_size, 0).backward()

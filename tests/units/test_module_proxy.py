@@ -120,11 +120,3 @@ def test_functions_that_replace_a_parameter_raise(change: Any) -> None:
         pytest.raises(RuntimeError, match=r"parameter '\w+' of a unit .*before wrapping"),
     ):
         change(proxy)
-
-
-def test_a_tensor_in_the_place_of_a_parameter_raises() -> None:
-    proxy: Any = ModuleProxy()
-    proxy.module = nn.Linear(2, 2)
-    values = {"0.weight": torch.ones(2, 2)}
-    with pytest.raises(RuntimeError, match=r"'weight' of a unit \(Linear\).*functional_call"):
-        torch.func.functional_call(nn.Sequential(proxy), values, torch.ones(2))

@@ -1,8 +1,8 @@
 """Tied weights: stored once, in the lowest unit that contains every user, and tied for good."""
 
 import copy
-import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatshard import ShardedWrapper
 from tests.combinations import every
 from tests.harness import allow_warnings, naming
-from tests.models import Block, Case, Transformer, tokens, vectors
+from tests.models import Block, Case, Composed, Transformer, tokens, vectors
 from tests.oracle import assert_same, snapshot
 from tests.side import Run, pair
 from tests.ways import BASIC, on_ranks_each_way
@@ -26,51 +26,47 @@ class Leaf(nn.Linear):
     """A layer that becomes a unit."""
 
 
-class Branch(nn.Module):
-    """A unit with two units in it; ``tied`` names what they share."""
+class Branch(nn.Sequential):
+    """A unit with two units in it."""
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.left = Leaf(7, 7)
-        self.right = Leaf(7, 7)
-        if tied:
-            self.right.weight = self.left.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.right(torch.tanh(self.left(x))))
+    def __init__(self) -> None:
+        super().__init__(Leaf(7, 7), nn.Tanh(), Leaf(7, 7), nn.Tanh())
 
 
-class Branches(nn.Module):
-    """Two branches and a head."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.first = Branch(tied)
-        self.second = Branch(tied)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)))
+def _branches() -> Any:
+    return nn.Sequential(Branch(), Branch(), nn.Linear(7, 3))
 
 
-class ThreeUsers(Branches):
+def _siblings() -> nn.Module:
+    """In each branch, two units use one weight."""
+    model = _branches()
+    for branch in model[:2]:
+        branch[2].weight = branch[0].weight
+    return model
+
+
+def _three_users() -> nn.Module:
     """Three units in two branches use one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.right.weight = self.first.left.weight
-        self.second.left.weight = self.first.left.weight
+    model = _branches()
+    model[0][2].weight = model[1][0].weight = model[0][0].weight
+    return model
 
 
-class UsedByRoot(Branches):
-    """The root reads, under a name of its own, the weight of a unit two levels down."""
+def _used_by_root() -> nn.Module:
+    """The root reads, under a name of its own, the weight of a unit three levels down."""
+    branches = _branches()
+    return Composed(
+        lambda net, x: net.branches(F.linear(x, net.projection)),
+        branches=branches,
+        projection=branches[0][0].weight,
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = self.first.left.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.linear(x, self.projection))
+def _shared_module() -> nn.Module:
+    """A module with two parents, both units."""
+    model = _branches()
+    model[1][0] = model[0][2]
+    return model
 
 
 class WithinUnit(nn.Module):
@@ -86,25 +82,6 @@ class WithinUnit(nn.Module):
         return F.linear(torch.tanh(self.encode(x)), self.weight.t(), self.bias)
 
 
-class Autoencoders(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = WithinUnit()
-        self.second = WithinUnit()
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)))
-
-
-class SharedModule(Branches):
-    """A module with two parents, both units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.left = self.first.right
-
-
 # ---------------------------------------------------------------- training and state dicts
 
 
@@ -115,12 +92,17 @@ TIES = [
         tokens,
         (nn.Embedding, nn.Linear, nn.LayerNorm, Block),
     ),
-    Case("siblings", functools.partial(Branches, tied=True), vectors, (Branch, Leaf)),
-    Case("three users", ThreeUsers, vectors, (Branch, Leaf)),
-    Case("used by the root", UsedByRoot, vectors, (Branch, Leaf)),
-    Case("within a unit", Autoencoders, vectors, (WithinUnit,)),
-    Case("shared module that is a unit", SharedModule, vectors, (Branch, Leaf)),
-    Case("shared module that is no unit", SharedModule, vectors, (Branch,)),
+    Case("siblings", _siblings, vectors, (Branch, Leaf)),
+    Case("three users", _three_users, vectors, (Branch, Leaf)),
+    Case("used by the root", _used_by_root, vectors, (Branch, Leaf)),
+    Case(
+        "within a unit",
+        lambda: nn.Sequential(WithinUnit(), WithinUnit(), nn.Linear(7, 3)),
+        vectors,
+        (WithinUnit,),
+    ),
+    Case("shared module that is a unit", _shared_module, vectors, (Branch, Leaf)),
+    Case("shared module that is no unit", _shared_module, vectors, (Branch,)),
 ]
 
 

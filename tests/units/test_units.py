@@ -14,20 +14,10 @@ from torch.distributed import fsdp
 from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
-from tests.models import CASES, Case, Mlp, vectors
-from tests.oracle import OPTIMIZERS, assert_same_state, train, train_steps, trainable
+from tests.models import CASES, Case, Mlp, Residual, vectors
+from tests.oracle import assert_same_state, sgd, train, train_steps
 
 pytestmark = pytest.mark.by_turns
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(256, 768)
-        self.down = nn.Linear(768, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Wide(nn.Module):
@@ -36,7 +26,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 256)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Residual(256, 768), Residual(256, 768)])
         self.layers[1].up.requires_grad_(False)
         self.head = nn.Linear(256, 3)
 
@@ -45,19 +35,6 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-WIDE = Case("wide", Wide, vectors)
-
-
-def trains_right(model: ShardedWrapper, case: Case, rank: int, world_size: int) -> None:
-    train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=3)
-    expected = train(case, world_size, steps=3).state
-    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
-
-
-def unit_names(model: nn.Module) -> list[str]:
-    return [wrapper._sharded_unit.name for wrapper in sharded_modules(model)]
 
 
 def table(model: ShardedWrapper) -> dict[str, list[str]]:
@@ -69,14 +46,6 @@ def table(model: ShardedWrapper) -> dict[str, list[str]]:
 
 
 # ---------------------------------------------------------------- "auto"
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@on_ranks(2)
-def test_auto_trains_right(rank: int, world_size: int, strategy: str) -> None:
-    model = ShardedWrapper(WIDE.model(), auto_wrap_policy="auto", sharding_strategy=strategy)
-    assert unit_names(model) == ["", "layers.0", "layers.1"]
-    trains_right(model, WIDE, rank, world_size)
 
 
 @on_ranks(2)
@@ -99,7 +68,7 @@ def test_report(rank: int, world_size: int) -> None:
         mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
         collectives="sockets",
     )
-    reason = "policy 'auto': one of 2 repeated Layer"
+    reason = "policy 'auto': one of 2 repeated Residual"
     layer = 2 * 256 * 768 + 256 + 768
     # 2 bytes each: the gathered parameters are bfloat16
     size = f"{2 * layer / 1024:.1f} KiB"
@@ -122,8 +91,8 @@ def test_report(rank: int, world_size: int) -> None:
             ),
             *("FULL_SHARD", "2", "sockets", "root: what is left"),
         ],
-        "layers.0": ["Layer", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
-        "layers.1": ["Layer", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
+        "layers.0": ["Residual", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
+        "layers.1": ["Residual", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
         "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
@@ -198,7 +167,9 @@ def test_enable_wrap(rank: int, world_size: int, source: str) -> None:
         ("fc2", "NO_SHARD"),
     ]
     assert not sharded_modules(HandMade())
-    trains_right(model, HAND_MADE, rank, world_size)
+    train_steps(model, sgd(model), HAND_MADE, rank, world_size, steps=3)
+    expected = train(HAND_MADE, world_size, steps=3).state
+    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
     for converted in (model.float(), copy.deepcopy(model)):
         with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight'"):
             converted.fc1.module.weight.share_memory_()

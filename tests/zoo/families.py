@@ -296,24 +296,28 @@ AUDIO: dict[str, dict[str, Any]] = {
 def _transformers() -> dict[str, Model]:
     found = {}
     for table, inputs in (
-        (DECODERS, _words),
-        (ENCODERS, _words),
-        (ENCODER_DECODERS, _words_and_words),
-        (VISION, _pixels),
-        (AUDIO, None),
+        (DECODERS, "input_ids"),
+        (ENCODERS, "input_ids"),
+        (ENCODER_DECODERS, "input_ids decoder_input_ids"),
+        (VISION, "pixel_values"),
+        (AUDIO, ""),
     ):
         for name, keywords in table.items():
             made = functools.partial(_from_config, name, keywords)
-            found[name] = Model(made, inputs or functools.partial(_sound, name))
-    for name, made, inputs in (
-        ("CLIPModel", _clip_model, _words_and_pixels),
-        ("SiglipModel", _siglip_model, _words_and_pixels),
-        ("ViltModel", functools.partial(_from_config, "ViltModel", {}), _vilt),
-        ("LlavaForConditionalGeneration", _llava, _llava_inputs),
-        ("Blip2ForConditionalGeneration", _blip2, _blip2_inputs),
-        ("VisionEncoderDecoderModel", _captions, _captions_inputs),
+            draw = functools.partial(_given, inputs) if inputs else functools.partial(_sound, name)
+            found[name] = Model(made, draw)
+    both = "input_ids pixel_values"
+    clip = functools.partial(_two_towers, "CLIP", projection_dim=16)
+    vilt = functools.partial(_from_config, "ViltModel", {})
+    for name, made, inputs, images in (
+        ("CLIPModel", clip, both, 0),
+        ("SiglipModel", functools.partial(_two_towers, "Siglip"), both, 0),
+        ("ViltModel", vilt, f"{both} pixel_mask", 0),
+        ("LlavaForConditionalGeneration", _llava, both, 16),
+        ("Blip2ForConditionalGeneration", _blip2, both, 4),
+        ("VisionEncoderDecoderModel", _captions, "pixel_values decoder_input_ids", 0),
     ):
-        found[name] = Model(made, inputs)
+        found[name] = Model(made, functools.partial(_given, inputs, images))
     return {f"transformers/{name}": model for name, model in found.items()}
 
 
@@ -341,28 +345,15 @@ def _from_config(name: str, keywords: dict[str, Any]) -> nn.Module:
     return kind(config_of(kind.config_class.__name__, keywords))
 
 
-def _text(name: str = "LlamaConfig", **keywords: Any) -> Any:
-    return config_of(name, {**HEADS, **keywords} if name == "LlamaConfig" else keywords)
-
-
-def _clip_model() -> nn.Module:
+def _two_towers(kind: str, **keywords: Any) -> nn.Module:
     import transformers
 
-    text, vision = config_of("CLIPTextConfig", {}), config_of("CLIPVisionConfig", {})
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16
-        )
-    )
-
-
-def _siglip_model() -> nn.Module:
-    import transformers
-
-    text, vision = config_of("SiglipTextConfig", {}), config_of("SiglipVisionConfig", {})
-    return transformers.SiglipModel(
-        transformers.SiglipConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
-    )
+    towers = {
+        f"{part.lower()}_config": config_of(f"{kind}{part}Config", {}).to_dict()
+        for part in ("Text", "Vision")
+    }
+    config = getattr(transformers, f"{kind}Config")(**towers, **keywords)
+    return getattr(transformers, f"{kind}Model")(config)
 
 
 def _llava() -> nn.Module:
@@ -370,7 +361,7 @@ def _llava() -> nn.Module:
 
     config = transformers.LlavaConfig(
         vision_config=config_of("CLIPVisionConfig", {}),
-        text_config=_text(),
+        text_config=config_of("LlamaConfig", HEADS),
         image_token_index=63,
         vision_feature_layer=-1,
     )
@@ -399,47 +390,24 @@ def _captions() -> nn.Module:
     return transformers.VisionEncoderDecoderModel(config=config)
 
 
-def _ids(low: int = 2, high: int = 60) -> Tensor:
-    return torch.randint(low, high, (ROWS, WORDS))
+def _ids() -> Tensor:
+    return torch.randint(2, 60, (ROWS, WORDS))
 
 
-def _pixel_values() -> Tensor:
-    return torch.rand(ROWS, 3, 32, 32)
+DRAWN: dict[str, Callable[[], Tensor]] = {
+    **dict.fromkeys(("input_ids", "decoder_input_ids"), _ids),
+    "pixel_values": lambda: torch.rand(ROWS, 3, 32, 32),
+    "pixel_mask": lambda: torch.ones(ROWS, 32, 32, dtype=torch.int64),
+}
 
 
-def _words() -> Inputs:
-    return (), {"input_ids": _ids()}
-
-
-def _words_and_words() -> Inputs:
-    return (), {"input_ids": _ids(), "decoder_input_ids": _ids()}
-
-
-def _pixels() -> Inputs:
-    return (), {"pixel_values": _pixel_values()}
-
-
-def _words_and_pixels() -> Inputs:
-    return (), {"input_ids": _ids(), "pixel_values": _pixel_values()}
-
-
-def _vilt() -> Inputs:
-    ones = torch.ones(ROWS, 32, 32, dtype=torch.int64)
-    return (), {"input_ids": _ids(), "pixel_values": _pixel_values(), "pixel_mask": ones}
-
-
-def _llava_inputs() -> Inputs:
-    ids = torch.cat([torch.full((ROWS, 16), 63), _ids()], 1)
-    return (), {"input_ids": ids, "pixel_values": _pixel_values()}
-
-
-def _blip2_inputs() -> Inputs:
-    ids = torch.cat([torch.full((ROWS, 4), 63), _ids()], 1)
-    return (), {"input_ids": ids, "pixel_values": _pixel_values()}
-
-
-def _captions_inputs() -> Inputs:
-    return (), {"pixel_values": _pixel_values(), "decoder_input_ids": _ids()}
+def _given(names: str, images: int = 0) -> Inputs:
+    """These keywords, in this order; so many tokens that stand for an image are before the text."""
+    given = {name: DRAWN[name]() for name in names.split()}
+    if images:
+        marks = torch.full((ROWS, images), 63)
+        given["input_ids"] = torch.cat([marks, given["input_ids"]], 1)
+    return (), given
 
 
 def _sound(name: str) -> Inputs:
