@@ -26,15 +26,15 @@ from flatshard.state.model_state import StateDictOptions
 # value than None or False, rank 0 warns.
 IGNORED = {
     "use_orig_params": "parameters keep their names and shapes",
-    "bucket_cap_mb": "there are no buckets; auto_wrap_policy makes units",
-    "bucket_cap_mb_list": "there are no buckets; auto_wrap_policy makes units",
+    "bucket_cap_mb": "gradients are reduced by unit, not by bucket",
+    "bucket_cap_mb_list": "gradients are reduced by unit, not by bucket",
     "find_unused_parameters": "unused parameters are always found",
     "check_reduction": "reductions are always checked",
-    "gradient_as_bucket_view": "gradients are always views of flat storage",
-    "static_graph": "the order of units is always recorded",
+    "gradient_as_bucket_view": "gradients are always views of a flat tensor",
+    "static_graph": "flatshard always records the order of units",
     "skip_all_reduce_unused_params": "units that no rank used are never reduced",
     "batched_grad_copy": "gradients are copied on arrival, while backward runs",
-    "lazy_bucket_allocation": "gradient buffers exist only from first gradient to reduction",
+    "lazy_bucket_allocation": "gradient buffers are allocated when the first gradient arrives",
     "shard_placement_fn": "flat parameters are split into equal ranges",
 }
 
@@ -43,8 +43,8 @@ IGNORED = {
 REFUSED = {
     "dim": "inputs are not scattered, so dim can only be 0",
     "delay_all_reduce_named_params": "make these parameters' module a unit of its own instead",
-    "param_to_hook_all_reduce": "reductions start when a unit is complete",
-    "dp_mesh_dims": "pass these dimensions of the mesh, such as mesh['dp']",
+    "param_to_hook_all_reduce": "a unit is reduced when its gradients are complete",
+    "dp_mesh_dims": "pass these dimensions of the mesh, such as device_mesh=mesh['dp']",
 }
 
 # For keywords in IGNORED or REFUSED, the value that causes no warning or error; by default, False.
@@ -84,7 +84,7 @@ _MISSING = {
     "use `optim_state_dict_to_load`": (
         "scatter_full_optim_state_dict shard_full_optim_state_dict flatten_sharded_optim_state_dict"
     ),
-    "names are those of the unwrapped model": "rekey_optim_state_dict",
+    "state dicts have the unwrapped model's names": "rekey_optim_state_dict",
     "use `.module`": "_fsdp_wrapped_module",
     "use `parameters()`": "params",
     "use `step_report()`": "training_state",
@@ -94,7 +94,7 @@ _MISSING = {
     "choose `sharding_strategy` or `reshard_after_forward` when wrapping": (
         "set_reshard_after_forward set_reshard_after_backward"
     ),
-    "units unshard by themselves, in the recorded order; parameters: `summon_full_params`": (
+    "units unshard automatically; to read full parameters, use `summon_full_params`": (
         "unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch"
         " set_unshard_in_backward"
     ),
@@ -107,7 +107,7 @@ _MISSING = {
         "set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm set_post_optim_event"
         " set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group"
     ),
-    "gradients are averages: scale the loss": (
+    "gradients are averages over ranks; to change the factor, scale the loss": (
         "set_gradient_divide_factor set_reduce_scatter_divide_factor"
         " set_force_sum_reduction_for_comms"
     ),
