@@ -236,6 +236,17 @@ COUNTED_BY = {
     "resumed_optimizers": "package",
 }
 """Files whose verdicts the page counts, and the column that makes the rows of its table."""
+READABLE = {
+    "implementation": "runs with",
+    "wrapped by": "programs wrapped by",
+    "package": "optimizers of",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "--wrap": "`flatshard try --wrap`",
+    "-": "nothing",
+}
+"""How the page's tables show the names of columns and values; other names stay as they are."""
 
 # ---------------------------------------------------------------- tables
 
@@ -282,9 +293,9 @@ def counts(rows: Sequence[Row], column: str) -> list[str]:
     orders = [VERDICT_COLUMNS.get(one["verdict"], one["verdict"]) for one in rows]
     titles = [one for one in dict.fromkeys((*VERDICT_COLUMNS.values(), *orders)) if one in orders]
     found = Counter((one[column], verdict) for one, verdict in zip(rows, orders, strict=True))
-    lines = [[column, *titles], ["---"] * (len(titles) + 1)]
+    lines = [[READABLE.get(column, column), *titles], ["---"] * (len(titles) + 1)]
     for name in dict.fromkeys(one[column] for one in rows):
-        lines.append([name, *(str(found[name, title]) for title in titles)])
+        lines.append([READABLE.get(name, name), *(str(found[name, title]) for title in titles)])
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
@@ -295,8 +306,9 @@ def updated(page: str) -> str:
         dates, commits, torches = (
             sorted({one[column] for one in rows}) for column in ("date", "commit", "torch")
         )
-        runs = f"{' and '.join(dates)} ({', '.join(commits)}; torch {', '.join(torches)})"
-        about = f"[{len(rows):,} rows](evidence/{name}.csv) of {runs}:"
+        of_commits = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
+        runs = f"{' and '.join(dates)} ({of_commits}, torch {' and '.join(torches)})"
+        about = f"Verdicts of [{len(rows):,} runs](evidence/{name}.csv) on {runs}:"
         page = replaced(page, name, "\n".join([about, "", *counts(rows, column)]))
     return page
 
