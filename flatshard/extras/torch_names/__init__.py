@@ -29,7 +29,7 @@ IGNORED = {
     "bucket_cap_mb": "gradients are reduced by unit, not by bucket",
     "bucket_cap_mb_list": "gradients are reduced by unit, not by bucket",
     "find_unused_parameters": "unused parameters are always found",
-    "check_reduction": "reductions are always checked",
+    "check_reduction": "missing reductions are always detected",
     "gradient_as_bucket_view": "gradients are always views of a flat tensor",
     "static_graph": "flatshard always records the order of units",
     "skip_all_reduce_unused_params": "units that no rank used are never reduced",
@@ -75,7 +75,7 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
 # Keys: the advice in the error for all of these methods.
 _MISSING = {
     "use `with model.join():`": "join_hook join_device join_process_group",
-    "one process trains on one device": "scatter gather",
+    "each process has one device, so nothing is scattered": "scatter gather",
     "move inputs yourself: x.to(device)": "to_kwargs",
     "backward() always finishes its reductions": (
         "finalize_backward require_manual_backward_finalization should_finalize_after_backward"
