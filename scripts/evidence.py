@@ -237,9 +237,9 @@ COUNTED_BY = {
 }
 """Files whose verdicts the page counts, and the column that makes the rows of its table."""
 READABLE = {
-    "implementation": "runs with",
-    "wrapped by": "programs wrapped by",
-    "package": "optimizers of",
+    "implementation": "number of runs with",
+    "wrapped by": "number of programs wrapped by",
+    "package": "number of runs with optimizers of",
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
