@@ -73,7 +73,10 @@ def keep(pid: int, client: socket.socket, files: list[int]) -> NoReturn:
         os.close(number)
     end = os.pidfd_open(pid)
     while end not in select.select([client, end], [], [])[0]:
-        for number in client.recv(100) or [signal.SIGKILL]:
+        numbers = b""
+        with contextlib.suppress(OSError):  # the client was killed
+            numbers = client.recv(100)
+        for number in numbers or [signal.SIGKILL]:
             os.kill(pid, number)  # nobody has waited for the process yet, so the id is valid
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # the client was killed
