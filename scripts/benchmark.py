@@ -113,10 +113,6 @@ def wrap_flatshard(model: GPT, args: argparse.Namespace, **more: Any) -> nn.Modu
     )
 
 
-def wrap_ddp(model: GPT, args: argparse.Namespace) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
 def wrap_fsdp1(model: GPT, args: argparse.Namespace) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -144,16 +140,12 @@ def wrap_fsdp2(model: GPT, args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def leave_plain(model: GPT, args: argparse.Namespace) -> nn.Module:
-    return model
-
-
 IMPLEMENTATIONS: dict[str, Callable[[GPT, argparse.Namespace], nn.Module]] = {
     "flatshard": wrap_flatshard,
-    "ddp": wrap_ddp,
+    "ddp": lambda model, args: nn.parallel.DistributedDataParallel(model),
     "fsdp1": wrap_fsdp1,
     "fsdp2": wrap_fsdp2,
-    "compute": leave_plain,
+    "compute": lambda model, args: model,
     # Transports that flatshard does not choose by itself if all ranks are on one host.
     "flatshard-sockets": functools.partial(wrap_flatshard, collectives="sockets"),
     "flatshard-native": functools.partial(wrap_flatshard, collectives="native"),
@@ -401,8 +393,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-20m", help="model to train (default: gpt-20m)")
-    names = f"implementations, separated by commas, of {', '.join(IMPLEMENTATIONS)}"
-    add("--impl", default=",".join(USUAL), help=f"{names} (default: {','.join(USUAL)})")
+    parser.add_names("--impl", IMPLEMENTATIONS, "implementations", USUAL)
     parser.add_number("--world-size", 2, "ranks of each implementation")
     parser.add_number("--rounds", 5, "number of rounds")
     parser.add_number("--steps", 5, "steps of each implementation per round")
@@ -414,9 +405,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_number("--threads", 1, "CPU threads of each rank")
     parser.add_json()
     args = parser.parse_args(arguments)
-    args.impl = args.impl.split(",")
-    if unknown := set(args.impl) - set(IMPLEMENTATIONS):
-        parser.error(f"--impl: {', '.join(unknown)}: choose from {', '.join(IMPLEMENTATIONS)}")
     lack = {"SHARD_OP": {"fsdp1", "fsdp2"}, "NO_SHARD": {"fsdp2"}}
     if others := lack.get(args.strategy, set()) & set(args.impl):
         names = ", ".join(sorted(others))
@@ -434,18 +422,14 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     plain = plain_loss(args)
     figures = summarize(run(args), plain, args)
-    show(
-        f"{args.preset}: {figures['parameters']:,} parameters, {args.world_size} ranks on "
-        f"{'cuda' if args.cuda else 'cpu'}, {args.strategy}",
-        rows_of(figures),
-    )
+    where = f"{args.world_size} ranks on {'cuda' if args.cuda else 'cpu'}, {args.strategy}"
+    show(f"{args.preset}: {figures['parameters']:,} parameters, {where}", rows_of(figures))
     write_json(args.json, figures)
     most = TOLERANCES[args.mixed_precision] * abs(plain)
     for name, row in figures["implementations"].items():
         if row["loss"] is not None and not row["loss_difference"] <= most:
-            sys.exit(
-                f"error: {name}'s loss is {row['loss']:.6f}, the unwrapped model's {plain:.6f}"
-            )
+            losses = f"{row['loss']:.6f}, the unwrapped model's {plain:.6f}"
+            sys.exit(f"error: {name}'s loss is {losses}")
 
 
 if __name__ == "__main__":

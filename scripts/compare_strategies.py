@@ -29,18 +29,12 @@ from train_transformer import (
     wrap_model,
 )
 
-from flatshard import collectives
+from flatshard import ShardingStrategy, collectives
 
 WAYS: dict[str, dict[str, Any]] = {
     "DDP": {"ddp": True},
-    "NO_SHARD": {"strategy": "NO_SHARD"},
-    "SHARD_OP": {"strategy": "SHARD_OP"},
-    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
-    "FULL_SHARD": {"strategy": "FULL_SHARD"},
+    **{one.name: {"strategy": one.name} for one in ShardingStrategy},
     "FULL_SHARD, bf16": {"strategy": "FULL_SHARD", "bf16": True},
-    "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},
-    "HYBRID_SHARD_ZERO2": {"strategy": "HYBRID_SHARD_ZERO2"},
-    "HYBRID_SHARD_OP": {"strategy": "HYBRID_SHARD_OP"},
 }
 """HYBRID strategies are compared if the ranks form two nodes, or can be split into two."""
 
@@ -165,8 +159,7 @@ def draw(about: dict[str, Any], path: Path) -> None:
         "gradients": "gradient_bytes",
         "unsharded parameters": "kept_gathered_bytes",
     }
-    left = [0.0] * len(ways)
-    names = list(ways)
+    left, names = [0.0] * len(ways), list(ways)
     for label, key in kinds.items():
         sizes = [row[key] / 2**20 for row in ways.values()]
         if any(sizes):
@@ -174,10 +167,8 @@ def draw(about: dict[str, Any], path: Path) -> None:
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     rest = [row["peak_bytes"] / 2**20 - at for row, at in zip(ways.values(), left, strict=True)]
     axes.barh(names, rest, left=left, label="peak of a step", **PEAK)
-    for index, row in enumerate(ways.values()):
-        axes.text(
-            row["peak_bytes"] / 2**20, index, f" {row['peak_bytes'] / 2**20:.0f}", va="center"
-        )
+    for index, peak in enumerate(row["peak_bytes"] / 2**20 for row in ways.values()):
+        axes.text(peak, index, f" {peak:.0f}", va="center")
     axes.invert_yaxis()
     size = f"{about['parameters'] / 1e6:.1f} M parameters"
     axes.set_xlabel(f"MiB on each of {about['world_size']} ranks; {size}, fp32 AdamW")

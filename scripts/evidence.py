@@ -336,9 +336,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="entries to run, or parts of their names")
     parser.add_argument("--impl", nargs="+", choices=SIDES, default=SIDES, help="of idioms")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds (default: 60)")
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="of idioms and optimizers (default: 2)"
-    )
+    parser.add_number("--ranks", 2, "of idioms and optimizers")
     parser.add_argument("--write", action="store_true", help="into docs/evidence/NAME.csv")
     options = parser.parse_args()
     if options.registry != "page":

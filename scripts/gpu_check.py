@@ -57,31 +57,21 @@ def part_probe(place: Place, args: argparse.Namespace) -> Outcome:
     return Outcome(PASS if sums == [place.ranks] * place.ranks else FAIL, f"sums {sums}")
 
 
-PARTS: dict[str, Callable[[Place, argparse.Namespace], Outcome]] = {
-    "nccl": part_ranks,
-    "gloo": part_ranks,
-    "fake": part_fake,
-    "sync": part_sync,
-    "overlap": part_overlap,
-    "diverge": part_diverge,
-}
-
-
 # Limits in seconds. On a GPU, most of the time goes into starting processes and loading libraries.
-LIMITS_OF_PARTS = {
-    "probe": 45,
-    "nccl": 230,
-    "gloo": 110,
-    "fake": 150,
-    "sync": 60,
-    "overlap": 75,
-    "diverge": 75,
+PARTS: dict[str, tuple[Callable[[Place, argparse.Namespace], Outcome], int]] = {
+    "nccl": (part_ranks, 230),
+    "gloo": (part_ranks, 110),
+    "fake": (part_fake, 150),
+    "sync": (part_sync, 60),
+    "overlap": (part_overlap, 75),
+    "diverge": (part_diverge, 75),
 }
+PROBE = part_probe, 45
 
 
 def work(args: argparse.Namespace) -> None:
     """Run one part in this process, and write the outcome to a file for the parent process."""
-    part = part_probe if args.worker == "probe" else PARTS[args.worker]
+    part, _ = PARTS.get(args.worker, PROBE)
     place = Place(args.device, args.backend, args.ranks)
     try:
         outcome = part(place, args)
@@ -93,7 +83,7 @@ def work(args: argparse.Namespace) -> None:
 
 def run_part(name: str, place: Place, args: argparse.Namespace, seconds: float) -> Outcome:
     """Run a part in new processes, and kill all of them at the part's time limit."""
-    limit = min(LIMITS_OF_PARTS[name], seconds)
+    limit = min(PARTS.get(name, PROBE)[1], seconds)
     if limit < 5:
         return Outcome(SKIP, "no time left: raise --minutes")
     with tempfile.TemporaryDirectory() as folder:
@@ -176,14 +166,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line. Exits with status 2 if an option is wrong."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="parts to run, separated by commas (default: all)")
+    parser.add_names("--parts", PARTS, "parts to run")
     add("--minutes", type=float, default=8, help="time limit for all parts together (default: 8)")
-    add(
-        "--ranks",
-        type=int,
-        default=0,
-        help="number of ranks on one GPU or on the CPU (default: 4 on a GPU, 2 on the CPU)",
-    )
+    which = "ranks on one GPU or on the CPU; 0: 4 on a GPU, 2 on the CPU"
+    parser.add_number("--ranks", 0, which, low=0)
     add("--quick", action="store_true", help="nccl and gloo: try only FULL_SHARD")
     add("--json", type=output_file, metavar="PATH", help="write all figures to PATH")
     add("--trace", type=output_file, metavar="PATH", help="write the profile of `overlap` to PATH")
@@ -193,12 +179,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help=argparse.SUPPRESS)
     add("--why-no-nccl", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if args.minutes <= 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")
-    if not args.worker and (args.ranks < 0 or args.ranks == 1):
+    if not args.worker and args.ranks == 1:
         parser.error(f"--ranks must be at least 2, got {args.ranks}")
     args.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return args

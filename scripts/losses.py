@@ -10,24 +10,21 @@ embedding, for each strategy, transport, precision and policy.
 import functools
 import os
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser, stop
 from lib.gpt import GPT, Block, Preset, loss_of
 
-from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 STEPS, BATCH = 4, 4
 SHAPE = Preset(layers=4, width=48, heads=4, vocabulary=97, sequence=16)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-STRATEGIES = (
-    *("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD"),
-    *("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP"),
-)
-WAYS = {name: {"sharding_strategy": name} for name in STRATEGIES}
+WAYS: dict[str, Any] = {one.name: {"sharding_strategy": one.name} for one in ShardingStrategy}
 WAYS |= {
     "FULL_SHARD, k=2": {"reshard_after_forward": 2},
     "sockets": {"collectives": "sockets"},

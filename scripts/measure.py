@@ -40,11 +40,6 @@ def parse_args(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
     parser.add_json("the rows")
     args = parser.parse_args(arguments)
     for name, default in module.OPTIONS.items():
-        if isinstance(default, list):
-            setattr(args, name, getattr(args, name).split(","))
-            if unknown := set(getattr(args, name)) - set(default):
-                known = f"choose from {', '.join(default)}"
-                parser.error(f"--{name.replace('_', '-')}: {', '.join(unknown)}: {known}")
         if isinstance(default, Path) and not getattr(args, name).is_dir():
             parser.error(f"--{name}: not a directory: {getattr(args, name)}")
     if not Path("/proc/self/clear_refs").exists():

@@ -11,7 +11,7 @@ weights bit for bit. By default rank 0 has an engine; with --engines all, every 
 import argparse
 import hashlib
 from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.managers import BaseManager
 from typing import Any
 
 import torch
@@ -27,14 +27,14 @@ from flatshard.wrap import ModuleWrapPolicy
 VOCABULARY, WIDTH, LENGTH, GOOD = 16, 32, 12, 3
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.hidden = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.out = nn.Linear(4 * WIDTH, WIDTH)
+        wide = 4 * WIDTH
+        layers = nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)
+        super().__init__(nn.LayerNorm(WIDTH), *layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.relu(self.hidden(self.norm(x))))
+        return x + super().forward(x)
 
 
 def policy() -> nn.Sequential:
@@ -77,39 +77,28 @@ class Engine:
         return digest(self.state)
 
 
-def serve(pipe: Connection, seed: int) -> None:
-    """Call the methods of an engine that arrive through ``pipe``, and send back the results."""
+class Engines(BaseManager):
+    """Starts a process with an engine. Tensors go there and back in shared memory."""
+
+
+Engines.register("Engine", Engine)
+
+
+def prepare(seed: int) -> None:
+    """In the process of an engine."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    engine = Engine()
-    while True:
-        method, *arguments = pipe.recv()
-        pipe.send(getattr(engine, method)(*arguments))
-
-
-class EngineProcess:
-    """An engine in its own process. Tensors go there and back in shared memory."""
-
-    def __init__(self, seed: int) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, seed), daemon=True).start()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self._pipe.send((method, *arguments))
-        return self._pipe.recv()
 
 
 # ---------------------------------------------------------------- the trainer
 
 
-def hand_over(model: nn.Module, engine: EngineProcess | None, args: argparse.Namespace) -> None:
+def hand_over(model: nn.Module, engine: Any, args: argparse.Namespace) -> None:
     """Give the engine all weights. Collective: all ranks, also those without an engine."""
     ranks = "all" if args.engines == "all" else 0
     for bucket in flatshard.full_tensors(model, bucket_bytes=args.bucket_bytes, ranks=ranks):
-        assert engine is not None
         # The call returns when the engine has copied the bucket, so no tensor is kept.
-        engine.call("load_weights", bucket)
+        engine.load_weights(bucket)
 
 
 def train(args: argparse.Namespace) -> list[float]:
@@ -118,15 +107,19 @@ def train(args: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     model = ShardedWrapper(policy(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    engine = EngineProcess(seed=rank) if rank == 0 or args.engines == "all" else None
+    engine: Any = None
+    if rank == 0 or args.engines == "all":
+        engines: Any = Engines(ctx=mp.get_context("spawn"))
+        engines.start(prepare, (rank,))
+        engine = engines.Engine()
     rewards = []
     for step in range(args.steps):
         hand_over(model, engine, args)
         state = model.state_dict()  # on all ranks
         tokens = torch.zeros(args.batch, LENGTH, dtype=torch.long)
         if engine is not None:
-            assert engine.call("digest") == digest(state), "the engine has other weights"
-            tokens = engine.call("generate", torch.zeros(args.batch, 1, dtype=torch.long))
+            assert engine.digest() == digest(state), "the engine has other weights"
+            tokens = engine.generate(torch.zeros(args.batch, 1, dtype=torch.long))
         if args.engines == "one":
             dist.broadcast(tokens, src=0)
         reward = (tokens[:, 1:] == GOOD).float()

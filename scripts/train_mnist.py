@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lib import mnist_data, training_job
 from lib.rank_memory import memory_of_ranks
-from lib.training_job import mean_over_ranks, rows_per_rank, say
+from lib.training_job import mean_over_ranks, rows_per_rank, say, share_of_rank
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -90,15 +90,10 @@ def evaluate(model: nn.Module, dataset: TensorDataset, device: torch.device) -> 
     """Returns the average loss and the number of correct answers. Collective."""
     model.eval()
     images, labels = dataset.tensors
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # A sharded forward is collective, so every rank must call forward equally often, even if the
-    # samples do not divide evenly. All ranks take a share of the largest size. Indices past the end
-    # are masked out, so each sample is counted once.
-    places = torch.arange(-(-len(labels) // world_size)) * world_size + rank
     totals = torch.zeros(2, dtype=torch.double, device=device)
-    for batch in places.split(TEST_BATCH // world_size):
-        real = (batch < len(labels)).to(device)
-        batch = batch.clamp(max=len(labels) - 1)
+    size = TEST_BATCH // dist.get_world_size()
+    for batch, is_counted in share_of_rank(len(labels), size):
+        real = is_counted.to(device)
         output, target = model(images[batch].to(device)), labels[batch].to(device)
         totals[0] += F.nll_loss(output, target, reduction="none")[real].sum()
         totals[1] += (output.argmax(dim=1) == target)[real].sum()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lib import training_job
 from lib.gpt import GPT, Block, Preset
-from lib.training_job import mean_over_ranks, rows_per_rank, say
+from lib.training_job import mean_over_ranks, rows_per_rank, say, share_of_rank
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
@@ -144,17 +144,12 @@ def test_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: 
     """Returns the mean loss on fixed rows, which do not depend on the world size. Collective."""
     model.eval()
     rows = rows_of(text, 0, TEST_ROWS, args.context)
-    # A sharded forward is collective, so every rank must call forward equally often, even if the
-    # rows do not divide evenly. All ranks take a share of the largest size. Indices past the end
-    # are not counted.
-    world_size = dist.get_world_size()
-    places = torch.arange(-(-TEST_ROWS // world_size)) * world_size + dist.get_rank()
     total = torch.zeros((), dtype=torch.double, device=device)
-    for batch in places.split(rows_per_rank(args.batch_size) // args.accumulate):
-        is_counted = (batch < TEST_ROWS).to(device)
-        mine = rows[batch.clamp(max=TEST_ROWS - 1)].to(device)
+    size = rows_per_rank(args.batch_size) // args.accumulate
+    for batch, is_counted in share_of_rank(TEST_ROWS, size):
+        mine = rows[batch].to(device)
         losses = loss_of(model, mine, reduction="none").view(len(mine), args.context)
-        total += losses[is_counted].double().sum()
+        total += losses[is_counted.to(device)].double().sum()
     dist.all_reduce(total)
     model.train()
     return total.item() / (TEST_ROWS * args.context)

@@ -20,11 +20,9 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-RUNS: dict[int, socket.socket | None] = {}
-"""For each process id, the connection to the client. None: the client was killed."""
 
 
 def end_with_parent() -> None:
@@ -45,69 +43,45 @@ def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request. Only a forked process returns, with its request and files.
 
-    The server itself stays in this function.
+    The server itself stays in this function. Between the server and a program stays a keeper, the
+    parent of the program.
     """
-    reads, writes = os.pipe()
-    os.set_blocking(reads, False)
-    os.set_blocking(writes, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(writes)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
-        by_file = {client.fileno(): pid for pid, client in RUNS.items() if client}
-        ready, _, _ = select.select([listener, reads, *by_file], [], [])
-        if listener in ready:
-            client, _ = listener.accept()
-            try:
-                request, files = receive(client)
-            except (EOFError, OSError):
-                client.close()
-                continue
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                # `place` will close these files and may reuse their numbers: forget the numbers.
-                for other in (client, listener, *RUNS.values()):
-                    if other:
-                        other.detach()
-                return request, files
-            RUNS[pid] = client
-            for number in files:
-                os.close(number)
-        elif reads in ready:
-            while len(os.read(reads, 100)) == 100:
-                pass
-            tell_ends()
-        else:
-            for number in ready:
-                pass_on(by_file[number])
-
-
-def tell_ends() -> None:
-    while RUNS:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        if client := RUNS.pop(pid):
-            code = os.waitstatus_to_exitcode(status)
-            with client, contextlib.suppress(OSError):  # the client was killed
-                client.send(code.to_bytes(8, "big", signed=True))
-
-
-def pass_on(pid: int) -> None:
-    """Send a process the signals that its client got, or kill it if its client was killed."""
-    client = RUNS[pid]
-    assert client is not None
-    try:
-        numbers = client.recv(100)
-    except OSError:
-        numbers = b""
-    if not numbers:
+        client, _ = listener.accept()
+        if not os.fork():
+            break
         client.close()
-        RUNS[pid] = None
-        numbers = bytes([signal.SIGKILL])
-    for number in numbers:
-        os.kill(pid, number)  # the server has not waited for the process yet, so the id is valid
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, files = receive(client)
+    pid = os.fork()
+    if pid:
+        keep(pid, client, files)
+    # `place` will close these files and may reuse their numbers: forget the numbers.
+    for other in (client, listener):
+        other.detach()
+    return request, files
+
+
+def keep(pid: int, client: socket.socket, files: list[int]) -> NoReturn:
+    """Send a program the signals that its client got, and the client how the program ended.
+
+    If the client was killed, the program is killed.
+    """
+    for number in files:
+        os.close(number)
+    end = os.pidfd_open(pid)
+    while end not in select.select([client, end], [], [])[0]:
+        numbers = b""
+        with contextlib.suppress(OSError):  # the client was killed
+            numbers = client.recv(100)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)  # nobody has waited for the process yet, so the id is valid
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):  # the client was killed
+        client.send(code.to_bytes(8, "big", signed=True))
+    os._exit(0)
 
 
 def place(files: list[int], numbers: list[int]) -> None:

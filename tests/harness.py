@@ -105,11 +105,11 @@ class _Setup:
     """What a rank needs to know before it runs its function."""
 
     rank: int
+    expendable: bool
     world_size: int
     store: str
     group_timeout: float
     init_group: bool
-    expendable: bool
     patience: float | None
     coalesce_bytes: int
 
@@ -212,19 +212,9 @@ def run_ranks(
     ranks: list[_Rank] = []
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        setups = [
-            _Setup(
-                rank,
-                world_size,
-                f"{folder}/store",
-                group_timeout,
-                init_group,
-                rank in expendable,
-                patience,
-                options.COALESCE_BYTES,
-            )
-            for rank in range(world_size)
-        ]
+        store = f"{folder}/store"
+        common = world_size, store, group_timeout, init_group, patience, options.COALESCE_BYTES
+        setups = [_Setup(rank, rank in expendable, *common) for rank in range(world_size)]
         try:
             workers = _kept(kind, fresh) or [_launch(preload) for _ in range(world_size)]
             for worker in workers:
@@ -593,10 +583,9 @@ def _run(setup: _Setup, call: bytes) -> Any:
 
 
 def _init_group(setup: _Setup) -> None:
-    store = dist.FileStore(setup.store, setup.world_size)
     dist.init_process_group(
         "gloo",
-        store=store,
+        store=dist.FileStore(setup.store, setup.world_size),
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=timedelta(seconds=setup.group_timeout),

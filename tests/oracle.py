@@ -5,6 +5,7 @@ norm) or random numbers (dropout), and where the comparison is bitwise, `train_r
 computes each rank's loss alone and adds up their gradients, as an average over ranks does.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -44,49 +45,43 @@ def train(
     optimizer: str = "sgd",
     steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
+    *,
+    by_rank: bool = False,
 ) -> Trained:
     """Train on the rows of all ranks, together or, where that differs, rank by rank."""
-    if not case.row_wise:
-        return train_rank_by_rank(case, world_size, optimizer, steps, dtype)
     model = case.model(dtype)
     optim = OPTIMIZERS[optimizer](trainable(model))
     losses = []
     for step in range(steps):
-        inputs, target = case.batch(step, world_size * ROWS, dtype)
-        loss = loss_of(model(inputs), target)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+        if by_rank or not case.row_wise:
+            losses.append(_backward_by_rank(model, case, step, world_size, dtype))
+        else:
+            inputs, target = case.batch(step, world_size * ROWS, dtype)
+            loss = loss_of(model(inputs), target)
+            loss.backward()
+            losses.append(loss.item())
+        step_and_zero(optim)
     return Trained(snapshot(model), losses)
 
 
-def train_rank_by_rank(
-    case: Case,
-    world_size: int,
-    optimizer: str = "sgd",
-    steps: int = STEPS,
-    dtype: torch.dtype = torch.float64,
-) -> Trained:
-    """Train on each rank's rows in turn, with that rank's random numbers and rank 0's buffers."""
-    model = case.model(dtype)
-    optim = OPTIMIZERS[optimizer](trainable(model))
-    losses = []
-    for step in range(steps):
-        before = [buffer.clone() for buffer in model.buffers()]
-        after = before
-        total = 0.0
-        for rank in range(world_size):
-            set_buffers(model, before)
-            loss = local_loss(model, case, step, rank, world_size, dtype)
-            (loss / world_size).backward()
-            total += loss.item() / world_size
-            after = [buffer.clone() for buffer in model.buffers()] if rank == 0 else after
-        set_buffers(model, after)
-        optim.step()
-        optim.zero_grad()
-        losses.append(total)
-    return Trained(snapshot(model), losses)
+train_rank_by_rank = functools.partial(train, by_rank=True)
+
+
+def _backward_by_rank(
+    model: nn.Module, case: Case, step: int, world_size: int, dtype: torch.dtype
+) -> float:
+    """Each rank's rows in turn, with that rank's random numbers and rank 0's buffers."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    after = before
+    total = 0.0
+    for rank in range(world_size):
+        set_buffers(model, before)
+        loss = local_loss(model, case, step, rank, world_size, dtype)
+        (loss / world_size).backward()
+        total += loss.item() / world_size
+        after = [buffer.clone() for buffer in model.buffers()] if rank == 0 else after
+    set_buffers(model, after)
+    return total
 
 
 def local_loss(
@@ -120,8 +115,7 @@ def train_steps(
     for step in range(steps):
         loss = local_loss(model, case, step, rank, world_size, dtype)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         losses.append(loss.item())
     return losses
 

@@ -6,6 +6,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,44 +85,44 @@ class Program:
 
     def diverge(self, case: str) -> None:
         """Run the part of the program in which rank 0 differs, and then two more training steps."""
-        if case == "a unit is skipped":
-            if self.is_in_barrier:
-                dist.barrier()
-            self.step(skips=self.is_odd)
-        elif case == "an extra forward":
-            if self.is_odd:
-                self.model(self.batch)
-        elif case == "state_dict() on one rank":
-            if self.is_odd:
-                self.model.state_dict()
-        elif case == "clipping on one rank":
+        if case == "out of data" and self.is_odd:
+            return
+        is_in_step = case in ("clipping on one rank", "the norm of a gradient on one rank")
+        if is_in_step:
             self.backward()
-            if self.is_odd:
-                self.model.clip_grad_norm_(1.0)
-            if self.is_in_barrier:
-                dist.barrier()
-            self.optimizer.step()
-        elif case == "the norm of a gradient on one rank":
-            self.backward()
-            if self.is_odd:
-                gradient = next(self.model.parameters()).grad
-                assert gradient is not None
-                gradient.norm().item()
-            self.optimizer.step()
-        elif case == "out of data":
-            if self.is_odd:
-                return
-        elif case == "a rank raises":
-            if self.is_odd:
-                raise ValueError("an error of the program")
-        elif self.is_odd:
-            dist.barrier()
+        if self.is_odd and case in ACTIONS:
+            ACTIONS[case](self)
         if self.is_in_barrier:
             dist.barrier()
+        if case == "a unit is skipped":
+            self.step(skips=self.is_odd)
+        if is_in_step:
+            self.optimizer.step()
         for _ in range(2):
             self.step()
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _raise(program: Program) -> None:
+    raise ValueError("an error of the program")
+
+
+def _take_norm(program: Program) -> None:
+    gradient = next(program.model.parameters()).grad
+    assert gradient is not None
+    gradient.norm().item()
+
+
+ACTIONS: dict[str, Callable[[Program], object]] = {
+    "an extra forward": lambda program: program.model(program.batch),
+    "state_dict() on one rank": lambda program: program.model.state_dict(),
+    "clipping on one rank": lambda program: program.model.clip_grad_norm_(1.0),
+    "the norm of a gradient on one rank": _take_norm,
+    "a rank raises": _raise,
+    "a barrier on one rank": lambda program: dist.barrier(),
+}
+"""Calls of rank 0 that the other ranks do not make."""
 
 
 class Log(logging.Handler):

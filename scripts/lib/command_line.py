@@ -31,11 +31,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         stop(message)
 
-    def add_names(self, option: str, names: Iterable[str], what: str) -> None:
+    def add_names(
+        self, option: str, names: Iterable[str], what: str, default: Iterable[str] = ()
+    ) -> None:
         """Adds an option for some of `names`, separated by commas. All names are the default."""
-        every = ",".join(names)
-        text = f"{what}, separated by commas (default: {every})"
-        self.add_argument(option, default=every, help=text)
+        known, usual = list(names), list(default) or list(names)
+
+        def some(text: str) -> list[str]:
+            if unknown := set(text.split(",")) - set(known):
+                said = f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}"
+                raise argparse.ArgumentTypeError(said)
+            return text.split(",")
+
+        text = f"{what}, separated by commas, of {','.join(known)} (default: {','.join(usual)})"
+        self.add_argument(option, type=some, default=usual, help=text)
 
     def add_number(self, option: str, default: int, what: str, *, low: int = 1) -> None:
         """Adds an option for an integer that is at least `low`."""

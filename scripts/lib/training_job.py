@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def rows_per_rank(batch_size: int, num_micro_batches: int = 1) -> int:
     if batch_size % parts:
         raise ValueError(f"--batch-size {batch_size} cannot be split into {parts} equal parts")
     return batch_size // dist.get_world_size()
+
+
+def share_of_rank(count: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the indices of this rank's share of ``count`` rows, and which of them are counted.
+
+    A sharded forward is collective, so every rank must call forward equally often, even if the rows
+    do not divide evenly. All ranks take a share of the largest size, in parts of ``size``. Indices
+    past the end are not counted, so each row is counted once.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    places = torch.arange(-(-count // world_size)) * world_size + rank
+    for part in places.split(size):
+        yield part.clamp(max=count - 1), part < count
 
 
 def mean_over_ranks(value: Tensor) -> float:

@@ -15,19 +15,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmark import wrap_flatshard, wrap_fsdp2
 from lib.gpt import Block
 from measuring import figures_of_ranks, measured
 from offload import Decoder
 from torch import nn
 
-from flatshard import ShardedWrapper
-from flatshard.wrap import ModuleWrapPolicy
-
 # --------------------------------------------------------------------------------- the three ways
 
 
+# `benchmark.py` wraps blocks with these options.
+USUAL = argparse.Namespace(strategy="FULL_SHARD", bf16=False)
+
+
 def build_flatshard(model: Decoder) -> nn.Module:
-    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    return wrap_flatshard(model, USUAL)
 
 
 def build_fsdp1(model: Decoder) -> nn.Module:
@@ -40,11 +42,7 @@ def build_fsdp1(model: Decoder) -> nn.Module:
 
 
 def build_fsdp2(model: Decoder) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    wrap_fsdp2(model, USUAL)
     model.to_empty(device="cpu")
     for module in model.modules():
         if hasattr(module, "reset_parameters"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -54,8 +55,9 @@ class Tracer:
 
     def __init__(self) -> None:
         self._folder = f"{Path(flatshard.__file__).parent}/"
-        self._functions: dict[str, set[tuple[str, int]]] = {}
-        self._lines: dict[str, set[int]] = {}
+        # By file.
+        self._functions: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+        self._lines: defaultdict[str, set[int]] = defaultdict(set)
 
     def __enter__(self) -> Tracer:
         threading.settrace(self._trace)
@@ -72,19 +74,15 @@ class Tracer:
             return None
         name = code.co_filename.removeprefix(self._folder)
         if event == "call" and not code.co_name.startswith("<"):
-            defined = (code.co_qualname, code.co_firstlineno)
-            self._functions.setdefault(name, set()).add(defined)
+            self._functions[name].add((code.co_qualname, code.co_firstlineno))
         elif event == "line":
-            self._lines.setdefault(name, set()).add(frame.f_lineno)
+            self._lines[name].add(frame.f_lineno)
         return self._trace
 
     def executed(self) -> dict[str, Executed]:
         """Numbers of executed functions and lines, keyed by the file's path in the package."""
-        names = sorted(self._functions.keys() | self._lines.keys())
-        return {
-            name: Executed(len(self._functions.get(name, ())), len(self._lines.get(name, ())))
-            for name in names
-        }
+        sizes = {name: (len(self._functions[name]), len(self._lines[name])) for name in self._lines}
+        return {name: Executed(*sizes[name]) for name in sorted(sizes)}
 
 
 def executed_in_a_step(transport: str) -> dict[str, Executed]:

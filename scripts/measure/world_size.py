@@ -13,58 +13,41 @@ later step: the fake backend copies a chunk for each rank.
 """
 
 import argparse
-import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmark import resident_bytes
-from lib.gpt import Block
+from benchmark import resident_bytes, wrap_flatshard
 from measuring import MIB
 from offload import Decoder
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
-from flatshard import ShardedWrapper, ShardingStrategy, collectives
-from flatshard.wrap import ModuleWrapPolicy
+from flatshard import collectives
 
 TOKENS = 16  # few tokens, so that a step has little arithmetic beside the measured overhead
 RANKS_PER_NODE = 8
 
 
-def wrap_flatshard(model: Decoder, strategy: str) -> nn.Module:
-    return ShardedWrapper(
-        model,
-        dist.group.WORLD,
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-    )
-
-
-def wrap_fsdp2(model: Decoder, strategy: str) -> nn.Module:
+def wrap_fsdp2(model: Decoder, args: argparse.Namespace) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     size = dist.get_world_size()
-    shape = (size // RANKS_PER_NODE, RANKS_PER_NODE) if "HYBRID" in strategy else (size,)
+    shape = (size // RANKS_PER_NODE, RANKS_PER_NODE) if "HYBRID" in args.strategy else (size,)
     mesh = init_device_mesh("cpu", shape)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-WAYS: dict[str, Callable[[Decoder, str], nn.Module]] = {
-    "flatshard": wrap_flatshard,
-    "fsdp2": wrap_fsdp2,
-}
+WAYS: dict[str, Any] = {"flatshard": wrap_flatshard, "fsdp2": wrap_fsdp2}
 
 # ------------------------------------------------------------------------------------- one process
 
@@ -74,6 +57,7 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # deprecation warnings
     torch.manual_seed(0)
+    args.bf16 = False
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)  # for HYBRID strategies
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     model = Decoder(args.layers, args.width, args.vocabulary)
@@ -82,7 +66,7 @@ def measure_rank(way: str, world_size: int, args: argparse.Namespace) -> dict[st
     # Train an unwrapped model first, so that torch's imports and first allocations do not count.
     warm_up = Decoder(1, args.width, args.vocabulary)
     step(warm_up, tokens, torch.optim.SGD(warm_up.parameters(), lr=1e-3, momentum=0.9))
-    wrapped, wrap_seconds = timed(WAYS[way], model, args.strategy)
+    wrapped, wrap_seconds = timed(WAYS[way], model, args)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3, momentum=0.9)
     first, *later = (timed(step, wrapped, tokens, optimizer)[1] for _ in range(1 + args.steps))
     peak = resident_bytes("VmHWM")
@@ -132,10 +116,6 @@ def replay(events: list[collectives.Event]) -> float:
     return time.process_time() - begin
 
 
-def write_figures(_: int, file: str, *arguments: Any) -> None:
-    Path(file).write_text(json.dumps(measure_rank(*arguments)))
-
-
 # ----------------------------------------------------------------------------------------- rows
 
 
@@ -154,8 +134,6 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     rows = []
     for size in map(int, args.world_sizes.split(",")):
         for way in args.impl:
-            with tempfile.TemporaryDirectory() as folder:
-                file = f"{folder}/figures.json"
-                mp.spawn(write_figures, (file, way, size, args))
-                rows.append(json.loads(Path(file).read_text()))
+            with mp.get_context("spawn").Pool(1) as pool:  # a new process for each row
+                rows.append(pool.apply(measure_rank, (way, size, args)))
     return "Rank 0 of N", rows

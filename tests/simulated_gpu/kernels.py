@@ -10,7 +10,6 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ _numbers = itertools.count()
 @ctypes.CFUNCTYPE(None, ctypes.c_long)
 def _compute(number: int) -> None:
     try:
-        with torch.no_grad():
+        with torch.inference_mode():  # a program may have called the kernel in this mode
             _waiting.pop(number)()
     except BaseException:
         traceback.print_exc()
@@ -56,43 +55,17 @@ def _barrier(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _runtime.simulated_leave_out_kernels(0)
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """A tensor on the device, as a kernel knows it."""
-
-    address: int
-    nbytes: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Argument":
-        storage = tensor.untyped_storage()
-        return cls(
-            storage.data_ptr(),
-            storage.nbytes(),
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def on_cpu(self) -> Tensor:
-        """The memory as it is now."""
-        if self.nbytes == 0:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
-        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        flat = flat[: self.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        tensor = flat.as_strided(self.size, self.stride, self.offset)
-        tensor = torch.conj(tensor) if self.is_conj else tensor
-        return torch._neg_view(tensor) if self.is_neg else tensor
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor on the device, as a kernel knows it: its memory as it is when the kernel runs."""
+    storage, dtype = tensor.untyped_storage(), tensor.dtype
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    flat = flat[: storage.nbytes() // dtype.itemsize * dtype.itemsize].view(dtype)
+    found = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    found = torch.conj(found) if tensor.is_conj() else found
+    return torch._neg_view(found) if tensor.is_neg() else found
 
 
 def _is_ours(value: Any) -> bool:
@@ -108,12 +81,8 @@ def _to_meta(value: Any) -> Any:
 
 def _to_argument(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _Argument.of(value) if _is_ours(value) else value.clone()
+        return _on_cpu(value) if _is_ours(value) else value.clone()
     return torch.device("cpu") if _is_ours(value) else value
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.on_cpu() if isinstance(value, _Argument) else value
 
 
 def _widened(value: Any) -> Any:
@@ -122,14 +91,8 @@ def _widened(value: Any) -> Any:
 
 
 _WITHOUT_A_KERNEL = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::is_pinned",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::record_stream",
-    "aten::resize_",
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::is_pinned"),
+    *("aten::new_empty", "aten::new_empty_strided", "aten::record_stream", "aten::resize_"),
     "aten::set_",
 }
 _TELLS_THE_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
@@ -178,7 +141,7 @@ class Kernels(TorchDispatchMode):
             return func(*args, **kwargs)  # a view
         if schema.name in _TELLS_THE_HOST:
             torch.cuda.current_stream().synchronize()
-            found = func(*tree_map(lambda value: _to_cpu(_to_argument(value)), args))
+            found = func(*tree_map(_to_argument, args))
             return found.cuda() if isinstance(found, Tensor) else found
         if schema.name == "aten::copy_":
             return self._copy(*args, **kwargs)
@@ -209,17 +172,14 @@ class Kernels(TorchDispatchMode):
         widen = func._schema.name in _IN_FLOAT32
 
         def compute() -> None:
-            inputs = tree_map(_to_cpu, arguments)
-            if widen:
-                inputs = tree_map(_widened, inputs)
-            found = func(*inputs, **tree_map(_to_cpu, named))
+            inputs = tree_map(_widened, arguments) if widen else arguments
+            found = func(*inputs, **named)
             for place, one in zip(
                 tree_leaves(places), tree_leaves(found if is_many else [found]), strict=True
             ):
-                if isinstance(place, _Argument) and isinstance(one, Tensor):
-                    out = place.on_cpu()
-                    if out.data_ptr() != one.data_ptr():
-                        out.copy_(one.view_as(out))
+                if isinstance(place, Tensor) and isinstance(one, Tensor):
+                    if place.data_ptr() != one.data_ptr():
+                        place.copy_(one.view_as(place))
 
         _push(compute)
         return tuple(outs) if is_many else outs[0]
@@ -247,8 +207,8 @@ class Kernels(TorchDispatchMode):
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         copy = torch.ops.aten.copy_.default
         if _is_ours(to) and _is_ours(source):
-            places = _Argument.of(to), _Argument.of(source)
-            _push(lambda: places[0].on_cpu().copy_(places[1].on_cpu()))
+            places = _on_cpu(to), _on_cpu(source)
+            _push(lambda: places[0].copy_(places[1]))
             return to
         is_plain = (
             to.dtype == source.dtype

@@ -1,28 +1,51 @@
 """Programs for ranks on a simulated GPU: each takes its rank, and returns its error, if any."""
 
 import copy
+import dataclasses
 import os
 import random
 import time
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_checks import divergence
+from gpu_checks import divergence, equality
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d, fsdp
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed import distributed_c10d
 
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint, full_tensors
+from flatshard.engine import forward_edits
 from flatshard.extras.deadlock import gpu
 from flatshard.weights import WeightChanges, apply_changes
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.simulated_gpu.kernels import driver_calls
 
 GPU = torch.device("cuda", 0)
+
+
+def train(rank: int, *cases: str) -> dict[str, Any]:
+    """Train as `scripts/gpu_check.py` does; returns how far rank 0 is off in each of the cases.
+
+    A case is a strategy, a precision and a variant, with commas between.
+    """
+    # It waits for the device in the first forwards, which would hide waits that lack.
+    vars(forward_edits)["checksum"] = lambda buffer: (0, 0)
+    equality.STEPS = 3
+    cpu, off = torch.device("cpu"), []
+    start = dict(equality.make_model(cpu).state_dict())
+    for text in cases:
+        case = equality.Case(*text.split(","))
+        trained = equality.train_sharded(case, rank, GPU)
+        if rank == 0:
+            expected = equality.train_plain(case, dist.get_world_size(), cpu)
+            off.append(dataclasses.asdict(equality.compare(trained, expected, start)))
+        # When a tensor of a state dict is freed, flatshard compares it with the shard, on the GPU.
+        del trained
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    return {"error": "", "off": off}
 
 
 DRIVER_CALLS = (
@@ -34,7 +57,7 @@ DRIVER_CALLS = (
 def call_driver(rank: int, kind: str, number: str) -> dict[str, Any]:
     """Count the calls of the driver in forward and backward with a ``number`` of blocks.
 
-    ``kind``: "plain", "flatshard" or "fsdp1", which both train in bfloat16.
+    ``kind``: "plain", or "flatshard", which trains in bfloat16.
     """
     blocks = [
         nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -46,16 +69,6 @@ def call_driver(rank: int, kind: str, number: str) -> dict[str, Any]:
         policy = CustomPolicy(lambda module: module in blocks)
         model = ShardedWrapper(
             model, auto_wrap_policy=policy, mixed_precision=precision, coalesce_bytes=0
-        )
-    elif kind == "fsdp1":
-        mixed = fsdp.MixedPrecision(torch.bfloat16, torch.float32)
-        wraps = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in blocks)
-        model = fsdp.FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=wraps,
-            mixed_precision=mixed,
-            device_id=GPU,
-            use_orig_params=True,
         )
     batch = torch.randn(4, 8).to(GPU)
     for _ in range(4):
@@ -110,26 +123,6 @@ def wait_in_own(rank: int, kind: str = "") -> dict[str, Any]:
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {"error": error, "seconds": time.monotonic() - begin}
-
-
-def are_slow(rank: int, *seconds: str) -> dict[str, Any]:
-    """Steps before which a rank sleeps, while the other waits for it on the GPU."""
-    program = divergence.Program(rank, GPU)
-    for step, one in enumerate(seconds):
-        if step % 2 == rank:
-            time.sleep(float(one))
-        program.backward()
-        norm = program.model.clip_grad_norm_(1.0)
-        if step % 3 == 0:
-            norm.item()
-        program.optimizer.step()
-        program.optimizer.zero_grad()
-    with torch.no_grad():
-        for step in range(2):
-            if step == rank:
-                time.sleep(float(seconds[0]))
-            program.model(program.batch).sum().item()
-    return {"error": "", "seconds": 0.0}
 
 
 def save_slowly(rank: int, folder: str, seconds: str) -> dict[str, Any]:

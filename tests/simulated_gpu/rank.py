@@ -1,23 +1,17 @@
-"""Ranks on a simulated GPU train as `scripts/gpu_check.py` does, and say how far they are off.
+"""Ranks on a simulated GPU run programs, at the same time.
 
     python -m tests.simulated_gpu.rank
 
-reads requests, a line of JSON each: the ``cases``, the number of ranks (``world_size``), a
-``folder`` and more of the ``environment``. The ranks are forked, with everything imported. Rank 0
-writes a line of JSON for each case to FOLDER/out-0, all write what they say to FOLDER/err-RANK; the
-answer is a line with their exit statuses.
+reads requests, a line of JSON each: ``programs``, the number of ranks of each (``world_size``), a
+``folder`` and more of the ``environment``. The ranks are forked, with everything imported. They run
+functions of `programs.py`, in FOLDER/NUMBER, and write what these return as JSON to ``out-RANK``,
+and what they say to ``err-RANK``. The answer is a line with the exit statuses, program by program.
 
-A request with ``programs`` starts ranks for each of them at the same time, in FOLDER/NUMBER. They
-run functions of `programs.py`, which return what the ranks write to ``out-RANK``. The answer is a
-line with the exit statuses, program by program.
-
-A case is a strategy, a precision and a variant, with commas between. With
-SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream or host waits for another stream where
-that function of flatshard's says so (``Class.method``); nowhere with ``every``.
+With SIMULATED_WITHOUT_WAIT=FUNCTION in the environment no stream or host waits for another stream
+where that function of flatshard's says so (``Class.method``); nowhere with ``every``.
 """
 
 import atexit
-import dataclasses
 import faulthandler
 import gc
 import json
@@ -33,9 +27,8 @@ from typing import Any
 import torch
 import torch._dynamo  # torch loads it when it makes the first optimizer
 import torch.distributed as dist
-from gpu_checks import equality
 
-from flatshard.engine import forward_edits, reduce_queue
+from flatshard.engine import reduce_queue
 from tests.forked_python_server import keep_torchs_operators
 from tests.simulated_gpu import programs
 from tests.simulated_gpu.kernels import Kernels
@@ -60,37 +53,6 @@ def _leave_out(kind: type, name: str, site: str) -> None:
     setattr(kind, name, wait_elsewhere)
 
 
-def train(rank: int, world_size: int, store: str, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    leave_out(os.environ.get("SIMULATED_WITHOUT_WAIT", ""))
-    # It waits for the device in the first forwards, which would hide waits that lack.
-    vars(forward_edits)["checksum"] = lambda buffer: (0, 0)
-    dist.init_process_group(
-        "nccl",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    equality.STEPS = 3
-    start = dict(equality.make_model(cpu).state_dict())
-    for text in cases:
-        case = equality.Case(*text.split(","))
-        with Kernels():
-            trained = equality.train_sharded(case, rank, gpu)
-            if rank == 0:
-                expected = equality.train_plain(case, world_size, cpu)
-                off = equality.compare(trained, expected, start)
-                print(json.dumps(dataclasses.asdict(off)), flush=True)
-            # When a tensor of a state dict is freed, flatshard compares it with the shard: run
-            # this comparison under `Kernels()`.
-            del trained
-    with Kernels():  # which would not take the kernel that torch's barrier launches
-        dist.all_reduce(torch.zeros(1, device="cuda"))
-        torch.cuda.synchronize()
-
-
 def run(rank: int, world_size: int, folder: str, program: list[str]) -> int:
     """Run a program; returns the exit status that a script would have."""
     torch.set_num_threads(1)
@@ -102,14 +64,14 @@ def run(rank: int, world_size: int, folder: str, program: list[str]) -> int:
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
-    with Kernels(loads_lazily=True):
+    with Kernels(loads_lazily=name != "train"):
         result = getattr(programs, name)(rank, *arguments)
     print(json.dumps(result), flush=True)
     return 1 if result["error"] else 0
 
 
 def fork(rank: int, request: dict[str, Any]) -> int:
-    """The id of a process that is a rank."""
+    """Return the id of a process that is a rank."""
     child = os.fork()
     if child:
         return child
@@ -119,12 +81,10 @@ def fork(rank: int, request: dict[str, Any]) -> int:
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
         faulthandler.register(signal.SIGUSR1)  # shows where each thread of this rank is
         os.environ.update(request["environment"])
-        if "program" in request:
-            status = run(rank, request["world_size"], str(folder), request["program"])
-            atexit._run_exitfuncs()  # what the end of a script would call
-            os._exit(status)
-        train(rank, request["world_size"], str(folder / "store"), request["cases"])
-        os._exit(0)  # what belongs to the device ends with the process
+        leave_out(os.environ.get("SIMULATED_WITHOUT_WAIT", ""))
+        status = run(rank, request["world_size"], str(folder), request["program"])
+        atexit._run_exitfuncs()  # what the end of a script would call
+        os._exit(status)  # what belongs to the device ends with the process
     except BaseException:
         traceback.print_exc()
     finally:
@@ -139,23 +99,16 @@ def serve() -> None:
     gc.freeze()  # what is loaded is no garbage, and stays shared with the ranks
     for line in sys.stdin:
         request = json.loads(line)
-        if "programs" in request:
-            started = []
-            for number, program in enumerate(request["programs"]):
-                folder = Path(request["folder"], str(number))
-                folder.mkdir()
-                started.append(start({**request, "folder": str(folder), "program": program}))
-            print(json.dumps([wait(ranks) for ranks in started]), flush=True)
-        else:
-            print(json.dumps(wait(start(request))), flush=True)
-
-
-def start(request: dict[str, Any]) -> list[int]:
-    return [fork(rank, request) for rank in range(request["world_size"])]
-
-
-def wait(ranks: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        started = []
+        for number, program in enumerate(request["programs"]):
+            folder = Path(request["folder"], str(number))
+            folder.mkdir()
+            one = {**request, "folder": str(folder), "program": program}
+            started.append([fork(rank, one) for rank in range(request["world_size"])])
+        statuses = [
+            [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] for ranks in started
+        ]
+        print(json.dumps(statuses), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpu_checks.equality import Limits
 
@@ -48,12 +48,11 @@ class Gpu:
 
     def run(self, world_size: int, *cases: str, **environment: str) -> list[Limits]:
         """How far training is from the unwrapped model's, case by case."""
-        request = {"world_size": world_size, "cases": cases, "environment": environment}
-        folder, statuses = self._ask(request)
-        assert statuses == [0] * world_size, self._errors(folder)
-        found = Path(folder, "out-0").read_text().splitlines()
+        (ranks,) = self.run_programs(world_size, ("train", "nccl", *cases), **environment)
+        assert not any(rank.status for rank in ranks), ranks
+        found = json.loads(ranks[0].text)["off"]
         assert len(found) == len(cases)
-        return [Limits(**json.loads(line)) for line in found]
+        return [Limits(**one) for one in found]
 
     def run_programs(
         self, world_size: int, *programs: Sequence[str], seconds: float = 280, **environment: str
@@ -63,36 +62,23 @@ class Gpu:
         A program is the name of a function of `programs.py`, a backend, and arguments. All ranks
         must end within ``seconds``.
         """
-        request = {"world_size": world_size, "programs": programs}
-        folder, statuses = self._ask({**request, "environment": environment}, seconds)
-        return [
-            [
-                Ended(
-                    status,
-                    *(
-                        Path(folder, str(number), f"{name}-{rank}").read_text()
-                        for name in ("out", "err")
-                    ),
-                )
-                for rank, status in enumerate(of_program)
-            ]
-            for number, of_program in enumerate(statuses)
-        ]
-
-    def _ask(self, request: dict[str, Any], seconds: float = 280) -> tuple[str, Any]:
         folder = tempfile.mkdtemp(dir=self._folder)
+        request = {"world_size": world_size, "programs": programs, "folder": folder}
         server = self._server
         assert server.stdin is not None
         assert server.stdout is not None
-        server.stdin.write(json.dumps({**request, "folder": folder}) + "\n")
+        server.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
         server.stdin.flush()
         answers, _, _ = select.select([server.stdout], [], [], seconds)
-        assert answers, self._errors(folder)
-        return folder, json.loads(server.stdout.readline())
-
-    @staticmethod
-    def _errors(folder: str) -> str:
-        return "\n".join(path.read_text() for path in sorted(Path(folder).glob("err-*")))
+        text = {f"{p.parent.name}/{p.name}": p.read_text() for p in Path(folder).glob("*/*-*")}
+        assert answers, text
+        return [
+            [
+                Ended(status, text[f"{number}/out-{rank}"], text[f"{number}/err-{rank}"])
+                for rank, status in enumerate(of_program)
+            ]
+            for number, of_program in enumerate(json.loads(server.stdout.readline()))
+        ]
 
     def close(self) -> None:
         os.killpg(self._server.pid, signal.SIGKILL)  # its ranks, too

@@ -1,7 +1,6 @@
 """What differs on accelerators, as far as it shows without one."""
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
@@ -16,12 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
-from flatshard.comm import transports
 from flatshard.comm.communicator import ALONE, Topology
 from flatshard.comm.ranks import communicator
-from flatshard.comm.transports import LocalTransport, native
+from flatshard.comm.transports import native
 from flatshard.comm.work import AsyncWork, CollectiveError, PendingSends, named
-from flatshard.engine import grad_reduce, gradients, reduce_queue
+from flatshard.engine import gradients, reduce_queue
 from flatshard.engine.gather import ParamGather
 from flatshard.engine.grad_reduce import ReducePlan
 from flatshard.engine.gradients import Gradients
@@ -32,130 +30,36 @@ from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import NOTHING
-from tests.harness import naming, on_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss, step_and_zero
-
-
-class _Reduce:
-    """Under way, of gradients that a device comes to after ``computed_after`` looks."""
-
-    is_finished = False
-
-    def __init__(self, computed_after: int, done_after: int, tells: bool = True) -> None:
-        computed = chain(repeat(False, computed_after), repeat(True))
-        self.computed = SimpleNamespace(query=lambda: next(computed))
-        self._done = chain(repeat(False, done_after), repeat(True))
-        self.work = SimpleNamespace(reports_end=tells)
-
-    def advance(self) -> bool:
-        return True
-
-    def done(self) -> bool:
-        return next(self._done)
+from tests.oracle import local_loss
 
 
 @pytest.mark.parametrize(
-    ("reduce", "is_reduced"),
+    ("computed_after", "done_after", "tells", "is_reduced"),
     [
         # A stream that waited for a peer which lacks a gradient would hold up the gathers that
         # this peer needs to come to the end of its backward.
-        (_Reduce(0, 10**9), False),
-        (_Reduce(0, 10**9, tells=False), False),
+        (0, 10**9, True, False),
+        (0, 10**9, False, False),
         # The device is behind the host for longer than a peer is waited for.
-        (_Reduce(700, 701), True),
+        (700, 701, True, True),
     ],
     ids=["a peer does not come", "nobody knows", "still to be computed"],
 )
 def test_a_reduction_on_a_device_is_waited_for_by_the_host(
-    reduce: _Reduce, is_reduced: bool
+    computed_after: int, done_after: int, tells: bool, is_reduced: bool
 ) -> None:
-    reduction: Any = reduce
+    """By so many looks, the gradients are computed, and reduced."""
+    computed, done = (chain(repeat(False, n), repeat(True)) for n in (computed_after, done_after))
+    reduction: Any = SimpleNamespace(
+        computed=SimpleNamespace(query=lambda: next(computed)),
+        work=SimpleNamespace(reports_end=tells),
+        advance=lambda: True,
+        done=lambda: next(done),
+    )
     with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
         assert reduce_queue.wait_until_reduced(reduction) is is_reduced
-
-
-class _Late:
-    """A collective that runs when it is waited for, and those before it: as late as can be."""
-
-    def __init__(self, queue: list["_Late"], work: Callable[[], object]) -> None:
-        self._queue, self._work, self._is_over = queue, work, False
-        queue.append(self)
-
-    def wait(self) -> None:
-        while not self._is_over:
-            first = self._queue.pop(0)
-            first._work()
-            first._is_over = True
-
-    def is_completed(self) -> bool:
-        return self._is_over
-
-
-@contextlib.contextmanager
-def _collectives(late: bool) -> Iterator[None]:
-    """Of simulated ranks that all have what this one has; in the code of streams."""
-    queue: list[_Late] = []
-
-    def run(work: Callable[[], object], async_op: bool = False) -> _Late:
-        begun = _Late(queue, work)
-        if not (late and async_op):
-            begun.wait()
-        return begun
-
-    def gather(out: Tensor, shard: Tensor, group: Any) -> _Late:
-        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], True)
-
-    def reduce(out: Tensor, whole: Tensor, group: Any) -> _Late:
-        return run(lambda: out.copy_(whole.chunk(group.size())[0]), True)
-
-    def all_reduce(tensor: Tensor, op: Any, group: Any, **keywords: bool) -> _Late:
-        return run(lambda: tensor.mul_(1), **keywords)
-
-    def exchange(out: Tensor, whole: Tensor, group: Any, async_op: bool = False) -> _Late:
-        shard = whole.chunk(group.size())[0]
-        return run(lambda: [part.copy_(shard) for part in out.chunk(group.size())], async_op)
-
-    with (
-        mock.patch.object(native, "_all_gather_single", gather),
-        mock.patch.object(native, "_reduce_scatter_single", reduce),
-        mock.patch.object(dist, "all_reduce", all_reduce),
-        mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(transports, "is_fake", return_value=False),
-        mock.patch.object(native.NativeTransport, "stream_waits", return_value=True),
-        mock.patch.object(LocalTransport, "stream_waits", return_value=True),
-        mock.patch.object(reduce_queue, "_STALL_SECONDS", 0),
-        mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, current_stream=mock.DEFAULT),
-        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
-        mock.patch.dict(grad_reduce._side_streams),
-    ):
-        yield
-    assert not queue, "nobody waited"
-
-
-@on_ranks(1, init_group=False)
-def test_collectives_as_late_as_can_be_change_nothing(rank: int, world_size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    case = CASES["transformer"]
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):  # HYBRID_SHARD: two nodes
-        for strategy in ("FULL_SHARD", "SHARD_OP", "HYBRID_SHARD"):
-            for mode in ("auto", "fixed_order"):
-                precision = MixedPrecision(reduce_dtype=torch.float32, reduce_mode=mode)
-                shards = []
-                for late in (False, True):
-                    with naming(f"{strategy} {mode}"), _collectives(late):
-                        model = case.wrap(
-                            case.model(), sharding_strategy=strategy, mixed_precision=precision
-                        )
-                        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-                        for step in range(3):
-                            local_loss(model, case, step, 0, 4).backward()
-                            step_and_zero(optimizer)
-                    shards.append([handle.flat_param.clone() for handle in _handles(model)])
-                assert all(map(torch.equal, *shards)), f"{strategy} {mode}"
-    dist.destroy_process_group()
 
 
 @on_ranks(2)
@@ -209,12 +113,8 @@ def _reductions_are_connected_at_construction() -> None:
         ):
             for _ in range(2):
                 precision = MixedPrecision(reduce_mode=mode)
-                case.wrap(
-                    case.model(),
-                    collectives="native",
-                    sharding_strategy=strategy,
-                    mixed_precision=precision,
-                )
+                keywords = {"sharding_strategy": strategy, "mixed_precision": precision}
+                case.wrap(case.model(), collectives="native", **keywords)
             large = [(name, numel) for name, numel in connected if numel > 2]
             assert (large, len(connected)) == (expected, 2 * len(expected)), (strategy, mode)
             connected.clear()

@@ -7,7 +7,7 @@ import pytest
 from gpu_checks.equality import LIMITS, OFFLOAD, VARIANTS, Limits
 
 from tests import simulated_gpu
-from tests.combinations import THOROUGH, diagonal, usual_and_every
+from tests.combinations import diagonal, usual_and_every
 from tests.simulated_gpu.server import Gpu
 
 missing = simulated_gpu.what_is_missing()
@@ -26,6 +26,11 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "SHARD_
 CASES = [
     f"{strategy},{'bf16' if number % 3 == 2 else 'fp32'},{variant}"
     for number, (strategy, variant) in enumerate(diagonal(8, STRATEGIES, VARIANTS + OFFLOAD))
+]
+CASES += [
+    "HYBRID_SHARD,fp32,fixed_order",  # whose reductions have the most stages
+    # A rank's reduction begins at the end of its backward, which needs gathers before.
+    "FULL_SHARD,fp32,unused",
 ]
 
 
@@ -68,8 +73,7 @@ CALLS = {"launches": 3, "collectives": 3, "events recorded": 10, "stream waits":
 
 def test_calls_of_the_driver(gpu: Gpu) -> None:
     """What a unit costs the host beside Python. Queries are left out, which depend on time."""
-    # FSDP1 waits for ever now and then, where CUDA loads a kernel while a collective runs.
-    kinds, numbers = ("plain", "flatshard", "fsdp1")[: 3 if THOROUGH else 2], (1, 2)
+    kinds, numbers = ("plain", "flatshard"), (1, 2)
     programs = [("call_driver", "nccl", kind, str(number)) for kind in kinds for number in numbers]
     ended = gpu.run_programs(2, *programs)
     assert not any(rank.status for ranks in ended for rank in ranks), ended
@@ -78,15 +82,11 @@ def test_calls_of_the_driver(gpu: Gpu) -> None:
         few, many = (Counter(json.loads(ranks[0].text)["calls"]) for ranks in (small, large))
         many.subtract(few)
         counts[kind] = many
-    for kind in kinds[1:]:
-        counts[kind].subtract(counts["plain"])
-        print(kind, dict(counts[kind]))
     ours = counts["flatshard"]
+    ours.subtract(counts["plain"])
     assert {name: ours[name] for name in CALLS} == CALLS
     assert not ours["host waits"]
     assert not ours["allocations"]
-    if THOROUGH:
-        assert all(ours[name] <= counts["fsdp1"][name] for name in CALLS)
 
 
 @pytest.mark.parametrize("lagging", ["MAIN", "SIDE"])

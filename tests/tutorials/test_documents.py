@@ -57,10 +57,8 @@ FRAMEWORK = re.compile(r"^(?:from|import) (?:lightning|transformers)\b", re.MULT
 DEADLOCKS = [f for f in BLOCKS if f.document == "troubleshooting.md" and f.heading == "Deadlocks"]
 ELSEWHERE = [
     *DEADLOCKS,  # below, because every rank of this program raises
-    *(f for f in BLOCKS if f.document == "huggingface.md"),  # in test_transformers.py
-    *(
-        f for f in BLOCKS if FRAMEWORK.search(f.text)
-    ),  # in tests/integrations/test_docstring_examples.py
+    # In tests/integrations: test_transformers.py and test_docstring_examples.py.
+    *(f for f in BLOCKS if f.document == "huggingface.md" or FRAMEWORK.search(f.text)),
 ]
 DIFFS = [fence for fence in BLOCKS if fence.language == "diff"]
 SAVES = [f for f in DIFFS if f.document == "README.md" and "torch.save" in f.text]
@@ -484,25 +482,15 @@ def test_command(command: str, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     binaries = tmp_path / "venv" / "bin"
     binaries.mkdir(parents=True)
-    for name in ("python", "pip"):  # to install is not what this is about
-        script = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {forked_python.PYTHON} "$@"\n'
-        (binaries / name).write_text(script)
+    # To install is not what this is about.
+    python = f'#!/bin/sh\n[ "$2" = pip ] && exit\nexec {forked_python.PYTHON}'
+    for name, module in (("python", ""), ("pip", ""), ("torchrun", "-m torch.distributed.run")):
+        (binaries / name).write_text(f'{python} {module} "$@"\n')
         (binaries / name).chmod(0o755)
-    script = f'#!/bin/sh\nexec {forked_python.PYTHON} -m torch.distributed.run "$@"\n'
-    (binaries / "torchrun").write_text(script)
-    (binaries / "torchrun").chmod(0o755)
-    done = subprocess.run(
-        f"{command} {short[0]}",
-        shell=True,
-        cwd=tmp_path,
-        env=_environment(
-            FLATSHARD_VENV=str(tmp_path / "venv"), PATH=f"{binaries}:{os.environ['PATH']}"
-        ),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    venv, path = str(tmp_path / "venv"), f"{binaries}:{os.environ['PATH']}"
+    where: dict[str, Any] = {"cwd": tmp_path, "env": _environment(FLATSHARD_VENV=venv, PATH=path)}
+    shell = {"shell": True, "capture_output": True, "text": True, "timeout": 150}
+    done = subprocess.run(f"{command} {short[0]}", **where, **shell)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -719,12 +707,7 @@ def test_every_script_has_help() -> None:
     scripts = [path for path in (ROOT / "scripts").rglob("*.py") if MAIN in path.read_text()]
     assert len(scripts) > 10
     page = (ROOT / "docs" / "api.md").stat().st_mtime_ns
-    done = subprocess.run(
-        [forked_python.PYTHON, "-c", HELP, *scripts],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = [forked_python.PYTHON, "-c", HELP, *scripts]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (ROOT / "docs" / "api.md").stat().st_mtime_ns == page

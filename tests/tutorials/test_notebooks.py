@@ -1,14 +1,13 @@
 """The notebooks run, and are what their scripts make."""
 
+import importlib
 import importlib.util
 import itertools
 import json
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,15 +39,6 @@ if not all(map(importlib.util.find_spec, PACKAGES)):
     pytest.skip('needs pip install ".[tutorials]"', allow_module_level=True)
 
 
-def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notebooks", BUILD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def committed(name: str) -> Any:
     return json.loads((ROOT / "tutorials" / f"{name}.ipynb").read_text())
 
@@ -65,51 +55,26 @@ def kinds(notebook: Any) -> list[list[str]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Notebooks at toy size, side by side."""
-    names = [str(name.values[0]) for name in EXECUTED if not name.marks[0].args[0]]
-    folder = tmp_path_factory.mktemp("notebooks")
-    environment = {
-        **os.environ,
-        "TUTORIAL_TOY": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    messages = folder / "messages"  # not a pipe, which a kernel that outlives its parent keeps open
-    with messages.open("w") as stderr:
-        running = {
-            name: subprocess.Popen(
-                [PYTHON, str(BUILD), name, "--out", str(folder)],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-            for name in names
-        }
-    deadline = time.monotonic() + 200
-    try:
-        for name, process in running.items():
-            code = process.wait(timeout=deadline - time.monotonic())
-            assert code == 0, f"{name}: {messages.read_text()}"
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in names}
-
-
 @pytest.mark.parametrize("name", EXECUTED)
-def test_runs_at_toy_size(name: str, executed: dict[str, Any]) -> None:
-    assert [output for output in outputs(executed[name]) if output["output_type"] == "error"] == []
+def test_runs_at_toy_size(name: str, tmp_path: Path) -> None:
+    toy = {"TUTORIAL_TOY": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, str(BUILD), name, "--out", str(tmp_path)]
+    # Not a pipe, which a kernel that outlives its parent keeps open.
+    messages = tmp_path / "messages"
+    with messages.open("w") as stderr:
+        streams = {"stdout": subprocess.DEVNULL, "stderr": stderr}
+        done = subprocess.run(command, env={**os.environ, **toy}, timeout=200, **streams)
+    assert done.returncode == 0, messages.read_text()
+    executed = json.loads((tmp_path / f"{name}.ipynb").read_text())
+    assert [output for output in outputs(executed) if output["output_type"] == "error"] == []
     # As many outputs of each kind as in the one that is committed, so that no cell says nothing.
-    assert kinds(executed[name]) == kinds(committed(name))
+    assert kinds(executed) == kinds(committed(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_is_of_its_script(name: str) -> None:
     again = "run scripts/tables/notebooks.py"
-    source, notebook = build().read(name), committed(name)
+    source, notebook = importlib.import_module("notebooks").read(name), committed(name)
     for cell, of_script in zip(notebook["cells"], source.cells, strict=True):
         assert "".join(cell["source"]) == of_script.source, again
         assert not re.search(r"sys\.path|TOY|from lib\b", of_script.source)  # readers copy cells

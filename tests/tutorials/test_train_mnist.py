@@ -36,50 +36,34 @@ def load_script() -> ModuleType:
     return train_mnist
 
 
-class Job:
-    """A finished run on two ranks: its output and its results."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        options = ("--data", "digits", "--epochs", "1", "--json", "results.json", *options)
-        status, self.out, err = torchrun(2, SCRIPT, *options, environment=os.environ, cwd=folder)
-        assert status == 0, self.out + err
-        self.results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+def _train_on_digits(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Train on two ranks; returns the output and the results."""
+    options = ("--data", "digits", "--epochs", "1", "--json", "results.json", *options)
+    status, out, err = torchrun(2, SCRIPT, *options, environment=os.environ, cwd=folder)
+    assert status == 0, out + err
+    return out, json.loads((folder / "results.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(tmp_path_factory.mktemp("sharded"))
-
-
-@pytest.fixture(scope="module")
-def replicated(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(tmp_path_factory.mktemp("replicated"), "--ddp")
-
-
-def test_learns(sharded: Job) -> None:
-    lines = sharded.out.splitlines()
+def test_learns_as_with_ddp_in_a_part_of_the_memory(tmp_path: Path) -> None:
+    out, sharded = _train_on_digits(tmp_path)
+    lines = out.splitlines()
     assert lines[:2] == [
         "Data: scikit-learn digits, enlarged to 28x28 (1,437 / 360)",
         "ShardedWrapper(",
     ]
-    (last,) = sharded.results["epochs"]
+    (last,) = sharded["epochs"]
     assert re.search(
         r"^Train Epoch: 1 \tLoss: \d\.\d{6}\n"
         rf"Test set: Average loss: \d\.\d{{4}}, Accuracy: {last['correct']}/360 \(\d+\.\d\d%\)$",
-        sharded.out,
+        out,
         re.MULTILINE,
     )
     assert last["accuracy"] > 80
-    assert len(sharded.results["step_losses"]) == 12
+    assert len(sharded["step_losses"]) == 12
 
-
-def test_same_losses_as_ddp(sharded: Job, replicated: Job) -> None:
-    expected = replicated.results["step_losses"]
-    assert sharded.results["step_losses"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_each_rank_has_a_part_of_the_memory(sharded: Job, replicated: Job) -> None:
-    full, ranks = replicated.results["memory"][0], sharded.results["memory"]
+    _, replicated = _train_on_digits(tmp_path, "--ddp")
+    assert sharded["step_losses"] == pytest.approx(replicated["step_losses"], rel=1e-4)
+    full, ranks = replicated["memory"][0], sharded["memory"]
     for name in ("parameter_bytes", "gradient_bytes"):
         assert sum(rank[name] for rank in ranks) == full[name]
     # A step count for each of the eight parameters may be on both ranks.

@@ -14,8 +14,6 @@ from flatshard.units.policies import ChosenModule
 from tests.models import CASES
 from tests.units.choosing import find_units
 
-REPEATED = "policy 'auto': one of {} repeated {}"
-
 
 @pytest.fixture(autouse=True)
 def _without_memory() -> Iterator[None]:
@@ -70,10 +68,6 @@ def names(plans: list[ChosenModule]) -> list[str]:
     return [plan.name for plan in plans]
 
 
-def auto(model: nn.Module) -> dict[str, str]:
-    return {plan.name: plan.reason for plan in find_units(model, "auto")}
-
-
 def held(model: nn.Module, plans: list[ChosenModule]) -> dict[str, int]:
     """Elements of each unit, the root's under an empty name; found by brute force.
 
@@ -102,76 +96,105 @@ class Group(Layer):
         self.shrink = nn.LayerNorm(width)
 
 
-def with_cross_attention(width: int) -> Block:
-    block = Block(width)
-    block.cross = Attention(width)
+def with_cross_attention() -> Block:
+    block = Block(1024)
+    block.cross = Attention(1024)
     return block
+
+
+def without_a_class() -> nn.Module:
+    return nn.Sequential(*layers(2_000_000, 2_000_000), nn.GELU())
 
 
 def layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(1000, size // 1000, bias=False) for size in sizes))
 
 
-def numbered(name: str, count: int) -> list[str]:
-    return [name.format(number) for number in range(count)]
+def mlp() -> nn.Module:
+    return layers(*[1_001_000] * 6, 3000)
 
 
-CHOICES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "a tied embedding and head stay in the root": (
-        lambda: Gpt(tied=True),
-        ["positions", *numbered("blocks.{}", 4)],
-    ),
-    "torch's transformer": (
-        nn.Transformer,
-        numbered("encoder.layers.{}", 6) + numbered("decoder.layers.{}", 6),
-    ),
+def stack(count: int, build: Callable[..., nn.Module], *arguments: int) -> nn.Module:
+    return nn.Sequential(*(build(*arguments) for _ in range(count)))
+
+
+def in_a_model() -> nn.Module:
+    """As Hugging Face and many trainers have it: all but the head is one attribute."""
+    return nn.ModuleDict({"model": Gpt(), "head": nn.Linear(512, 4000)})
+
+
+def without_positions() -> nn.Module:
+    model = Gpt(vocabulary=10_000)
+    model.positions = None
+    return model
+
+
+def sharing_parts() -> nn.Module:
+    """Blocks do not count what they share. What is shared as a whole is inside of blocks."""
+    model = Gpt()
+    for block in model.blocks[1:]:
+        block.mlp, block.attention = model.blocks[0].mlp, model.blocks[0].attention
+    return model
+
+
+def different_classes() -> nn.Module:
+    kinds = [type(f"Block{i}", (Block,), {}) for i in range(6)]
+    return nn.Sequential(*(kind(512) for kind in kinds), nn.Linear(512, 512))
+
+
+def small_root() -> nn.Module:
+    return layers(ROOT_TAKES_NUMEL + 1000, 400_000, 300_000, 5_000_000).append(nn.LayerNorm(10))
+
+
+def at_the_bound() -> nn.Module:
+    return layers(MIN_UNIT_NUMEL, *[MIN_UNIT_NUMEL - 1000] * 2, *[4_000_000] * 2)
+
+
+def expanded(words: str) -> list[str]:
+    """The names of units: ``blocks.{2}`` is short for ``blocks.0 blocks.1``."""
+    found = []
+    for word in words.split():
+        name, _, count = word.removesuffix("}").partition("{")
+        found += [f"{name}{number}" for number in range(int(count))] if count else [word]
+    return found
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    # Positions are small enough to join the norm in the root, which takes in no large module.
+    "gpt": (Gpt, "embed blocks.{4} head"),
+    "without positions": (without_positions, "embed blocks.{4} head"),
+    # A tied embedding and head stay in the root.
+    "tied": (lambda: Gpt(tied=True), "positions blocks.{4}"),
+    "a model in a model": (in_a_model, "model.embed model.blocks.{4} model.head head"),
+    "blocks that share their parts": (sharing_parts, "embed positions head"),
+    # 200,000 elements in each. Else the root would hold them, and so nearly all of the model,
+    # throughout a step. If all have 600,000 elements, they are one unit.
+    "many small blocks": (lambda: Gpt(60, 128, 1000), "blocks.{60}"),
+    "small blocks": (lambda: Gpt(12, 64, 1000), ""),
+    "blocks of different classes": (different_classes, "{7}"),
+    "torch's transformer": (nn.Transformer, "encoder.layers.{6} decoder.layers.{6}"),
     # Stage 0 is too small in all, so it is the root's; the others' blocks are units.
-    "stages of blocks": (
+    "stages": (
         lambda: nn.Sequential(Group(64), Group(512, 4), Group(1024)),
-        numbered("1.blocks.{}", 4) + numbered("2.blocks.{}", 2),
+        "1.blocks.{4} 2.blocks.{2}",
     ),
-    "blocks in groups that are small against the model": (
-        lambda: nn.Sequential(*(Group() for _ in range(10))),
-        numbered("{}", 10),
-    ),
-    "blocks in few groups": (
-        lambda: nn.Sequential(*(Group() for _ in range(3))),
-        [f"{i}.blocks.{j}" for i in range(3) for j in (0, 1)],
-    ),
-    # Although they are most of the block, and the block is half of the model.
-    "the two attentions of a decoder's block do not divide it": (
-        lambda: nn.Sequential(with_cross_attention(1024), with_cross_attention(1024)),
-        ["0", "1"],
-    ),
-    "blocks without a class": (
-        lambda: nn.Sequential(
-            *(nn.Sequential(*layers(2_000_000, 2_000_000), nn.GELU()) for _ in range(8))
-        ),
-        numbered("{}", 8),
-    ),
-    "an MLP": (lambda: layers(*[1_001_000] * 6, 3000), numbered("{}", 6)),
-    "an MLP in a module": (
-        lambda: nn.ModuleDict({"net": layers(*[1_001_000] * 6, 3000)}),
-        numbered("net.{}", 6),
-    ),
-    "one layer": (lambda: nn.Linear(10_000, 10_000), []),
-    "one large layer": (lambda: nn.Sequential(nn.Linear(10_000, 10_000), nn.Linear(9, 3)), []),
-    "nothing to shard": (lambda: nn.Sequential(nn.ReLU()), []),
-    "small blocks": (lambda: Gpt(depth=12, width=64, vocabulary=1000), []),  # 600,000 elements
-    "a layer at the bound": (
-        lambda: layers(MIN_UNIT_NUMEL, *[MIN_UNIT_NUMEL - 1000] * 2, *[4_000_000] * 2),
-        ["0", "3", "4"],
-    ),
-    "functions read the weights of attention's children": (
-        lambda: nn.Sequential(*(nn.MultiheadAttention(1024, 8) for _ in range(3))),
-        ["0", "1", "2"],
-    ),
-    "a small root takes the smallest first": (
-        lambda: layers(ROOT_TAKES_NUMEL + 1000, 400_000, 300_000, 5_000_000).append(
-            nn.LayerNorm(10)
-        ),
-        ["0", "1", "3"],
-    ),
+    # Groups of blocks are small against the model, or not.
+    "many groups": (lambda: stack(10, Group), "{10}"),
+    "few groups": (lambda: stack(3, Group), "0.blocks.{2} 1.blocks.{2} 2.blocks.{2}"),
+    # Two attentions do not divide a decoder's block, although they are most of the block, and the
+    # block is half of the model.
+    "two attentions": (lambda: stack(2, with_cross_attention), "{2}"),
+    "blocks without a class": (lambda: stack(8, without_a_class), "{8}"),
+    "an MLP": (mlp, "{6}"),
+    "an MLP in a module": (lambda: nn.ModuleDict({"net": mlp()}), "net.{6}"),
+    "one layer": (lambda: nn.Linear(10_000, 10_000), ""),
+    "one large layer": (lambda: nn.Sequential(nn.Linear(10_000, 10_000), nn.Linear(9, 3)), ""),
+    "nothing to shard": (lambda: nn.Sequential(nn.ReLU()), ""),
+    "a layer at the bound": (at_the_bound, "0 3 4"),
+    # Functions read the weights of attention's children.
+    "attention": (lambda: stack(3, nn.MultiheadAttention, 1024, 8), "{3}"),
+    # It takes the smallest first.
+    "a small root": (small_root, "0 1 3"),
 }
 
 
@@ -179,15 +202,21 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_units_of_a_model(name: str) -> None:
     build, expected = CHOICES[name]
-    assert names(find_units(build(), "auto")) == expected
+    model = build()
+    found = find_units(model, "auto")
+    assert names(found) == expanded(expected)
+    assert sum(held(model, found).values()) == sum(p.numel() for p in model.parameters())
 
 
-def test_gpt() -> None:
-    assert auto(Gpt()) == {
-        "embed": "policy 'auto': a large Embedding",
-        **{f"blocks.{i}": REPEATED.format(4, "Block") for i in range(4)},
-        "head": "policy 'auto': a large Linear",
-    }  # positions are small enough to join the norm in the root
+def test_reasons() -> None:
+    assert {plan.reason for plan in find_units(Gpt(), "auto")} == {
+        "policy 'auto': a large Embedding",
+        "policy 'auto': one of 4 repeated Block",
+        "policy 'auto': a large Linear",
+    }
+    build, _ = CHOICES["blocks of different classes"]
+    reasons = [plan.reason for plan in find_units(build(), "auto")]
+    assert reasons[0] == "policy 'auto': one of 6 modules of the same shapes"
 
 
 def test_tie_inside_a_module_goes_with_it() -> None:
@@ -198,33 +227,10 @@ def test_tie_inside_a_module_goes_with_it() -> None:
     assert held(model, found)["0"] == 30_000 * 512 + 2 * 512
 
 
-def test_tied_blocks_do_not_count_what_they_share() -> None:
-    model = Gpt()
-    for block in model.blocks[1:]:
-        block.mlp = model.blocks[0].mlp
-        block.attention = model.blocks[0].attention
-    found = find_units(model, "auto")
-    assert not any(name.startswith("blocks.") and name.count(".") == 1 for name in names(found))
-    # A module that is shared as a whole can be a unit itself, but it is inside blocks.
-    assert held(model, found)[""] >= sum(p.numel() for p in model.blocks[0].mlp.parameters())
-
-
-def test_model_inside_a_model() -> None:
-    """As Hugging Face and many trainers have it: all but the head is one attribute."""
-    model = nn.ModuleDict({"model": Gpt(), "head": nn.Linear(512, 4000)})
-    assert "model.blocks.3" in auto(model)
-    assert "model" not in auto(model)
-
-
 def test_resnet() -> None:
     resnet50 = pytest.importorskip("torchvision.models").resnet50()
     found = find_units(resnet50, "auto")
-    assert names(found) == [
-        "layer2",
-        *(f"layer3.{i}" for i in range(6)),
-        *(f"layer4.{i}" for i in range(3)),
-        "fc",
-    ]
+    assert names(found) == expanded("layer2 layer3.{6} layer4.{3} fc")
     assert held(resnet50, found)[""] < MIN_UNIT_NUMEL  # the stem and layer1
     assert held(resnet50, found)["layer2"] == 1_219_584
 
@@ -252,16 +258,7 @@ def test_experts_are_no_units(depth: int, experts: str, expert: type[FeedForward
     chosen = names(find_units(model, "auto"))
     assert not [name for name in chosen if f".{experts}." in name]
     if depth > 1:
-        assert chosen == [*(f"blocks.{i}" for i in range(depth)), "head"]
-
-
-def test_blocks_of_different_classes() -> None:
-    kinds = [type(f"Block{i}", (Block,), {}) for i in range(6)]
-    model = nn.Sequential(*(kind(512) for kind in kinds), nn.Linear(512, 512))
-    assert auto(model) == {
-        **{str(i): "policy 'auto': one of 6 modules of the same shapes" for i in range(6)},
-        "6": "policy 'auto': a large Linear",
-    }
+        assert chosen == expanded(f"blocks.{{{depth}}} head")
 
 
 # ---------------------------------------------------------------- sizes
@@ -269,21 +266,7 @@ def test_blocks_of_different_classes() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_tiny_model_is_one_unit(case: object) -> None:
-    assert auto(case.build()) == {}
-
-
-def test_many_small_blocks_are_units_all_the_same() -> None:
-    """Else the root would hold them, and so nearly all of the model, throughout a step."""
-    model = Gpt(depth=60, width=128, vocabulary=1000)  # 200,000 elements in each
-    assert auto(model) == {f"blocks.{i}": REPEATED.format(60, "Block") for i in range(60)}
-
-
-def test_the_root_takes_in_no_large_module() -> None:
-    model = Gpt(vocabulary=10_000)
-    model.positions = None
-    found = find_units(model, "auto")
-    assert held(model, found)[""] == 2 * 512
-    assert {"embed", "head"} <= set(names(found))
+    assert find_units(case.build(), "auto") == []
 
 
 def test_ignored_parameters_count_for_nothing() -> None:

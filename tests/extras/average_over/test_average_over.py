@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flatshard
@@ -14,12 +14,12 @@ from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
 from tests.combinations import usual_and_every
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same
 from tests.ways import WAYS, ranks_of
 
-_STEPS, _MICRO_BATCHES = 3, 3
+_STEPS, _MICRO_BATCHES, _CLIP = 3, 3, 0.5
 
 
 def _count(rank: int, step: int, number: int) -> int:
@@ -34,27 +34,20 @@ def _loss(model: Any, case: Case, rank: int, step: int, number: int) -> Any:
     return F.mse_loss(model(inputs)[:rows], target[:rows], reduction="sum")
 
 
-def _train_plain(case: Case, world_size: int, clip: float) -> nn.Module:
+def _train_plain(case: Case, world_size: int) -> nn.Module:
     model = case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(_STEPS):
         places = [(rank, n) for rank in range(world_size) for n in range(_MICRO_BATCHES)]
         losses = [_loss(model, case, rank, step, number) for rank, number in places]
         (sum(losses) / sum(_count(rank, step, number) for rank, number in places)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def _train(
-    model: Any,
-    case: Case,
-    rank: int,
-    how: str = "no_sync",
-    clip: float = 0.5,
-    scales: bool = False,
-) -> None:
+def _train(model: Any, case: Case, rank: int, how: str = "no_sync", scales: bool = False) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
     for step in range(_STEPS):
@@ -71,7 +64,7 @@ def _train(
                     model.average_over(torch.tensor(rows) if number else rows)
                     scaler.scale(_loss(model, case, rank, step, number)).backward()
         scaler.unscale_(optimizer)
-        model.clip_grad_norm_(clip)
+        model.clip_grad_norm_(_CLIP)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=step != 1)
@@ -83,7 +76,7 @@ def _train(
 def test_every_strategy(rank: int, world_size: int, way: str) -> None:
     WAYS[way].set_nodes()
     case = CASES["mlp"]
-    expected = _train_plain(case, world_size, 0.5)
+    expected = _train_plain(case, world_size)
     for how in ("no_sync", "uneven", "replicas_only"):
         if how == "replicas_only" and way not in ("native-hybrid", "hybrid-zero2"):
             continue
@@ -93,23 +86,19 @@ def test_every_strategy(rank: int, world_size: int, way: str) -> None:
             assert_same(model, expected)
 
 
-def test_one_rank_and_reduce_dtype() -> None:
-    run_ranks(_alone, 1)
-    run_ranks(_rounded, 2)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_one_rank_and_reduce_dtype(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    model = case.wrap(case.model())
-    _train(model, case, rank)
-    assert_same(model, _train_plain(case, 1, 0.5))
+    rounds = {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}
+    model = case.wrap(case.model(), **rounds if world_size > 1 else {})
+    _train(model, case, rank, scales=world_size > 1)
+    tolerance = {"rtol": 0.1, "atol": 0.02} if world_size > 1 else {}
+    assert_same(model, _train_plain(case, world_size), **tolerance)
 
 
-def _rounded(rank: int, world_size: int) -> None:
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
-    _train(model, case, rank, scales=True)
-    assert_same(model, _train_plain(case, world_size, 0.5), rtol=0.1, atol=0.02)
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 
 
 @on_ranks(2)
@@ -129,15 +118,14 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
     with flatshard.collectives.record() as counted:
         backward(1)
     assert len(counted) == len(plain), "counts are sent without a message of their own"
-    expected = [param.grad.full_tensor() for param in model.parameters()]
+    expected = _gradients(model)
     for set_to_none in (True, False):
         model.zero_grad()
         with model.no_sync():
             backward(0)
         model.zero_grad(set_to_none=set_to_none)
         backward(1)
-        grads = [param.grad.full_tensor() for param in model.parameters()]
-        assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+        assert_same(_gradients(model), expected)
     model.zero_grad()
     for tensor in ("loss", "input"):  # the backward fails before or after the model's
         with pytest.raises(RuntimeError, match="planted"):
@@ -145,8 +133,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         backward(1)
         model.zero_grad()
     backward(1)
-    grads = [param.grad.full_tensor() for param in model.parameters()]
-    assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+    assert_same(_gradients(model), expected)
     model.zero_grad()
     # A backward that computes only gradients of inputs leaves the count for the next backward.
     for accumulating in (False, True):
@@ -155,8 +142,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
             inputs = case.batch(1, 4)[0].requires_grad_()
             torch.autograd.grad(model(inputs).sum(), inputs)
         _loss(model, case, rank, 0, 1).backward()
-        grads = [param.grad.full_tensor() for param in model.parameters()]
-        assert_same(dict(enumerate(grads)), dict(enumerate(expected)))
+        assert_same(_gradients(model), expected)
         model.zero_grad()
     _as_before_any_count(model, case, rank)
 
@@ -172,8 +158,8 @@ def _as_before_any_count(model: Any, case: Case, rank: int) -> None:
             for number in range(2 - rank):
                 one.zero_grad()
                 _loss(one, case, rank, 0, number).backward()
-        grads.append([param.grad.full_tensor() for param in one.parameters()])
-    assert_same(dict(enumerate(grads[0])), dict(enumerate(grads[1])))
+        grads.append(_gradients(one))
+    assert_same(*grads)
 
 
 def _fail_in_backward(model: Any, case: Case, tensor: str) -> None:

@@ -20,7 +20,6 @@ from flatshard.checkpoint import (
 from flatshard.extras.boundary import Boundary, block_numel
 from flatshard.memory_plan import predict
 from flatshard.module.wrappers import handles_in
-from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
@@ -28,7 +27,6 @@ from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import (
     assert_same_state,
-    local_loss,
     snapshot,
     step_and_zero,
     train_steps,
@@ -67,13 +65,21 @@ def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_same_losses_and_weights(rank: int, world_size: int) -> None:
-    names = ("mlp-one-unit", "cnn-channels-last", "tied-in-unit", "tied-blocks", "nested")
-    names += ("odd-shapes", "mixed-types", "frozen", "unused")
-    for number, name in enumerate(every(1 if world_size == 2 else 2, names)):
-        keywords = {"collectives": "sockets"} if number % 2 else {}
+NAMES = ["transformer", "mlp-one-unit", "cnn-channels-last", "tied-in-unit", "tied-blocks"]
+NAMES += ["nested", "odd-shapes", "mixed-types", "frozen", "unused"]
+MODELS = {"full": NAMES, "full-3": every(2, NAMES, 1), "hybrid-op": ["transformer"]}
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("way", MODELS)
+@on_ranks(ranks_of)
+def test_same_losses_and_weights(rank: int, world_size: int, way: str) -> None:
+    WAYS[way].set_nodes()
+    for number, name in enumerate(MODELS[way]):
+        more = {"collectives": "sockets"} if number % 2 else {}
+        if name == "transformer" and way == "full":
+            more = {"mixed_precision": HALF}
+        keywords = {**WAYS[way].keywords, **more}
         plain, expected = _train(name, rank, world_size, **keywords)
         for boundary in BOUNDARIES:
             with naming(f"{name}, {boundary}"):
@@ -83,22 +89,6 @@ def test_same_losses_and_weights(rank: int, world_size: int) -> None:
                 names_of = [[name for name, _ in one.named_parameters()] for one in (model, plain)]
                 assert names_of[0] == names_of[1]
                 _check_cuts(model, boundary)
-
-
-HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.mark.parametrize("way", ["hybrid-op", "full"])
-@on_ranks(ranks_of)
-def test_strategies_and_mixed_precision(rank: int, world_size: int, way: str) -> None:
-    WAYS[way].set_nodes()
-    keywords = {"mixed_precision": HALF} if way == "full" else WAYS[way].keywords
-    plain, expected = _train("transformer", rank, world_size, **keywords)
-    for boundary in BOUNDARIES:
-        with naming(boundary):
-            model, losses = _train("transformer", rank, world_size, boundary=boundary, **keywords)
-            assert losses == expected
-            _same(snapshot(model), snapshot(plain))
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
@@ -223,34 +213,3 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
             model = ShardedWrapper(_large(), boundary=boundary)
         held = sum(handle.flat_param.nbytes for handle in handles_in(model))
         assert predicted.parameter_bytes == held
-
-
-# ---------------------------------------------------------------- what it is for
-
-
-@on_ranks(2)
-def test_muon_without_communication(rank: int, world_size: int) -> None:
-    """Each matrix is whole on one rank, which steps it alone; the others have nothing of it."""
-    case = CASES["transformer"]
-    plain = case.model()
-    model = ShardedWrapper(case.model(), boundary="tensor")
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    held = [p for p in matrices if local_range(p).numel()]
-    assert all(local_range(p).numel() == p.numel() for p in held)
-    assert 0 < len(held) < len(matrices)
-    whole = [nn.Parameter(local_range(p).view(p.shape)) for p in held]
-    muon = partial(torch.optim.Muon, lr=0.02, momentum=0.9)
-    steps = [muon([p for p in plain.parameters() if p.ndim == 2]), muon(whole)]
-    rest = [sgd([p for p in one.parameters() if p.ndim != 2]) for one in (plain, model)]
-    for step in range(3):
-        for number in range(world_size):
-            (local_loss(plain, case, step, number, world_size) / world_size).backward()
-        local_loss(model, case, step, rank, world_size).backward()
-        for mine, param in zip(whole, held, strict=True):
-            mine.grad = param.grad.local.view(param.shape)
-        for optimizer in (*steps, *rest):
-            optimizer.step()
-        for one in (plain, model):
-            one.zero_grad()
-        torch.autograd.graph.increment_version([local_range(p) for p in held])
-    _same(snapshot(model), snapshot(plain))

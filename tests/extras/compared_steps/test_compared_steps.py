@@ -87,6 +87,15 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
     with pytest.raises(RuntimeError, match=r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)"):
         _backward(model)
     _backward(model)
+    # Steps in backward.
+    model = ShardedWrapper(_model(), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.step_in_backward(optimizer)
+    for _ in range(2):
+        _backward(model)
+    optimizer.param_groups[0]["lr"] += rank
+    with pytest.raises(RuntimeError, match=r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1"):
+        _backward(model)
 
 
 def _scheduled(params: Params, rank: int) -> Iterator[None]:
@@ -179,16 +188,4 @@ def test_experts(rank: int, world_size: int) -> None:
         group["lr"] += rank
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"'lr' of SGD's group with '0.bias'"):
-        _backward(model)
-
-
-@on_ranks(2)
-def test_steps_in_backward(rank: int, world_size: int) -> None:
-    model: Any = ShardedWrapper(_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.step_in_backward(optimizer)
-    for _step in range(2):
-        _backward(model)
-    optimizer.param_groups[0]["lr"] += rank
-    with pytest.raises(RuntimeError, match=r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1"):
         _backward(model)

@@ -77,40 +77,32 @@ def _accumulate(model: Net) -> None:
 # ---------------------------------------------------------------- a program that ends
 
 
+@pytest.mark.parametrize("end", ["exception", "exit"])
 @pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
 @on_ranks(2, expendable=[1], group_timeout=120)
-def test_an_exception_that_ends_a_rank_is_told_at_once(
-    rank: int, world_size: int, collectives: str
+def test_the_end_of_a_rank_is_told_at_once(
+    rank: int, world_size: int, collectives: str, end: str
 ) -> None:
-    """The other ranks raise at once, with the rank and its exception."""
-    model = wrapped(*EQUAL, collectives=collectives)
+    """The other ranks raise at once, with the rank and its exception, or that its program is over.
+
+    An exit handler of another library, or the program itself, takes long afterwards.
+    """
     if rank == 1:
-        error = ValueError("a bad batch")
+        atexit.register(time.sleep, 60)
+    model = wrapped(*EQUAL, collectives=collectives)
+    step(model)
+    if rank == 1 and end == "exception":
         with contextlib.redirect_stderr(io.StringIO()):
-            sys.excepthook(ValueError, error, None)
-        time.sleep(60)  # what else the program does
-    with _raises("rank 1 ended by ValueError: a bad batch"):
-        step(model)
-
-
-@pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
-@on_ranks(2, expendable=[1], group_timeout=120)
-def test_a_program_that_is_over_is_told_at_once(
-    rank: int, world_size: int, collectives: str
-) -> None:
-    """The other ranks raise at once, and say that the program of this rank is over."""
-    if rank == 1:
-        atexit.register(time.sleep, 60)  # by another library
-    model = wrapped(*EQUAL, collectives=collectives)
-    if rank == 1:
+            sys.excepthook(ValueError, ValueError("a bad batch"), None)
+        time.sleep(60)
+    elif rank == 1:
         if os.fork() == 0:
             deadlock._tell("a fork's end, which is nobody's")
             os._exit(0)
         os.wait()
-        step(model)
         atexit._run_exitfuncs()
-    step(model)
-    with _raises(r"rank 1 ended by sys.exit\(\)"):
+    reason = {"exception": "ValueError: a bad batch", "exit": r"sys.exit\(\)"}[end]
+    with _raises(f"rank 1 ended by {reason}"):
         step(model)
 
 

@@ -26,7 +26,7 @@ from flatshard.comm.work import WaitCondition, watched
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
 from tests.forked_python import PYTHON
-from tests.harness import ROOT, on_ranks, run_ranks
+from tests.harness import ROOT, on_ranks
 from tests.models import CASES
 from tests.outcomes import QUICK, logged
 
@@ -109,18 +109,18 @@ def init_by_tcp(rank: int, world_size: int, port: int, timeout: float) -> None:
     dist.init_process_group("gloo", store=store, **keywords)
 
 
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
 
 
-def test_a_new_group_with_the_same_store_reads_no_old_finding() -> None:
+@on_ranks(2, init_group=False, fresh=True)
+def test_a_new_group_with_the_same_store_reads_no_old_finding(
+    rank: int, world_size: int, port: int
+) -> None:
     """After a caught deadlock, a slow rank in a new group is no deadlock."""
-    run_ranks(_begins_again, 2, free_port(), init_group=False, fresh=True)
-
-
-def _begins_again(rank: int, world_size: int, port: int) -> None:
     limit = timedelta(seconds=20)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, limit)
     inputs = CASES["mlp"].batch(rank, 2)[0]
@@ -144,54 +144,14 @@ def _begins_again(rank: int, world_size: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.uncoalesced  # the message names one layer
-def test_ranks_in_different_collectives_do_not_wait_for_the_timeout() -> None:
-    run_ranks(_different_collectives, 3, free_port(), init_group=False, fresh=True)
-
-
-def _different_collectives(rank: int, world_size: int, port: int) -> None:
-    """Rank 0 calls something collective, and the others something else."""
-    init_by_tcp(rank, world_size, port, 60)
-    patched = mock.patch.multiple(detector, **QUICK)
-    step, whole = "unit 'fc1', rank .* for forward", ".*all ranks must ask for together"
-    buffers = ".*buffers.*: exchanging values with the other ranks"
-    for name, collectives, alone, others, expected in (
-        ("mlp", "auto", "norm", "forward", ("norms of order 2 of ", step)),
-        ("mlp", "sockets", "dict", "forward", (whole, step)),
-        ("batch-norm", "auto", "forward", "dict", (buffers, whole)),
-    ):
-        case = CASES[name]
-        ranks = dist.new_group()  # no message passes the last one's any more
-        model = case.wrap(case.model(), collectives=collectives, process_group=ranks)
-        inputs, _ = case.batch(rank, 2)
-        call = {
-            "norm": functools.partial(model.clip_grad_norm_, 1.0),
-            "dict": model.state_dict,
-            "forward": functools.partial(model, inputs),
-        }
-        with patched:
-            if rank == 1 and alone == "norm":
-                time.sleep(0.8)  # being late is not enough
-            if rank == 1 and (alone, others) == ("dict", "forward"):
-                time.sleep(1.5)  # the other two have found out and left
-            model(inputs).sum().backward()
-            start = time.monotonic()
-            with pytest.raises(CollectiveError, match=ENDLESS) as error:
-                call[alone if rank == 0 else others]()
-            assert time.monotonic() - start < 20
-        for number, where in zip(("0", "[12]"), expected, strict=True):  # two may be enough
-            error.match(rf"rank {number} in \[{where}")
-
-
 # ---------------------------------------------------------------- the program's own
 
 
-def test_the_programs_own_collectives_that_cannot_end() -> None:
+@on_ranks(3, init_group=False, fresh=True, timeout=100)
+def test_the_programs_own_collectives_that_cannot_end(
+    rank: int, world_size: int, port: int
+) -> None:
     """`if rank == 0: torch.save(model.state_dict(), ...)` and a barrier are named soon."""
-    run_ranks(_own_collectives, 3, free_port(), init_group=False, fresh=True, timeout=100)
-
-
-def _own_collectives(rank: int, world_size: int, port: int) -> None:
     init_by_tcp(rank, world_size, port, 90)
     lines = logged()
     case = CASES["mlp"]
@@ -334,12 +294,11 @@ class Unreliable:
         return getattr(self.store, name)
 
 
-def test_detection_survives_other_threads_and_failures_of_the_store() -> None:
+@on_ranks(2, init_group=False, fresh=True)
+def test_detection_survives_other_threads_and_failures_of_the_store(
+    rank: int, world_size: int, port: int
+) -> None:
     """Each of these switched it off for good, and said nothing."""
-    run_ranks(_survives, 2, free_port(), init_group=False, fresh=True)
-
-
-def _survives(rank: int, world_size: int, port: int) -> None:
     init_by_tcp(rank, world_size, port, 30)
     model, inputs, lines = _begin(rank)
     other = threading.Thread(target=lambda: model(inputs))  # evaluates, and ends
@@ -407,30 +366,23 @@ def test_reports_are_not_pickled() -> None:
         detector._Report.from_json(pickle.dumps(report.text))
 
 
-class Counting:
+class Counting(dist.HashStore):
     """A store that counts bytes."""
 
-    def __init__(self) -> None:
-        self.store, self.bytes = dist.HashStore(), 0
+    bytes = 0
 
     def set(self, key: str, value: str) -> None:
         self.bytes += len(value)
-        self.store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.multi_get([key])[0])
+        super().set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[Any]:
-        values: list[Any] = self.store.multi_get(keys)
+        values: list[Any] = super().multi_get(keys)
         self.bytes += sum(map(len, values))
         return values
 
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
         self.bytes += len(value)
-        return bytes(self.store.compare_set(key, expected, value))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.store.check(keys))
+        return super().compare_set(key, expected, value)
 
 
 def _looks(num_ranks: int, odd: int) -> int:

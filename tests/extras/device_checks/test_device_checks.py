@@ -9,7 +9,7 @@ from tests import simulated_gpu
 from tests.simulated_gpu.server import Ended, Gpu
 
 missing = simulated_gpu.what_is_missing()
-pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
+pytestmark = [pytest.mark.skipif(bool(missing), reason=missing), pytest.mark.timeout(200)]
 
 STATE_DICTS = ("all_reduce", "all_reduce, held", "broadcast", "data", "nothing, held")
 LATE = ("all_reduce, late", "all_reduce, late, held")
@@ -37,7 +37,6 @@ def ends(gpu: Gpu) -> dict[str, list[Ended]]:
     return dict(zip(programs, gpu.run_programs(2, *programs.values()), strict=True))
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("write", STATE_DICTS)
 def test_writes_to_a_state_dict_reach_the_model(ends: dict[str, list[Ended]], write: str) -> None:
     for ended in ends[write]:
@@ -46,7 +45,6 @@ def test_writes_to_a_state_dict_reach_the_model(ends: dict[str, list[Ended]], wr
         assert set(json.loads(ended.text)["factors"]) == {expected}
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("write", LATE)
 def test_writes_that_come_too_late_are_named(ends: dict[str, list[Ended]], write: str) -> None:
     for ended in ends[write]:
@@ -54,7 +52,6 @@ def test_writes_that_come_too_late_are_named(ends: dict[str, list[Ended]], write
         assert "a tensor of a state_dict() was written, but the parameter had changed" in error
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("way", EDITS)
 def test_edits_in_forward_are_named(ends: dict[str, list[Ended]], way: str) -> None:
     """Edits begin in the third forward: in the first two, the host waits for all values."""
@@ -64,7 +61,6 @@ def test_edits_in_forward_are_named(ends: dict[str, list[Ended]], way: str) -> N
         assert result["step"] == EDITS[way][1]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("what", APART)
 def test_ranks_that_evaluate_differently_get_nan(ends: dict[str, list[Ended]], what: str) -> None:
     """Layers in another order, or the buffers of another model; the next backward raises.
@@ -79,7 +75,6 @@ def test_ranks_that_evaluate_differently_get_nan(ends: dict[str, list[Ended]], w
         assert rank < first or all(result["spoiled"].values()), result
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_false_alarm(ends: dict[str, list[Ended]], name: str) -> None:
     """A state dict held in training; an encoder written between steps; replicas on rank 0 only."""

@@ -15,7 +15,7 @@ from tests.harness import naming, on_ranks
 from tests.mapping import mapping
 from tests.models import Case, vectors
 from tests.oracle import ROWS, assert_same_gradients
-from tests.side import Run, assert_same_model
+from tests.side import Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
 
@@ -83,19 +83,11 @@ def _losses(run: Run, step: int, **keywords: Any) -> Any:
         yield loss if run.is_sharded else loss / run.world_size
 
 
-def _pair(rank: int, world_size: int, keywords: dict[str, Any]) -> tuple[Run, Run]:
-    sharded = _MIXTURE.wrap(_MIXTURE.model(), **keywords)
-    return (
-        Run(_MIXTURE.model(), _MIXTURE, rank, world_size),
-        Run(sharded, _MIXTURE, rank, world_size),
-    )
-
-
 @on_ranks(2, group_timeout=10)
 def test_units_that_ranks_skip(rank: int, world_size: int) -> None:
     for name, keywords in _FORMS.items():
         with naming(name), mapping() if name == "shared memory" else contextlib.nullcontext():
-            runs = plain, sharded = _pair(rank, world_size, keywords)
+            runs = sharded, plain = pair(rank, world_size, "full", _MIXTURE, **keywords)
             if name == "hook":
                 sharded.model.register_comm_hook("state", Averaging())
             elif name == "step":
@@ -123,7 +115,7 @@ def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
             "collectives": collectives,
             "sharding_strategy": "SHARD_GRAD_OP",  # backward alone needs no all-gather
         }
-        runs = plain, sharded = _pair(rank, world_size, keywords)
+        runs = sharded, plain = pair(rank, world_size, "full", _MIXTURE, **keywords)
         with naming(collectives):
             for run in runs:
                 with run.no_sync():
@@ -133,8 +125,8 @@ def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
                 for loss in _losses(run, 1):
                     loss.backward(retain_graph=True)
                     loss.backward()
-                for pair in zip(_losses(run, 2), _losses(run, 3), strict=True):
-                    for loss in pair:  # two forwards, then two backwards
+                for both in zip(_losses(run, 2), _losses(run, 3), strict=True):
+                    for loss in both:  # two forwards, then two backwards
                         loss.backward()
                 run.step()
             assert_same_model(sharded, plain)

@@ -22,45 +22,37 @@ _UNEVEN = {2: ((1, 3), (3, 0), (3, 2), (2, 2)), 3: ((3, 1, 2), (0, 2, 2))}
 
 
 def _train(
-    model: Any,
-    rank: int,
-    num_batches: int,
-    *,
-    case: str = "mlp",
-    clips: bool = False,
-    accumulates: bool = False,
-    evaluates: bool = False,
-    set_to_none: bool = True,
-    first: int = 1,
-    **keywords: Any,
+    model: Any, rank: int, num_batches: int, how: str = "", case: str = "mlp", **keywords: Any
 ) -> torch.optim.Optimizer:
-    """``first`` batches on every rank, then as many as it has, inside ``join``."""
+    """A batch on every rank, then as many as it has, inside ``join``.
+
+    ``how``: "clips", "accumulates", "evaluates", or "zeros" for ``set_to_none=False``.
+    """
     is_sharded = isinstance(model, ShardedWrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
     def step(number: int) -> None:
         inputs, target = CASES[case].batch(100 * rank + number, ROWS)
-        syncs = not accumulates or number % 2
+        syncs = how != "accumulates" or number % 2
         with contextlib.nullcontext() if syncs else model.no_sync():
             loss_of(model(inputs), target).backward()
         if not syncs:
             return
-        if clips and is_sharded:
+        if how == "clips" and is_sharded:
             model.clip_grad_norm_(0.05)
-        elif clips:
+        elif how == "clips":
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        if evaluates and is_sharded:
+        optimizer.zero_grad(set_to_none=how != "zeros")
+        if how == "evaluates" and is_sharded:
             model.eval()
             with torch.no_grad():
                 model(inputs)
             model.train()
 
-    for number in range(first):
-        step(2 * number + 1)
+    step(1)
     with model.join(**keywords):
-        for number in range(num_batches * (2 if accumulates else 1)):
+        for number in range(num_batches * (2 if how == "accumulates" else 1)):
             step(number)
     return optimizer
 
@@ -68,12 +60,12 @@ def _train(
 _FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "active": ({}, {"divide_by_initial_world_size": False}),
-    "clips": ({"collectives": "sockets"}, {"clips": True}),
-    "accumulates": ({"collectives": "native"}, {"accumulates": True}),
-    "evaluates": ({"sharding_strategy": "SHARD_GRAD_OP"}, {"evaluates": True}),
-    "zeros": ({}, {"set_to_none": False}),
+    "clips": ({"collectives": "sockets"}, {"how": "clips"}),
+    "accumulates": ({"collectives": "native"}, {"how": "accumulates"}),
+    "evaluates": ({"sharding_strategy": "SHARD_GRAD_OP"}, {"how": "evaluates"}),
+    "zeros": ({}, {"how": "zeros"}),
     "op": ({"sharding_strategy": "SHARD_OP"}, {"divide_by_initial_world_size": False}),
-    "no_shard": ({"sharding_strategy": "NO_SHARD"}, {"clips": True}),
+    "no_shard": ({"sharding_strategy": "NO_SHARD"}, {"how": "clips"}),
     "batch norm": ({}, {"case": "batch-norm"}),
     "shared": ({"collectives": "native"}, {"case": "twice"}),
     "checkpoints": ({}, {"case": "checkpointed"}),

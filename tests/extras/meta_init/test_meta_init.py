@@ -18,7 +18,7 @@ import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
@@ -108,7 +108,7 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
     policy, chosen = SETTINGS[way]
     chosen.set_nodes()
     expected = on_cpu(Zoo)
-    state = torch.get_rng_state()
+    state, tokens = torch.get_rng_state(), torch.arange(12).view(3, 4) % 11
 
     def wrap(model: nn.Module, **more: Any) -> ShardedWrapper:
         return ShardedWrapper(model, auto_wrap_policy=policy, **chosen.keywords, **more)
@@ -139,8 +139,18 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
             with pytest.raises(ValueError, match=r"the ranks initialised .* different values"):
                 wrap(on_meta(Zoo))
 
+    with naming("left empty, then loaded"):
+        for sync in (None, True):
+            model = wrap(on_meta(Zoo), param_init_fn=flatshard.leave_empty, sync_module_states=sync)
+            partial = expected.state_dict()
+            del partial["norm.running_mean"], partial["head.weight"], partial["embedding.weight"]
+            model.load_state_dict(partial, strict=False)
+            with pytest.raises(RuntimeError, match=r"'embedding.weight' and 1 more: left empty"):
+                model(tokens)
+            model.load_state_dict(expected.state_dict())
+            same(model, expected)
+
     with naming("training"):
-        tokens = torch.arange(12).view(3, 4) % 11
         optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
         twin = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
         for trained, optim in ((received, optimizer), (expected, twin)):
@@ -166,18 +176,14 @@ def test_param_init_fn(rank: int, world_size: int) -> None:
 
     net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     policy = ModuleWrapPolicy({nn.Linear})
-    with (
-        pytest.warns(UserWarning, match="weights are a mixture")
-        if rank == 0
-        else contextlib.nullcontext()
-    ):
+    warns = pytest.warns(UserWarning, match="weights are a mixture")
+    with warns if rank == 0 else contextlib.nullcontext():
         model = ShardedWrapper(
             net, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=False
         )
     # Units first, then what is left, which lacks nothing.
     assert seen == ["Linear", "Linear"]
-    weight = model.state_dict()["0.weight"].unique().tolist()
-    assert weight == [1.0, 2.0]
+    assert model.state_dict()["0.weight"].unique().tolist() == [1.0, 2.0]
 
     model = ShardedWrapper(
         on_meta(lambda: nn.Linear(7, 5)), param_init_fn=init, sync_module_states=True
@@ -185,28 +191,7 @@ def test_param_init_fn(rank: int, world_size: int) -> None:
     assert model.state_dict()["weight"].unique().tolist() == [1.0]
 
 
-# ---------------------------------------------------------------- left empty, then loaded
-
-
-@on_ranks(2)
-def test_left_empty_and_loaded(rank: int, world_size: int) -> None:
-    expected = on_cpu(Zoo, seed=9)
-    tokens = torch.arange(12).view(3, 4) % 11
-    for sync in (None, True):
-        model = ShardedWrapper(
-            on_meta(Zoo),
-            auto_wrap_policy=POLICY,
-            param_init_fn=flatshard.leave_empty,
-            sync_module_states=sync,
-        )
-        partial = expected.state_dict()
-        del partial["norm.running_mean"], partial["head.weight"], partial["embedding.weight"]
-        model.load_state_dict(partial, strict=False)
-        with pytest.raises(RuntimeError, match=r"'embedding.weight' and 1 more: left empty"):
-            model(tokens)
-        model.load_state_dict(expected.state_dict())
-        same(model, expected)
-        torch.testing.assert_close(model(tokens), expected(tokens))
+# ---------------------------------------------------------------- loaded
 
 
 def resident(path: Path) -> int:
@@ -220,7 +205,16 @@ def resident(path: Path) -> int:
     return total
 
 
-def load_mapped(rank: int, world_size: int, path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+@on_ranks(4)
+def test_only_own_parts_of_a_mapped_file_are_read(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights"
+    if rank == 0:
+        torch.save({f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}, path)
+    torch.distributed.barrier()
+
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))
 
@@ -237,13 +231,6 @@ def load_mapped(rank: int, world_size: int, path: Path) -> None:
     assert resident(path) - before <= size / world_size + 2 * 2 * 2**21
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key]), key
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
-def test_only_own_parts_of_a_mapped_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    torch.save({f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}, path)
-    run_ranks(load_mapped, 4, path)
 
 
 # ---------------------------------------------------------------- memory
@@ -304,6 +291,9 @@ class Forgets(nn.Linear):
 
 
 class FailsOnRank1(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if torch.distributed.get_rank() == 1 and not self.weight.is_meta:
@@ -327,54 +317,32 @@ def other_shape(module: nn.Module) -> None:
         module.weight = nn.Parameter(torch.ones(2, 2))
 
 
-ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no way": (
-        NoReset,
-        {},
-        ValueError,
-        r"no reset_parameters\(\): 0.gain \(NoReset\), 0.table \(NoReset\)\. Pass a param_init_fn",
-    ),
-    "a buffer forgotten": (
-        Forgets,
-        {},
-        RuntimeError,
-        r"reset_parameters\(\) of module .* left '0.mask' without values",
-    ),
-    "partly": (half_real, {}, ValueError, "module '0' has some parameters on the meta device"),
-    "fails": (
-        lambda: FailsOnRank1(3, 3),
-        {},
-        RuntimeError,
-        r"module '0' .*failed: no luck \(rank 1\)",
-    ),
-    "fn leaves meta": (
-        lambda: nn.Linear(3, 3),
-        {"param_init_fn": forgetful},
-        RuntimeError,
-        "param_init_fn left '0.weight' on the meta device. In the function, call module.to_empty",
-    ),
-    "another shape": (
-        lambda: nn.Linear(3, 3),
-        {"param_init_fn": other_shape},
-        RuntimeError,
-        r"'0.weight': expected shape \(3, 3\), got shape \(2, 2\)",
-    ),
-    "no function": (
-        lambda: nn.Linear(3, 3),
-        {"param_init_fn": 3},
-        TypeError,
-        "param_init_fn: expected a function that takes a module, got 3",
-    ),
-}
+def linear() -> nn.Module:
+    return nn.Linear(3, 3)
+
+
+NO_WAY = r"no reset_parameters\(\): 0.gain \(NoReset\), 0.table \(NoReset\)\. Pass a param_init_fn"
+FORGOT = r"reset_parameters\(\) of module .* left '0.mask' without values"
+ON_META = "param_init_fn left '0.weight' on the meta device. In the function, call module.to_empty"
+SHAPES = r"'0.weight': expected shape \(3, 3\), got shape \(2, 2\)"
+# How a module is built, the wrapper's `param_init_fn`, and words of the error.
+ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
+    (NoReset, None, ValueError, NO_WAY),
+    (Forgets, None, RuntimeError, FORGOT),
+    (half_real, None, ValueError, "module '0' has some parameters on the meta device"),
+    (FailsOnRank1, None, RuntimeError, r"module '0' .*failed: no luck \(rank 1\)"),
+    (linear, forgetful, RuntimeError, ON_META),
+    (linear, other_shape, RuntimeError, SHAPES),
+    (linear, 3, TypeError, "param_init_fn: expected a function that takes a module, got 3"),
+]
 
 
 @on_ranks(2)
 def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
-    for what, (build, keywords, kind, message) in ERRORS.items():
-        with naming(what):
-            model = on_meta(lambda build=build: nn.Sequential(build()))
-            with pytest.raises(kind, match=message):
-                ShardedWrapper(model, **keywords)
+    for build, init_fn, kind, message in ERRORS:
+        model = on_meta(lambda build=build: nn.Sequential(build()))
+        with naming(message), pytest.raises(kind, match=message):
+            ShardedWrapper(model, param_init_fn=init_fn)
     with naming("only rank 0 would have to, and can't"), pytest.raises(ValueError, match="rank 0"):
         ShardedWrapper(on_meta(lambda: nn.Sequential(NoReset())), sync_module_states=True)
     with naming("rank 0 has them"):

@@ -1,6 +1,6 @@
 """What gives modules on the meta device values besides ``reset_parameters()``, and what is left."""
 
-from typing import Any
+import itertools
 
 import pytest
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
+from tests.extras.meta_init.test_meta_init import on_meta
 from tests.harness import naming, on_ranks
+from tests.oracle import snapshot
 from tests.ways import BASIC
 
 
@@ -67,10 +69,6 @@ class Pretrained(nn.Module):
             module.inv_freq.copy_(torch.arange(4.0))
 
 
-class Frozen(nn.Linear):
-    """An encoder with weights of its own, which nobody may touch."""
-
-
 def _expected() -> Pretrained:
     model = Pretrained()
     with torch.no_grad():
@@ -78,28 +76,36 @@ def _expected() -> Pretrained:
     return model
 
 
-def _on_meta(build: Any) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
 CASES = [*(("full", number) for number in range(3)), ("no_shard", 2)]
 POLICIES = (None, ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear}))
 
 
 @on_ranks(2)
-def test_init_weights(rank: int, world_size: int) -> None:
+def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -> None:
     expected = _expected()
-    for way, number in CASES:
-        with naming(f"{way} {number}"):
-            chosen, policy = BASIC[way], POLICIES[number]
-            model = ShardedWrapper(_on_meta(Pretrained), auto_wrap_policy=policy, **chosen.keywords)
-            torch.testing.assert_close(model.state_dict(), expected.state_dict())
-            torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        module.apply(expected._init_weights)
+
+    for (way, number), init_fn in itertools.product(CASES, (None, init)):
+        with naming(f"{way} {number} {init_fn}"):
+            model = ShardedWrapper(
+                on_meta(Pretrained),
+                auto_wrap_policy=POLICIES[number],
+                param_init_fn=init_fn,
+                **BASIC[way].keywords,
+            )
+            names = ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight")
+            if init_fn is None:
+                names = expected.state_dict()
+                torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
+            for name in names:
+                assert torch.equal(model.state_dict()[name], expected.state_dict()[name])
     # A part that has values keeps them.
-    half = _on_meta(Pretrained)
+    half = on_meta(Pretrained)
     half.blocks[0] = Block()
-    before = {name: value.clone() for name, value in half.blocks[0].state_dict().items()}
+    before = snapshot(half.blocks[0])
     model = ShardedWrapper(half, auto_wrap_policy=ModuleWrapPolicy({Block}))
     torch.testing.assert_close(dict(model.blocks[0].state_dict()), before)
     assert model.state_dict()["blocks.1.up.weight"].unique().tolist() == [0.5]
@@ -110,7 +116,7 @@ def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
     expected = _expected()
     for sync in (None, True):
         model = ShardedWrapper(
-            _on_meta(Pretrained),
+            on_meta(Pretrained),
             auto_wrap_policy=POLICIES[1],
             param_init_fn=flatshard.leave_empty,
             sync_module_states=sync,
@@ -118,30 +124,11 @@ def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
         model.load_state_dict(expected.state_dict())
         torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
     # Where nothing says what it is, the error says how to.
-    module = _on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
+    module = on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
     model = ShardedWrapper(module, param_init_fn=flatshard.leave_empty)
     model.load_state_dict(nn.Sequential(Rotary(), nn.Linear(4, 4)).state_dict())
     with pytest.raises(RuntimeError, match=r"'0.inv_freq': .*persistent=False are in no state"):
         model(torch.ones(4))
-
-
-@on_ranks(2)
-def test_param_init_fn_that_recurses(rank: int, world_size: int) -> None:
-    expected = _expected()
-
-    def init(module: nn.Module) -> None:
-        module.to_empty(device="cpu")
-        module.apply(expected._init_weights)
-
-    for way, number in CASES:
-        with naming(f"{way} {number}"):
-            chosen, policy = BASIC[way], POLICIES[number]
-            model = ShardedWrapper(
-                _on_meta(Pretrained), auto_wrap_policy=policy, param_init_fn=init, **chosen.keywords
-            )
-            got = model.state_dict()
-            for name in ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight"):
-                assert torch.equal(got[name], expected.state_dict()[name])
 
 
 @on_ranks(2)
@@ -157,10 +144,8 @@ def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
 
     for init_fn in (init, None):
         for policy in (None, ModuleWrapPolicy({nn.Sequential})):
-            module = _on_meta(
-                lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3)))
-            )
-            real, meta = Frozen(4, 4), _on_meta(lambda: Frozen(4, 4))
+            module = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3))))
+            real, meta = nn.Linear(4, 4), on_meta(lambda: nn.Linear(4, 4))
             module[1].extend([real, nn.Sequential(meta)])
             before = real.weight.detach().clone()
             model = ShardedWrapper(
@@ -174,12 +159,8 @@ def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
             assert not {real, meta, module[1][2]} & set(seen)
             if init_fn is not None:
                 assert model.state_dict()["1.0.weight"].unique().tolist() == [7.0]
-
-
-@on_ranks(2)
-def test_a_single_ignored_parameter_is_not_overwritten(rank: int, world_size: int) -> None:
-    """Functions for whole modules gave it theirs."""
-    module = _on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+    # A single parameter; functions for whole modules gave it theirs.
+    module = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
     module[0].weight = real = nn.Parameter(torch.eye(4))
     with pytest.raises(ValueError, match="param_init_fn would overwrite"):
         ShardedWrapper(module, param_init_fn=nn.Module.to_empty, ignored_states=[real])

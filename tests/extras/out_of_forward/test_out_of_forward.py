@@ -88,92 +88,6 @@ def _scaled(model: Parent, x: Tensor) -> Tensor:
     return x + (model.child.weight * x.mean()).sum() + (x.detach()[0] * model.child.bias).sum()
 
 
-USES: dict[str, Use] = {
-    "linear": lambda m, x: F.linear(x, m.child.weight, m.child.bias),
-    "elementwise": lambda m, x: x * m.child.bias + m.child.bias.expand(len(x), -1),
-    "views": lambda m, x: x @ m.child.weight.t()[:, :D] + m.child.weight[2] + m.child.weight.T[3],
-    "joined": lambda m, x: F.linear(x, torch.cat([m.child.weight, m.other.weight]))[:, 2 : D + 2],
-    "of two": lambda m, x: x @ (m.child.weight * m.child.bias),
-    "computed": lambda m, x: F.linear(x, 0.5 * m.child.weight + (1 + m.child.weight).abs()),
-    "reductions": lambda m, x: x * m.child.weight.abs().mean() + m.child.weight.sum(0),
-    "embedding": lambda m, x: x + F.embedding(torch.tensor([1, 2]), m.child.weight).mean(0),
-    "normalised": _normalised,
-    "again": _again,
-    "iterated": _calls_all,
-    "scaled": _scaled,
-    "without gradients": _without_gradients,
-    "checkpointed": lambda m, x: checkpoint(
-        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=False
-    ),
-    "reentrant": lambda m, x: checkpoint(
-        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=True
-    ),
-    "frozen": lambda m, x: F.linear(x * m.child.bias, m.child.weight) + m.child(x),
-}
-
-
-def _wrap(model: nn.Module, way: str, *units: type[nn.Module], **others: Any) -> ShardedWrapper:
-    policy = ModuleWrapPolicy(units or (Child, Chain))
-    keywords = {**WAYS[way].keywords, **others}
-    return ShardedWrapper(model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
-
-
-def _quiet() -> contextlib.AbstractContextManager[None]:
-    return allow_warnings(UserWarning, ".*outside of the unit's forward")
-
-
-Step = Callable[[Any, Tensor], Tensor]
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).double()
-
-
-def _train(model: Any, loss: Step, ranks: list[int], steps: int = 3) -> list[float]:
-    """Train; with several ranks, on the average of their losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        total = sum(loss(model, _batch(step, rank)) for rank in ranks) / len(ranks)
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return losses
-
-
-def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], loss: Step) -> None:
-    torch.manual_seed(0)
-    sharded = _wrap(make(), way)
-    torch.manual_seed(0)
-    plain = make().double()
-    with _quiet():
-        _train(sharded, loss, [rank])
-    _train(plain, loss, list(range(world)))
-    assert_same(sharded, plain, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("way", "is_checkpointed"),
-    [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
-)
-@on_ranks(2)
-def test_uses_of_a_childs_parameters(
-    rank: int, world: int, way: str, is_checkpointed: bool
-) -> None:
-    nth = 1 if way == "full" else 2  # the usual way meets all
-    for name, use in every(nth, USES.items(), start=list(BASIC).index(way)):
-
-        def make(name: str = name, use: Use = use) -> nn.Module:
-            model = Parent(partial(checkpoint, use, use_reentrant=False))
-            model.use = model.use if is_checkpointed else use
-            model.child.requires_grad_(name != "frozen")
-            return model
-
-        with naming(name):
-            _compare(rank, world, way, make, lambda m, x: m(x).pow(2).mean())
-
-
 class OwnCheckpoint(torch.autograd.Function):
     """A checkpoint as in guided-diffusion, or with ``saves`` the adjoint method of torchdiffeq."""
 
@@ -210,46 +124,6 @@ def _own_checkpoint(m: Parent, x: Tensor, *, saves: bool, unused: bool) -> Tenso
     return result
 
 
-OWN_CHECKPOINTS: dict[str, Use] = {
-    "kept": partial(_own_checkpoint, saves=False, unused=False),
-    "saved": partial(_own_checkpoint, saves=True, unused=False),
-    "unused": partial(_own_checkpoint, saves=True, unused=True),
-}
-
-
-@pytest.mark.parametrize("way", ["full", "grad_op", "no_shard"])
-@on_ranks(2)
-def test_checkpoints_of_the_program(rank: int, world: int, way: str) -> None:
-    """`torch.autograd.grad` in their backward returns the gradients of sharded parameters."""
-    for name, use in OWN_CHECKPOINTS.items():
-        with naming(name):
-            _compare(rank, world, way, partial(Parent, use), lambda m, x: m(x).pow(2).mean())
-
-
-@on_ranks(2)
-def test_unused_parameters_in_a_checkpoint_of_the_program(rank: int, world: int) -> None:
-    """Without `allow_unused=True`, an unused parameter raises, as in torch."""
-
-    def use(m: Parent, x: Tensor) -> Tensor:
-        params = (*m.child.parameters(), *m.chain[2].parameters())
-        result: Tensor = OwnCheckpoint.apply(m.child, True, False, x, *params)
-        return result
-
-    for model in (Parent(use).double(), _wrap(Parent(use), "full")):
-        with _quiet(), pytest.raises(RuntimeError, match="not have been used in the graph"):
-            model(_batch(0, rank)).pow(2).mean().backward()
-
-
-@on_ranks(2)
-def test_gradients_of_parameters_without_grad_mode(rank: int, world: int) -> None:
-    """`torch.autograd.grad` of sharded parameters raises, also under `no_grad`."""
-    model = _wrap(Parent(_again), "full")
-    with _quiet():
-        loss = model(_batch(0, rank)).pow(2).mean()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="do not support sharded parameters"):
-        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-
-
 class XDropout(torch.autograd.Function):
     """As older versions of DeBERTa have it: the gradient is a full tensor, of this rank's batch."""
 
@@ -264,8 +138,33 @@ class XDropout(torch.autograd.Function):
         return gradient.masked_fill(*ctx.saved_tensors, 0)
 
 
-DRAWS: dict[str, Use] = {
-    # Every layer of DeBERTa reads, and drops entries of, one embedding.
+USES: dict[str, Use] = {
+    "linear": lambda m, x: F.linear(x, m.child.weight, m.child.bias),
+    "elementwise": lambda m, x: x * m.child.bias + m.child.bias.expand(len(x), -1),
+    "views": lambda m, x: x @ m.child.weight.t()[:, :D] + m.child.weight[2] + m.child.weight.T[3],
+    "joined": lambda m, x: F.linear(x, torch.cat([m.child.weight, m.other.weight]))[:, 2 : D + 2],
+    "of two": lambda m, x: x @ (m.child.weight * m.child.bias),
+    "computed": lambda m, x: F.linear(x, 0.5 * m.child.weight + (1 + m.child.weight).abs()),
+    "reductions": lambda m, x: x * m.child.weight.abs().mean() + m.child.weight.sum(0),
+    "embedding": lambda m, x: x + F.embedding(torch.tensor([1, 2]), m.child.weight).mean(0),
+    "normalised": _normalised,
+    "again": _again,
+    "iterated": _calls_all,
+    "scaled": _scaled,
+    "without gradients": _without_gradients,
+    "checkpointed": lambda m, x: checkpoint(
+        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=False
+    ),
+    "reentrant": lambda m, x: checkpoint(
+        lambda y: F.linear(y, m.child.weight) + m.chain[0](y), x, use_reentrant=True
+    ),
+    "frozen": lambda m, x: F.linear(x * m.child.bias, m.child.weight) + m.child(x),
+    # The program's own checkpoints, whose backwards ask for gradients of sharded parameters.
+    "kept": partial(_own_checkpoint, saves=False, unused=False),
+    "saved": partial(_own_checkpoint, saves=True, unused=False),
+    "unused": partial(_own_checkpoint, saves=True, unused=True),
+    # Each rank draws for its batch, and for whole parameters. Every layer of DeBERTa reads, and
+    # drops entries of, one embedding.
     "dropout": lambda m, x: F.linear(
         F.linear(x, F.dropout(m.child.weight, 0.3)).tanh(), F.dropout(m.child.weight, 0.3)
     ),
@@ -274,8 +173,8 @@ DRAWS: dict[str, Use] = {
         x, m.child.weight * torch.empty_like(m.child.weight).bernoulli_(0.7)
     ),
     "function": lambda m, x: F.linear(x, XDropout.apply(m.child.weight)),
-    "computed": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
-    "checkpointed": lambda m, x: checkpoint(
+    "computed draw": lambda m, x: F.linear(x, F.dropout(0.5 * m.child.weight, 0.3) / 2),
+    "checkpointed draw": lambda m, x: checkpoint(
         lambda y: F.linear(y, F.dropout(m.child.weight, 0.3)), x, use_reentrant=False
     ),
     "own forward": lambda m, x: m.child(x) @ F.dropout(m.child.weight, 0.3),
@@ -283,18 +182,92 @@ DRAWS: dict[str, Use] = {
 }
 
 
+def _wrap(model: nn.Module, way: str, *units: type[nn.Module], **others: Any) -> ShardedWrapper:
+    policy = ModuleWrapPolicy(units or (Child, Chain))
+    keywords = {**WAYS[way].keywords, **others}
+    return ShardedWrapper(model.double(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return allow_warnings(UserWarning, ".*outside of the unit's forward")
+
+
+Step = Callable[[Any, Tensor], Tensor]
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+def _train(model: Any, loss: Step, ranks: list[int], steps: int = 3) -> list[float]:
+    """Train; with several ranks, on the average of their losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        total = sum(loss(model, _batch(step, rank)) for rank in ranks) / len(ranks)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
+def _loss(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
+    return model(x).pow(2).mean()
+
+
+def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], loss: Step) -> None:
+    torch.manual_seed(0)
+    sharded = _wrap(make(), way)
+    torch.manual_seed(0)
+    plain = make().double()
+    with _quiet():
+        _train(sharded, loss, [rank])
+    _train(plain, loss, list(range(world)))
+    assert_same(sharded, plain, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("way", "is_checkpointed"),
+    [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
+)
 @on_ranks(2)
-def test_draws(rank: int, world: int) -> None:
-    """Each rank draws for its batch, and for whole parameters."""
+def test_uses_of_a_childs_parameters(
+    rank: int, world: int, way: str, is_checkpointed: bool
+) -> None:
+    nth = 1 if way == "full" else 2  # the usual way meets all
+    for name, use in every(nth, USES.items(), start=list(BASIC).index(way)):
 
-    def loss(model: Any, x: Tensor) -> Tensor:
-        torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
-        return model(x).pow(2).mean()
+        def make(name: str = name, use: Use = use) -> nn.Module:
+            model = Parent(partial(checkpoint, use, use_reentrant=False))
+            model.use = model.use if is_checkpointed else use
+            model.child.requires_grad_(name != "frozen")
+            return model
 
-    for name, use in DRAWS.items():
-        for way in BASIC if name == "dropout" else ["full"]:
-            with naming((way, name)):
-                _compare(rank, world, way, partial(Parent, use), loss)
+        with naming(name):
+            _compare(rank, world, way, make, _loss)
+
+
+@on_ranks(2)
+def test_refused_gradients_of_parameters(rank: int, world: int) -> None:
+    """Without `allow_unused=True`, an unused parameter raises, as in torch.
+
+    `torch.autograd.grad` of sharded parameters raises outside of a backward, also under `no_grad`.
+    """
+
+    def use(m: Parent, x: Tensor) -> Tensor:
+        params = (*m.child.parameters(), *m.chain[2].parameters())
+        result: Tensor = OwnCheckpoint.apply(m.child, True, False, x, *params)
+        return result
+
+    for model in (Parent(use).double(), _wrap(Parent(use), "full")):
+        with _quiet(), pytest.raises(RuntimeError, match="not have been used in the graph"):
+            _loss(model, _batch(0, rank)).backward()
+    with _quiet():
+        loss = _loss(model, _batch(0, rank))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="do not support sharded parameters"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
 class Encoder(nn.Module):
@@ -541,6 +514,8 @@ def test_gradients_of_copies_of_parameters(rank: int, world: int) -> None:
             loss(x, leaf).backward()
     with _quiet():
         values = model.child.weight.full_tensor().detach()
+        with torch.no_grad():
+            assert not model.child.weight.full_tensor().requires_grad
         leaf = values.clone().requires_grad_()
         F.linear(x, leaf).pow(2).sum().backward()
     expected = values.clone().requires_grad_()
@@ -594,7 +569,12 @@ def test_noise_outside_of_forward_in_a_loss(rank: int, world: int, way: str) -> 
             (2 * value).norm()
 
 
-DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+def _full(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    # What differs between ranks.
     "mul": lambda m, x: (x.mean(0) * m.child.weight).sum(),
     "number": lambda m, x: (m.child.weight * x.mean()).pow(2).sum(),
     "where": lambda m, x: torch.where(x[0] > 0, m.child.bias, 0.0).sum(),
@@ -607,94 +587,47 @@ DIFFERING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout": lambda m, x: (
         F.dropout(m.child.weight, 0.3) ** 3 + nn.Dropout()(m.other.weight)
     ).sum(),
+    # What is the same.
+    "same": lambda m, x: (
+        ((m.child.weight @ m.child.weight.t() - torch.eye(D)).pow(2).sum() * x.mean())
+        + (m.child.weight[0].abs().sum() * x.mean() + m.other.weight.pow(2).sum())
+    ),
+    # As a fused loss does it.
+    "full tensor": lambda m, x: (
+        (x @ _full(m.child.weight).t()).square().mean() + _full(m.child.weight).abs().sum()
+    ),
 }
 
 
 @on_ranks(2)
-def test_what_differs_between_ranks_in_a_loss(rank: int, world: int) -> None:
-    """A loss may combine parameters with values that differ between ranks."""
-    for name, penalty in DIFFERING.items():
+def test_parameters_in_a_loss(rank: int, world: int) -> None:
+    """A loss may combine parameters with values that differ between ranks, or are the same.
+
+    A head of which only the loss reads the weight is trained by it.
+    """
+    for name, penalty in LOSSES.items():
 
         def loss(
             model: Any, x: Tensor, penalty: Callable[[Any, Tensor], Tensor] = penalty
         ) -> Tensor:
-            result = model(x).pow(2).mean()
-            torch.manual_seed(int(x[0, 0].item() * 1e6))  # other numbers on each rank
-            return result + penalty(model, x)
+            return _loss(model, x) + penalty(model, x)
 
-        with naming(name):
-            _compare(rank, world, "full", lambda: Parent(_again), loss)
-
-
-@on_ranks(2)
-def test_uses_outside_of_forward_in_a_loss(rank: int, world: int) -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        weight = model.child.weight
-        apart = (weight @ weight.t() - torch.eye(D)).pow(2).sum() + weight[0].abs().sum()
-        return model(x).pow(2).mean() + apart * x.mean() + model.other.weight.pow(2).sum()
-
-    for way in ("full", "grad_op", "no_shard"):
-        _compare(rank, world, way, lambda: Parent(_again), loss)
-
-
-@on_ranks(2)
-def test_full_tensor_in_a_loss(rank: int, world_size: int) -> None:
-    """A head of which only the loss reads the weight, as a fused loss does, is trained by it."""
-    for way in ("full", "grad_op"):
-        plain, unwrapped = (nn.ModuleDict({"body": Child(), "head": Child()}) for _ in range(2))
-        unwrapped.load_state_dict(plain.state_dict())
-        for part in unwrapped.values():
-            part.double()
-        plain.double()
-        keywords = WAYS[way].keywords
-        sharded = ShardedWrapper(unwrapped, auto_wrap_policy=ModuleWrapPolicy((Child,)), **keywords)
-        x = torch.arange(4.0 * D, dtype=torch.float64).reshape(4, D).sin()
-        for model, rows in ((plain, x), (sharded, x.chunk(world_size)[rank])):
-            weight = model["head"].weight
-            weight = weight if model is plain else weight.full_tensor()
-            loss = (model["body"](rows) @ weight.t()).square().mean() + weight.abs().sum()
-            loss.backward()
-        for (name, param), expected in zip(
-            sharded.named_parameters(), plain.parameters(), strict=True
-        ):
+        use: Use = _again if name != "full tensor" else lambda model, x: x
+        for way in BASIC if name in ("same", "full tensor") else ["full"]:
             with naming((way, name)):
-                assert (param.grad is None) == (expected.grad is None)
-                if expected.grad is not None:
-                    assert_close(param.grad.full_tensor(), expected.grad)
-        assert not sharded["head"].weight.full_tensor().detach().requires_grad
-        with torch.no_grad():
-            assert not sharded["head"].weight.full_tensor().requires_grad
-
-
-class _Forces(nn.Module):
-    """A unit that computes a gradient in forward, by a transform or by autograd."""
-
-    def __init__(self, *, transforms: bool) -> None:
-        super().__init__()
-        self.child, self.transforms = Child(), transforms
-
-    def forward(self, x: Tensor) -> Tensor:
-        def energy(x: Tensor) -> Tensor:
-            return self.child.weight.sum() * 0 + x.square().sum()
-
-        if self.transforms:
-            return self.child(x + torch.func.grad(lambda x: x.square().sum())(x))
-        with torch.enable_grad():
-            x = x.requires_grad_()
-            return self.child(x + torch.autograd.grad(energy(x), x, create_graph=True)[0])
+                _compare(rank, world, way, partial(Parent, use), loss)
 
 
 @on_ranks(2)
-def test_transforms_in_forward(rank: int, world_size: int) -> None:
-    x = torch.ones(2, D)
-    model = ShardedWrapper(_Forces(transforms=True))
+def test_transforms_in_forward(rank: int, world: int) -> None:
+    """They raise, and the note says what to write instead, which an idiom does."""
+
+    def use(model: Parent, x: Tensor) -> Tensor:
+        return model.child(x + torch.func.grad(lambda x: x.square().sum())(x))
+
     with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
-        model(x)
+        _wrap(Parent(use), "full")(_batch(0, rank))
     assert ["torch.autograd.grad()" in note for note in raised.value.__notes__] == [True]
-    model.module.transforms = False
-    weight, bias = (param.full_tensor() for param in model.module.child.parameters())
-    assert_close(model(x), F.linear(x * 3, weight, bias))  # as the note says
-    model(x).sum().backward()
 
 
 @on_ranks(2)

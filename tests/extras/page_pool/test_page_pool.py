@@ -71,11 +71,16 @@ def test_a_buffer_that_ends_in_use() -> None:
     assert (len(POOL._chunks), len(POOL._idle)) == (chunks, idle)
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_the_own_part(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows what the shard holds; what is written there stays out of the shard."""
-    if not moves:
+@pytest.fixture(params=[True, False], ids=["moves", "copies"])
+def _pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages can be moved, and where they can't."""
+    if not request.param:
         monkeypatch.setattr(page_pool, "_move_pages", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_pages")
+def test_the_own_part() -> None:
+    """It shows what the shard holds; what is written there stays out of the shard."""
     numel = 2 * PAGE // 4
     buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     shard, own = buffer.shard, buffer.buffer[numel : 2 * numel]
@@ -124,11 +129,9 @@ def allowed(address: int) -> str:
     raise AssertionError("nothing is mapped there")
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_freed_buffer_is_not_zeros(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_pages")
+def test_a_freed_buffer_is_not_zeros() -> None:
     """Nobody can read it, but for the shard."""
-    if not moves:
-        monkeypatch.setattr(page_pool, "_move_pages", lambda *_: False)
     numel = PAGE // 4
     buffer = PooledBuffer(3 * numel, torch.float32, own=range(numel, 2 * numel))
     places = [buffer.buffer.data_ptr() + number * PAGE for number in range(3)]

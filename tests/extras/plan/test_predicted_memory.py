@@ -1,33 +1,26 @@
 """What a plan of memory predicts is what ranks hold."""
 
 import functools
+import os
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatshard import MixedPrecision, ShardedWrapper, sharded_modules
+from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.memory_plan import checkpoint_blocks, predict
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.extras.plan import Block
 from tests.harness import naming, on_ranks
 
 WIDTH = 96
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.relu(self.up(x)))
-
-
 def build() -> nn.Sequential:
     """The first block is frozen in part: it has no memory for the gradients of that part."""
-    blocks = [Block() for _ in range(5)]
+    blocks = [Block(WIDTH) for _ in range(5)]
     blocks[0].up.requires_grad_(False)
     return nn.Sequential(nn.Linear(7, WIDTH), *blocks, nn.Linear(WIDTH, 3))
 
@@ -55,28 +48,20 @@ def _bytes(tensors: Any) -> int:
 @pytest.mark.uncoalesced  # what is held, unit by unit
 @on_ranks(4)
 def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
-    mp = pytest.MonkeyPatch()
-    mp.setenv("LOCAL_WORLD_SIZE", "2")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     for way in SETTINGS:
         torch.manual_seed(0)
-        policy = ModuleWrapPolicy({Block})
+        keywords = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "collectives": "sockets", **way}
         with torch.device("meta"):
-            plan = predict(
-                build(),
-                world_size=world_size,
-                auto_wrap_policy=policy,
-                ranks_per_node=2,
-                collectives="sockets",
-                **way,
-            )
-        model = ShardedWrapper(build(), auto_wrap_policy=policy, collectives="sockets", **way)
+            plan = predict(build(), world_size=world_size, ranks_per_node=2, **keywords)
+        model = ShardedWrapper(build(), **keywords)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         with model.record_steps():
             for _ in range(3):
                 optimizer.zero_grad()
                 model(torch.randn(4, 7)).sum().backward()
                 optimizer.step()
-        handles = [handle for one in sharded_modules(model) for handle in one._sharded_unit.handles]
+        handles = handles_in(model)
         report = model.step_report()
         with naming(way):
             assert plan.numel == sum(p.numel() for p in build().parameters())
@@ -91,7 +76,6 @@ def test_predicted_bytes_are_held(rank: int, world_size: int) -> None:
             two_stages = str(way.get("sharding_strategy")).startswith("HYBRID")
             ratio = report.peak_gradient_bytes / plan.peak_gradient_bytes
             assert 0.5 <= ratio <= (1.2 if two_stages else 1), ratio
-    mp.undo()
 
 
 # ---------------------------------------------------------------- ``model.plan``
@@ -105,37 +89,28 @@ def step(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("collectives", ["native", "sockets"])
 @on_ranks(2)
 def test_predicted_beside_measured(rank: int, world_size: int, collectives: str) -> None:
-    plain = nn.Sequential(*(Block() for _ in range(4)))
-    policy = ModuleWrapPolicy({Block})
-    model = ShardedWrapper(plain, auto_wrap_policy=policy, collectives=collectives)
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = model.plan(step, optimizer)
-    assert found.measured.keys() == {"parameters"}
-    with model.record_steps():
-        for _ in range(2):
-            step(model).backward()
-            optimizer.step()
-    found = model.plan(step, optimizer)
-    assert {"parameters", "gradients", "optimizer", "unsharded"} <= found.measured.keys()
-    assert found.differing == [], found
-    assert "measured" in str(found)
-
-
-@pytest.mark.uncoalesced  # units as small as a block
-@on_ranks(2)
-def test_checkpointed_model_is_planned_and_stays_the_same(rank: int, world_size: int) -> None:
+    """Of a model with checkpoints, too, which stays the same."""
     activations = {}
     for kind in ("none", "block"):
-        plain = nn.Sequential(*(Block() for _ in range(4)))
+        plain = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
         checkpoint_blocks(list(plain), kind)
-        model = ShardedWrapper(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        policy = ModuleWrapPolicy({Block})
+        model = ShardedWrapper(plain, auto_wrap_policy=policy, collectives=collectives)
+        optimizer = torch.optim.AdamW(model.parameters())
         before = [{**module.__dict__} for module in model.modules()]
-        found = model.plan(step)
+        found = model.plan(step, optimizer)
+        assert found.measured.keys() == {"parameters"}
         activations[kind] = found.outcome.highest["activations"]
         after = [{**module.__dict__} for module in model.modules()]
         assert after == before  # the same hooks, wrappers and tensors
-        step(model).backward()
-        assert all(param.grad is not None for param in model.parameters())
+        with model.record_steps():
+            for _ in range(2):
+                step(model).backward()
+                optimizer.step()
+        found = model.plan(step, optimizer)
+        assert {"parameters", "gradients", "optimizer", "unsharded"} <= found.measured.keys()
+        assert found.differing == [], found
+        assert "measured" in str(found)
     assert activations["block"] < activations["none"]
 
 
@@ -146,18 +121,13 @@ SIDE = 256
 SQUARE = SIDE * SIDE
 
 
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIDE, SIDE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+class Square(nn.Sequential):
+    """A unit."""
 
 
 def model() -> nn.Sequential:
     with torch.device("meta"):
-        blocks = [Square() for _ in range(4)]
+        blocks = [Square(nn.Linear(SIDE, SIDE, bias=False)) for _ in range(4)]
         return nn.Sequential(*blocks, nn.Linear(SIDE, SIDE, bias=False))
 
 
@@ -167,7 +137,7 @@ SQUARES = ModuleWrapPolicy({Square})
 def test_frozen_tied_and_overridden_units() -> None:
     plain = model()
     plain[0].requires_grad_(False)
-    plain[1].linear.weight = plain[2].linear.weight  # the root has it then, once
+    plain[1][0].weight = plain[2][0].weight  # the root has it then, once
     policy = CustomPolicy(
         lambda module: isinstance(module, Square) and {"sharding_strategy": "NO_SHARD"}
     )

@@ -38,6 +38,7 @@ from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
+from tests.extras.plan import Block
 from tests.harness import allow_warnings, run_ranks
 
 MEDIAN, LARGEST = 0.02, 0.05  # allowed errors
@@ -83,16 +84,6 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-class MlpBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class ConvBlock(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -113,7 +104,7 @@ def llama() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 512), *(MlpBlock(512) for _ in range(6)), nn.Linear(512, 10))
+    return nn.Sequential(nn.Linear(64, 512), *(Block(512) for _ in range(6)), nn.Linear(512, 10))
 
 
 def convnet() -> nn.Module:
@@ -148,14 +139,6 @@ def rows_step(batch: int, *shape: int) -> Step:
     return step
 
 
-def vectors_step(batch: int) -> Step:
-    return rows_step(batch, 64)
-
-
-def images_step(batch: int) -> Step:
-    return rows_step(batch, 3, 32, 32)
-
-
 @dataclass(frozen=True)
 class Kind:
     """A model, its training step, and the names of the module classes that become units."""
@@ -177,8 +160,8 @@ MODELS = {
     "tied": Kind(partial(Gpt, is_tied=True), language, frozenset({"GptBlock"})),
     "frozen": Kind(partial(Gpt, num_frozen=4), language, frozenset({"GptBlock"})),
     "embedding": Kind(Gpt, language, frozenset({"GptBlock", "Embedding"})),
-    "mlp": Kind(mlp, vectors_step, frozenset({"MlpBlock"})),
-    "convnet": Kind(convnet, images_step, frozenset({"ConvBlock"})),
+    "mlp": Kind(mlp, lambda batch: rows_step(batch, 64), frozenset({"Block"})),
+    "convnet": Kind(convnet, lambda batch: rows_step(batch, 3, 32, 32), frozenset({"ConvBlock"})),
     "hf": Kind(hugging_face, language, frozenset({"Qwen2DecoderLayer"})),
 }
 

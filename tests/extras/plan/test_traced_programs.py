@@ -155,33 +155,38 @@ def test_workspaces_of_recurrent_layers_are_kept() -> None:
     assert planned == pytest.approx(real.sizes, rel=0.3)  # larger layers differ by less
 
 
-def test_narrow_values() -> None:
+def narrow_values(model: nn.Module) -> Tensor:
     """The attention of DeepSeek: values have another width than queries. Flash attention cannot."""
-
-    def step(model: nn.Module) -> Tensor:
-        x = model(torch.ones(2, 4, 16, 24))
-        return F.scaled_dot_product_attention(x, x, x[..., :16]).sum(-1).sum()
-
-    for dtype in ("bf16", "fp32"):
-        assert plan(lambda: nn.Linear(24, 24), step=step, dtype=dtype, ranks=2).best is not None
+    x = model(torch.ones(2, 4, 16, 24))
+    return F.scaled_dot_product_attention(x, x, x[..., :16]).sum(-1).sum()
 
 
-def test_mask_of_a_transformer() -> None:
+def masked(model: nn.Module) -> Tensor:
     """torch reads the mask to see whether it is causal."""
-    layer = partial(nn.TransformerEncoderLayer, 32, 2, 64)
-
-    def step(model: nn.Module) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(6)
-        return model(torch.ones(6, 4, 32), mask=mask).sum()
-
-    build = partial(nn.TransformerEncoder, layer(), 2, enable_nested_tensor=False)
-    assert plan(build, step=step, ranks=2).best is not None
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    return model(torch.ones(6, 4, 32), mask=mask).sum()
 
 
-def test_sparse_constant() -> None:
-    graph = torch.eye(8).to_sparse()
-    made = plan(lambda: nn.Linear(4, 4), step=lambda m: (graph @ m(torch.ones(8, 4))).sum())
-    assert made.best is not None
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+SPARSE = torch.eye(8).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("build", "step", "dtype"),
+    [
+        (partial(nn.Linear, 24, 24), narrow_values, "bf16"),
+        (partial(nn.Linear, 24, 24), narrow_values, "fp32"),
+        (encoder, masked, "fp32"),
+        (partial(nn.Linear, 4, 4), lambda model: (SPARSE @ model(torch.ones(8, 4))).sum(), "fp32"),
+    ],
+    ids=["narrow-bf16", "narrow-fp32", "masked", "a sparse constant"],
+)
+def test_can_be_planned(build: Any, step: Any, dtype: str) -> None:
+    assert plan(build, step=step, dtype=dtype, ranks=2).best is not None
 
 
 class Growing(nn.Linear):

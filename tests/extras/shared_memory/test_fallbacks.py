@@ -49,51 +49,45 @@ class Yama:
 READ = peer_memory._read
 
 
+LAUNCHER = -1
+# Whether ranks have one launcher, whether rank 1 fails to read, to whom each rank gives permission,
+# and what the report says.
+PERMISSIONS = {
+    "one launcher": (True, False, [LAUNCHER], "shared memory: all ranks are on one host"),
+    "several launchers": (False, False, [peer_memory._ANY], "shared memory: "),
+    # Taken back: nobody reads.
+    "a rank fails": (True, True, [LAUNCHER, 0], "sockets: rank 1: Operation not permitted; "),
+}
+
+
+@pytest.mark.parametrize("case", PERMISSIONS)
 @on_ranks(2, fresh=True)
 def test_permission_is_given_before_anybody_reads(
-    rank: int, world_size: int, tmp_path: Path
+    rank: int, world_size: int, case: str, tmp_path: Path
 ) -> None:
-    """Late ranks do not make the others fall back to sockets."""
+    """To processes of the ranks' launcher, or, if there are several, to any process of the user.
+
+    Late ranks do not make the others fall back to sockets.
+    """
+    has_one_launcher, fails, readers, way = PERMISSIONS[case]
+    expected, report = trained(rank, world_size, collectives="sockets")
+    assert "\nsockets: collectives= or wire_dtype= asks for it" in report
     yama = Yama(tmp_path)
+    refuses = mock.Mock(side_effect=RuntimeError("Operation not permitted"))
+    parent = os.getppid() if has_one_launcher else 100 + rank
 
     def late(reader: int) -> None:
         time.sleep(0.5 * rank)  # the others would read before it
         yama.set_reader(reader)
 
     with (
+        mock.patch.object(os, "getppid", return_value=parent),
         mock.patch.object(peer_memory, "_set_reader", late),
-        mock.patch.object(peer_memory, "_read", yama.read),
-    ):
-        _, report = trained(rank, world_size)
-    assert "shared memory: all ranks are on one host" in report
-    assert yama.readers == [os.getppid()]  # not any process of the user
-
-
-@on_ranks(2, fresh=True)
-def test_ranks_of_several_launchers(rank: int, world_size: int, tmp_path: Path) -> None:
-    yama = Yama(tmp_path)
-    with (
-        mock.patch.object(os, "getppid", return_value=100 + rank),
-        mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
-    ):
-        _, report = trained(rank, world_size)
-    assert "shared memory: " in report
-    assert yama.readers == [peer_memory._ANY]
-
-
-@on_ranks(2, fresh=True)
-def test_a_read_that_fails_on_one_rank(rank: int, world_size: int, tmp_path: Path) -> None:
-    yama = Yama(tmp_path)
-    read = mock.Mock(side_effect=RuntimeError("Operation not permitted")) if rank == 1 else READ
-    expected, report = trained(rank, world_size, collectives="sockets")
-    assert "\nsockets: collectives= or wire_dtype= asks for it" in report
-    with (
-        mock.patch.object(peer_memory, "_set_reader", yama.set_reader),
-        mock.patch.object(peer_memory, "_read", read),
+        mock.patch.object(peer_memory, "_read", refuses if fails and rank == 1 else yama.read),
     ):
         actual, report = trained(rank, world_size)
-    assert "\nsockets: rank 1: Operation not permitted; check kernel.yama.ptrace_scope" in report
-    assert yama.readers == [os.getppid(), 0]  # taken back: nobody reads
+    assert f"\n{way}" in report
+    assert yama.readers == [parent if one == LAUNCHER else one for one in readers]
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -115,22 +109,15 @@ def test_permission_lasts_while_some_group_reads() -> None:
 
 NO_MEMORY = OSError(12, "Cannot allocate memory")
 MASKED = FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")
+DENIED = PermissionError(13, "denied")
+NO_MAILBOX = "rank 1: no mailbox in shared"
+NO_ADDRESSES = f"{NO_MAILBOX} memory: .* Cannot allocate memory"
+# What raises or lacks on rank 1, and words of the report.
 LACKS: dict[str, tuple[Any, str, Any, str]] = {
-    "proc": (peer_memory, "_host", mock.Mock(side_effect=MASKED), "rank 1: no mailbox .*boot_id"),
-    "addresses": (
-        *(mapped_files.mmap, "mmap", mock.Mock(side_effect=NO_MEMORY)),
-        "rank 1: no mailbox in shared memory: .* Cannot allocate memory",
-    ),
-    "files": (
-        mapped_files,
-        "create",
-        mock.Mock(side_effect=NO_MEMORY),
-        "rank 1: no mailbox in shared",
-    ),
-    "mailbox": (
-        *(peer_memory, "open_of", mock.Mock(side_effect=PermissionError(13, "denied"))),
-        "rank 1: .*denied; check kernel.yama.ptrace_scope",
-    ),
+    "proc": (peer_memory, "_host", MASKED, "rank 1: no mailbox .*boot_id"),
+    "addresses": (mapped_files.mmap, "mmap", NO_MEMORY, NO_ADDRESSES),
+    "files": (mapped_files, "create", NO_MEMORY, NO_MAILBOX),
+    "mailbox": (peer_memory, "open_of", DENIED, "rank 1: .*denied; check kernel.yama.ptrace_scope"),
     "host": (peer_memory, "_host", lambda: f"host {os.environ['RANK']}", "on several hosts"),
     "system": (peer_memory, "_readv", None, "rank 1: the system has no process_vm_readv"),
 }
@@ -138,6 +125,8 @@ LACKS: dict[str, tuple[Any, str, Any, str]] = {
 
 def _lacks(rank: int, world_size: int, what: str) -> str:
     module, name, replacement, _ = LACKS[what]
+    if isinstance(replacement, OSError):
+        replacement = mock.Mock(side_effect=replacement)
     expected, _ = trained(rank, world_size, collectives="sockets")
     with mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name)):
         actual, report = trained(rank, world_size)

@@ -17,7 +17,7 @@ from flatshard.engine import reduce_queue
 from flatshard.extras.step_in_backward import is_sending
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same_state, local_loss, snapshot, step_and_zero, trainable
 
@@ -48,16 +48,42 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, rank: int, world_size: int
-) -> Iterator[None]:
-    """An ordinary loop with a scheduler; stops after each backward."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
+
+
+def _ends(
+    case: Case, strategy: str, make: Make, num_early: int, removes: bool, *ranks: int
+) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
+    """Train with schedulers; ``num_early`` optimizers step in backward, the first for two steps.
+
+    Returns weights, the optimizers' states, and how many units were stepped in backward.
+    """
+    model = case.wrap(case.model(torch.float32), sharding_strategy=strategy)
+    optimizers, early = make(trainable(model)), 0
+    steppers = [model.step_in_backward(one) for one in optimizers[:num_early]]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.9) for one in optimizers]
     for step in range(STEPS):
-        local_loss(model, case, step, rank, world_size, torch.float32).backward()
-        yield
-        step_and_zero(optimizer)
-        scheduler.step()
+        local_loss(model, case, step, *ranks, torch.float32).backward()
+        stepped = model._sharded_unit.context.extension("step_in_backward")
+        early += 0 if stepped is None else len(stepped._stepped)
+        if removes and step == STEPS // 2 and steppers:
+            steppers[0].remove()  # the other goes on
+        step_and_zero(*optimizers)
+        for scheduler in schedulers:
+            scheduler.step()
+    states = [ShardedWrapper.optim_state_dict(model, one)["state"] for one in optimizers]
+    return snapshot(model), states, early
+
+
+def _early_alike(
+    case: str, strategy: str, make: Make, num_early: int, removes: bool, *ranks: int
+) -> int:
+    weights, states, none = _ends(CASES[case], strategy, make, 0, removes, *ranks)
+    found, found_states, early = _ends(CASES[case], strategy, make, num_early, removes, *ranks)
+    assert_same_state(found, weights, 0.0, 0.0)
+    torch.testing.assert_close(found_states, states, rtol=0, atol=0)
+    assert none == 0
+    return early
 
 
 def _configurations() -> Iterator[tuple[str, str, str]]:
@@ -71,74 +97,25 @@ def _configurations() -> Iterator[tuple[str, str, str]]:
         yield "transformer", optimizer, "FULL_SHARD"
 
 
-def _all_alike(rank: int, world_size: int) -> int:
-    early = 0
-    for name, optimizer, strategy in every(4, _configurations(), world_size):
-        case = CASES[name]
-        ends = []
-        with naming((name, optimizer, strategy)):
-            for in_backward in (False, True):
-                model = case.wrap(case.model(torch.float32), sharding_strategy=strategy)
-                optim = OPTIMIZERS[optimizer](trainable(model))
-                if in_backward:
-                    model.step_in_backward(optim)
-                for _ in _train(model, optim, case, rank, world_size):
-                    stepped = model._sharded_unit.context.extension("step_in_backward")
-                    early += 0 if stepped is None else len(stepped._stepped)
-                ends.append((snapshot(model), ShardedWrapper.optim_state_dict(model, optim)))
-            assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
-            for key, state in ends[0][1]["state"].items():
-                for entry, value in state.items():
-                    assert torch.equal(ends[1][1]["state"][key][entry], value), (key, entry)
-    return early
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bitwise(world_size: int) -> None:
-    """What is stepped early, and when, may differ between ranks; the numbers may not."""
-    assert min(run_ranks(_all_alike, world_size)) > 0
-
-
-# ---------------------------------------------------------------- several optimizers
-
-
 def _divided(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Two optimizers with parameters of all units, and one that never steps in backward."""
     kinds: list[Callable[..., torch.optim.Optimizer]] = [_sgd, OPTIMIZERS["adagrad"], _sgd]
     return [kind(params[number::3]) for number, kind in enumerate(kinds)]
 
 
-def _train_divided(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
-) -> Iterator[None]:
-    for step in range(STEPS):
-        local_loss(model, CASES["transformer"], step, rank, world_size, torch.float32).backward()
-        yield
-        step_and_zero(*optimizers)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_several_optimizers(rank: int, world_size: int) -> None:
-    case = CASES["transformer"]
+def test_bitwise(rank: int, world_size: int) -> None:
+    """What is stepped early, and when, may differ between ranks; the numbers may not."""
+    early = 0
+    for name, optimizer, strategy in every(4, _configurations(), world_size):
+        with naming((name, optimizer, strategy)):
+            make: Make = lambda params, kind=OPTIMIZERS[optimizer]: [kind(params)]  # noqa: E731
+            early += _early_alike(name, strategy, make, 1, False, rank, world_size)
+    assert early > 0
     for strategy in ("FULL_SHARD", "SHARD_OP", "NO_SHARD"):
-        with naming(strategy):
-            ends = []
-            for in_backward in (False, True):
-                model = case.wrap(case.model(torch.float32), sharding_strategy=strategy)
-                optimizers = _divided(trainable(model))
-                steppers = [model.step_in_backward(one) for one in optimizers[:2] if in_backward]
-                early = 0
-                for step, _ in enumerate(_train_divided(model, optimizers, rank, world_size)):
-                    stepped = model._sharded_unit.context.extension("step_in_backward")
-                    early += 0 if stepped is None else len(stepped._stepped)
-                    if step == STEPS // 2 and steppers:
-                        steppers[0].remove()  # the other goes on
-                assert (early > 0) is in_backward
-                states = [ShardedWrapper.optim_state_dict(model, one) for one in optimizers]
-                ends.append((snapshot(model), [state["state"] for state in states]))
-            assert_same_state(ends[1][0], ends[0][0], 0.0, 0.0)
-            torch.testing.assert_close(ends[1][1], ends[0][1], rtol=0, atol=0)
+        with naming(f"several optimizers, {strategy}"):
+            assert _early_alike("transformer", strategy, _divided, 2, True, rank, world_size) > 0
 
 
 # ---------------------------------------------------------------- what must not be stepped early
@@ -321,37 +298,24 @@ def removed(run: Script) -> None:
                 run.registration = run.model.step_in_backward(run.optimizer)
 
 
-SCRIPTS: list[Callable[[Script], None]] = [
-    *map(
-        uses,
-        [
-            Net.plain,
-            Net.detached,
-            Net.interleaved,
-            Net.recomputed_without_grad,
-            Net.twice_in_segments,
-        ],
-    ),
-    recomputed_in_unit,
-    whole_model_recomputed,
-    used_on_one_rank,
-    penalties,
-    two_forwards,
-    accumulated,
-    hooked,
-    closures,
-    removed,
-]
+USES = [Net.plain, Net.detached, Net.interleaved]
+USES += [Net.recomputed_without_grad, Net.twice_in_segments]
+SCRIPTS = [*map(uses, USES), recomputed_in_unit, whole_model_recomputed, used_on_one_rank]
+SCRIPTS += [penalties, two_forwards, accumulated, hooked, closures, removed]
 
 
-def _scripts_alike(
-    rank: int,
-    world_size: int,
-    strategies: list[str],
-    scripts: Sequence[Callable[[Script], None]] = SCRIPTS,
-) -> None:
-    for number, strategy in enumerate(strategies):
-        for script in every(2, scripts, start=number):
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks()
+def test_what_waits_for_the_end(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(2, world_size))
+    strategies = {
+        1: ["FULL_SHARD"],
+        2: ["FULL_SHARD", "SHARD_OP", "NO_SHARD"],
+        4: ["HYBRID_SHARD", "HYBRID_SHARD_OP"],
+    }
+    for number, strategy in enumerate(strategies[world_size]):
+        scripts = every(2, SCRIPTS, number) if world_size < 4 else [hooked, accumulated]
+        for script in scripts:
             with naming((strategy, script.__name__)):
                 ends = []
                 for in_backward in (False, True):
@@ -361,36 +325,17 @@ def _scripts_alike(
                 assert_same_state(ends[1], ends[0], 0.0, 0.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_waits_for_the_end(world_size: int) -> None:
-    strategies = ["FULL_SHARD", "SHARD_OP", "NO_SHARD"]
-    run_ranks(_scripts_alike, world_size, strategies if world_size > 1 else ["FULL_SHARD"])
-
-
-@on_ranks(4)
-def test_nodes(rank: int, world_size: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    _scripts_alike(rank, world_size, ["HYBRID_SHARD", "HYBRID_SHARD_OP"], [hooked, accumulated])
-
-
 def test_not_while_others_take() -> None:
     """A shard that another rank may still be reading is not written."""
 
-    class Taking:
-        over = False
-
-        def is_completed(self) -> bool:
-            return self.over
-
-        def wait(self) -> None:
-            assert self.over
-
-    taking, shard, other = Taking(), torch.zeros(4), torch.zeros(4)
+    taking, shard, other = mock.Mock(), torch.zeros(4), torch.zeros(4)
+    taking.is_completed.return_value = False
     pending_sends = PendingSends()
     AsyncWork([], "a gather", [shard.detach()], sends=[taking]).wait(pending_sends)
     assert is_sending(pending_sends, shard[2:])
     assert not is_sending(pending_sends, other)
-    taking.over = True
+    assert not taking.wait.called
+    taking.is_completed.return_value = True
     assert not is_sending(pending_sends, shard)
 
 
@@ -409,7 +354,9 @@ class Counting(torch.optim.SGD):
             group["count"] = group.get("count", 0) + 1
 
 
-def _refused(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     run = Script(rank, "FULL_SHARD", in_backward=False)
     model, params = run.model, list(run.model.parameters())
     declare_elementwise(Counting)
@@ -456,7 +403,9 @@ def _refused(rank: int, world_size: int) -> None:
     assert "ConsumedGrad('mixing'" in repr(params[0].grad)
 
 
-def _left_in_the_middle(rank: int, world_size: int) -> None:
+@pytest.mark.uncoalesced
+@on_ranks(2)
+def test_a_backward_that_fails_in_the_middle(rank: int, world_size: int) -> None:
     """All ranks hear of gradients that come too late; what a failing backward leaves is told."""
 
     def fail(*_: Any) -> None:
@@ -480,9 +429,3 @@ def _left_in_the_middle(rank: int, world_size: int) -> None:
         (recomputed.sum() + run.loss(2)).backward()
     with pytest.warns(UserWarning, match="a backward failed"):
         run.model.state_dict()
-
-
-@pytest.mark.uncoalesced
-def test_errors() -> None:
-    run_ranks(_refused, 2)
-    run_ranks(_left_in_the_middle, 2)

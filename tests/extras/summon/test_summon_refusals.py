@@ -13,29 +13,19 @@ from flatshard import collectives
 from tests.extras.summon.summoning import assert_trains_alike, summon
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.oracle import assert_same
-from tests.side import pair
+from tests.side import Run, pair
 from tests.ways import on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
 
 
 @on_ranks_each_way(2)
-def test_refused_inside(rank: int, world_size: int, way: str) -> None:
+def test_refused_inside_and_in_a_step(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
-    attempts: list[Callable[[], object]] = [
-        lambda: copy.deepcopy(sharded.model),
-        lambda: sharded.model.float(),
-    ]
     with summon(sharded.model), sharded.no_sync():
-        for attempt in attempts:
+        for attempt in (copy.deepcopy, nn.Module.float):
             with pytest.raises(RuntimeError, match=r"unit .*summon_full_params"):
-                attempt()
-    assert_trains_alike(sharded, plain)
-
-
-@on_ranks_each_way(2)
-def test_refused_in_forward_and_backward(rank: int, world_size: int, way: str) -> None:
-    sharded, plain = pair(rank, world_size, way)
+                attempt(sharded.model)
 
     def ask(*_: Any) -> None:
         summon(sharded.model).__enter__()
@@ -105,21 +95,39 @@ def test_step_inside(rank: int, world_size: int, way: str) -> None:
     assert_trains_alike(sharded, plain)
 
 
+def _replace_weight(run: Run) -> None:
+    run.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+
+
+def _drop_on_rank_1(run: Run) -> None:
+    run.loss(0).backward()
+    if run.rank == 1:
+        run.model.fc1.weight.grad = None
+
+
+# The way, what comes before, options, and words of the error.
+REFUSED: list[tuple[str, Callable[[Run], object], dict[str, bool], str]] = [
+    ("full", lambda run: None, {"rank0_only": True}, "needs writeback=False"),
+    ("full", _replace_weight, {}, r"'fc1.weight'.*replaced after wrapping"),
+    *(
+        (way, _drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
+        for way in ("full", "no_shard")
+    ),
+]
+
+
 @on_ranks(2)
-def test_part_of_a_unit(rank: int, world_size: int) -> None:
-    """Part of a unit raises, and names the unit."""
+def test_refused_before_one_rank_waits_for_another(rank: int, world_size: int) -> None:
+    for way, prepare, options, match in REFUSED:
+        sharded, _ = pair(rank, world_size, way)
+        prepare(sharded)
+        with naming(match), collectives.record() as issued:
+            with pytest.raises((RuntimeError, ValueError), match=match):
+                summon(sharded.model, **options).__enter__()
+        assert not [event for event in issued if event.kind == "gather"]
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
         summon(sharded.model.fc1).__enter__()
-
-
-@on_ranks(2)
-def test_replaced_before(rank: int, world_size: int) -> None:
-    """A parameter that was replaced after wrapping raises."""
-    sharded, _ = pair(rank, world_size, "full")
-    sharded.submodule("fc1").weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"'fc1.weight'.*replaced after wrapping"):
-        summon(sharded.model).__enter__()
 
 
 @on_ranks_each_way(2)

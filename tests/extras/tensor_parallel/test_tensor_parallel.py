@@ -1,6 +1,7 @@
 """Tensor-parallel parameters (DTensors), whose local parts are sharded over another dimension."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint
+from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint, full_tensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
@@ -137,6 +138,11 @@ def test_training(rank: int, world_size: int, sequence: bool) -> None:
             assert norms == pytest.approx(expected, rel=1e-12)
             assert model.module.blocks[1].module.seen == [DTensor, DTensor]
             assert_same(model.state_dict(), plain.state_dict())
+            whole = {str(name): one.clone() for name, one in full_tensors(model)}
+            assert_same(whole, plain.state_dict())
+            local = {str(name): one.clone() for name, one in full_tensors(model, ranks="local")}
+            part = plain.blocks[0].up.weight.chunk(2)[mesh["tp"].get_local_rank()]
+            assert_same(local["blocks.0.up.weight"], part.detach())
             found = ShardedWrapper.optim_state_dict(model, optimizer)
             wanted = ShardedWrapper.optim_state_dict(plain, plain_optimizer)
             for name, state in wanted["state"].items():
@@ -197,15 +203,9 @@ def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.2)
                 step_and_zero(optimizer)
             tolerance = 1e-5 if name == "float32" else 1e-12
-            for key, value in model.state_dict().items():
-                torch.testing.assert_close(
-                    value, plain.state_dict()[key], atol=tolerance, rtol=tolerance
-                )
-            with (
-                pytest.raises(NotImplementedError, match="was a DTensor, and ranks outside"),
-                ShardedWrapper.summon_full_params(model),
-            ):
-                pass
+            assert_same(model.state_dict(), plain.state_dict(), tolerance, tolerance)
+            with pytest.raises(NotImplementedError, match="was a DTensor, and ranks outside"):
+                ShardedWrapper.summon_full_params(model).__enter__()
 
 
 @on_ranks(4)
@@ -219,6 +219,11 @@ def test_outside_of_forward(rank: int, world_size: int) -> None:
         for param in others:
             param.register_hook(lambda grad: grad * 2 if grad.dim() > 1 else None)
         one(_batch(0)).pow(2).mean().backward()  # all rows, as the norm is of each rank's
+    for order in (2.0, math.inf):
+        grads = [(name, param.grad) for name, param in plain.named_parameters()]
+        norms = {name: torch.linalg.vector_norm(grad, order).item() for name, grad in grads}
+        assert model.norms("grad", norm_type=order) == pytest.approx(norms, rel=1e-9)
+    for one in (plain, model):
         _sgd(one.parameters()).step()
     assert_same(model.state_dict(), plain.state_dict())
     before = model.state_dict()

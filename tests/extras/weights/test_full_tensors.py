@@ -12,22 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import (
-    ShardedWrapper,
-    checkpoint,
-    collectives,
-)
+from flatshard import ShardedWrapper, checkpoint, collectives
 from flatshard.extras import weights as weights_extra
+from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.forked_python import PYTHON
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
-from tests.oracle import train_steps
+from tests.side import Run, pair
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
@@ -50,7 +46,7 @@ def _tensors(model: nn.Module, **keywords: Any) -> dict[str, Tensor]:
 
 
 def _expected(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -67,14 +63,10 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 )
 @on_ranks(ranks_of)
 def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way: str) -> None:
-    _same_as_the_state_dict(rank, world_size, name, way)
-
-
-def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> None:
-    case = CASES[name]
+    """On all ranks or on one, in buckets, in other dtypes; and a consumer may write to them."""
     WAYS[way].set_nodes()
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    run, _ = pair(rank, world_size, way, name)
+    model = run.model
     for _ in range(2):
         expected = _expected(model)
         _assert_same(_tensors(model), expected)
@@ -82,20 +74,17 @@ def _same_as_the_state_dict(rank: int, world_size: int, name: str, way: str) -> 
         _assert_same(_tensors(model, bucket_bytes=1 << 20), expected)
         half = {k: v.half() if v.is_floating_point() else v for k, v in expected.items()}
         _assert_same(_tensors(model, dtype=torch.float16), half)
-        train_steps(model, optimizer, case, rank, world_size)
+        for chosen in range(world_size):
+            found = _tensors(model, ranks=chosen)
+            _assert_same(found, expected if rank == chosen else {})
+        for _, tensor in flatshard.full_tensors(model):
+            tensor.zero_()
+        _assert_same(_tensors(model), expected)
+        run.train()
 
 
-def test_an_unwrapped_model() -> None:
-    model = CASES["tied-in-unit"].model()
-    _assert_same(_tensors(model), _expected(model))
-
-
-def test_buckets_are_small_and_names_are_ordered() -> None:
-    orders = run_ranks(_buckets, 2)
-    assert orders[0] == orders[1]
-
-
-def _buckets(rank: int, world_size: int) -> list[list[str]]:
+@on_ranks(2)
+def test_buckets_are_small_and_names_are_ordered(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     buckets = list(flatshard.full_tensors(model, bucket_bytes=200))
@@ -105,7 +94,11 @@ def _buckets(rank: int, world_size: int) -> list[list[str]]:
     name = pickle.loads(pickle.dumps(buckets[0][0][0]))
     assert name == buckets[0][0][0]
     assert name.names == buckets[0][0][0].names
-    return [[*names] for names in ([name for name, _ in bucket] for bucket in buckets)]
+    mine, all_names = [[name for name, _ in bucket] for bucket in buckets], [None] * world_size
+    dist.all_gather_object(all_names, mine)
+    assert all_names == [mine] * world_size
+    unwrapped = CASES["tied-in-unit"].model()
+    _assert_same(_tensors(unwrapped), _expected(unwrapped))
 
 
 # ---------------------------------------------------------------- what is sent
@@ -140,32 +133,30 @@ def test_sends_each_chosen_unit_once_in_the_narrower_dtype(rank: int, world_size
     ]
 
 
+def _layers(width: int, depth: int, **keywords: Any) -> ShardedWrapper:
+    """A model with a unit for each layer."""
+    layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return ShardedWrapper(layers, auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+
+
 @on_ranks(2)
 def test_the_next_all_gather_is_under_way_while_the_consumer_works(
     rank: int, world_size: int
 ) -> None:
-    model = ShardedWrapper(
-        nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))),
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
-        coalesce_bytes=0,
-    )
+    model = _layers(40, 4)
     with collectives.record() as events:
         items = flatshard.full_tensors(model)
         next(items)
         assert len([one for one in events if one.kind == "gather"]) == 2  # of four units
-        for _ in items:
-            pass
+        list(items)
 
 
 @on_ranks(2)
 def test_memory(rank: int, world_size: int) -> None:
     """At most three units beside the shards, and a consumer that keeps tensors keeps the values."""
     width = 1700  # 11 MiB in float32; large enough to be no free memory of the allocator
-    model = ShardedWrapper(
-        nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))),
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
-        coalesce_bytes=0,
-    )
+    model = _layers(width, 6)
     alive = 0
     for _ in flatshard.full_tensors(model):
         gc.collect()
@@ -197,31 +188,7 @@ def test_debug_poisons_what_was_given_back(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model), expected)  # the model has its values
 
 
-def test_consumers_writes_do_not_reach_the_model() -> None:
-    for way in ("full", "no_shard", "op"):
-        run_ranks(_writes, WAYS[way].world_size, way)
-
-
-def _writes(rank: int, world_size: int, way: str) -> None:
-    case = CASES["batch-norm"]
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    expected = _tensors(model)
-    for _, tensor in flatshard.full_tensors(model):
-        tensor.zero_()
-    _assert_same(_tensors(model), expected)
-
-
 # ---------------------------------------------------------------- which ranks
-
-
-@on_ranks(3)
-def test_one_rank(rank: int, world_size: int) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model())
-    expected = _expected(model)
-    for chosen in range(world_size):
-        found = _tensors(model, ranks=chosen)
-        _assert_same(found, expected if rank == chosen else {})
 
 
 @on_ranks(2)
@@ -248,31 +215,7 @@ def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     _assert_same(_tensors(model), expected)
 
 
-@on_ranks(4)
-def test_tensor_parallel(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    expected = {name: value.clone() for name, value in plain.state_dict().items()}
-    parallelize_module(plain[0], mesh["tensor"], ColwiseParallel())
-    model = ShardedWrapper(plain, process_group=mesh["data"].get_group())
-    _assert_same(_tensors(model), expected)
-    part = slice(3 * mesh["tensor"].get_local_rank(), 3 * mesh["tensor"].get_local_rank() + 3)
-    for name in ("0.weight", "0.bias"):
-        expected[name] = expected[name][part]
-    _assert_same(_tensors(model, ranks="local"), expected)
-
-
 # ---------------------------------------------------------------- a consumer that does not read on
-
-
-def _never(items: Iterator[Any]) -> None:
-    del items
-
-
-def _breaks(items: Iterator[Any]) -> None:
-    for _ in items:
-        break
 
 
 def _raises(items: Iterator[Any]) -> None:
@@ -280,34 +223,29 @@ def _raises(items: Iterator[Any]) -> None:
         raise LookupError("the consumer's own")
 
 
-def _closes(items: Iterator[Any]) -> None:
-    next(items)
-    items.close()  # type: ignore[attr-defined]
+STOPS: dict[str, Callable[[Any], object]] = {
+    "never": lambda items: None,
+    "breaks": next,
+    "raises": _raises,
+    "closes": lambda items: (next(items), items.close()),
+}
 
 
-STOPS = {"never": _never, "breaks": _breaks, "raises": _raises, "closes": _closes}
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_one_rank_stops(stop: str) -> None:
-    run_ranks(_one_stops, 3, STOPS[stop])
-
-
-def _one_stops(rank: int, world_size: int, stop: Callable[[Iterator[Any]], None]) -> None:
+@pytest.mark.parametrize("name", STOPS)
+@on_ranks(3)
+def test_one_rank_stops(rank: int, world_size: int, name: str) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model(), coalesce_bytes=0)
     items = flatshard.full_tensors(model)
     if rank == 1:
-        with pytest.raises(LookupError) if stop is _raises else contextlib.nullcontext():
-            stop(items)
+        with pytest.raises(LookupError) if name == "raises" else contextlib.nullcontext():
+            STOPS[name](items)
         del items
     else:
-        place = "before the first item" if stop is _never else "after '"
+        place = "before the first item" if name == "never" else "after '"
         with pytest.raises(RuntimeError, match=f"rank 1 stopped reading {place}"):
-            for _ in items:
-                pass
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_steps(model, optimizer, case, rank, world_size)
+            list(items)
+    Run(model, case, rank, world_size).train()
     _assert_same(_tensors(model), _expected(model))
 
 
@@ -326,7 +264,7 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
 
 
 @on_ranks(2)
-def test_a_forward_between_two_items(rank: int, world_size: int) -> None:
+def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> None:
     case = CASES["nested"]
     model = case.wrap(case.model())
     inputs = case.batch(0, 4, torch.float64)[0]
@@ -336,8 +274,13 @@ def test_a_forward_between_two_items(rank: int, world_size: int) -> None:
         model(inputs)
     with pytest.raises(ValueError, match=r"another full_tensors\(\) of this model is not finished"):
         flatshard.full_tensors(model)
-    for _ in items:
-        pass
+    list(items)
+    items = flatshard.full_tensors(model)
+    next(items)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"wrote parameter '.*' .* before the last item"):
+        list(items)
     model(inputs).sum().backward()
 
 
@@ -345,12 +288,7 @@ def test_a_forward_between_two_items(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_other_collectives_between_two_items(rank: int, world_size: int, transport: str) -> None:
     """They must not meet the all-gather for the next item, which is under way."""
-    model = ShardedWrapper(
-        nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))),
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
-        coalesce_bytes=0,
-        collectives=transport,
-    )
+    model = _layers(7, 4, collectives=transport)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
@@ -375,19 +313,6 @@ def test_other_collectives_between_two_items(rank: int, world_size: int, transpo
             other()
             assert model.norms() == norms
         _assert_same(found, expected)
-
-
-@on_ranks(2)
-def test_a_write_between_two_items(rank: int, world_size: int) -> None:
-    case = CASES["nested"]
-    model = case.wrap(case.model())
-    items = flatshard.full_tensors(model)
-    next(items)
-    with torch.no_grad():
-        next(model.parameters()).mul_(2)
-    with pytest.raises(RuntimeError, match=r"wrote parameter '.*' .* before the last item"):
-        for _ in items:
-            pass
 
 
 @on_ranks(2)

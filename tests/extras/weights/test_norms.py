@@ -1,45 +1,22 @@
 """`norms`: those of the unwrapped model's tensors, in one collective."""
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.combinations import every
-from tests.harness import on_ranks
-from tests.models import CASES
-from tests.oracle import local_loss, train_steps
+from tests.harness import naming, on_ranks
+from tests.side import pair
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
-
-
-@on_ranks(4)
-def test_tensor_parallel(rank: int, world_size: int) -> None:
-    """The norms of the full tensors, which ranks split by tensor parallelism, too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    unsplit = copy.deepcopy(plain)
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    parallelize_module(plain, mesh["tensor"], plan)
-    model = ShardedWrapper(plain, process_group=mesh["data"].get_group())
-    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    for module in (unsplit, model):
-        module(batch).square().sum().backward()
-    parameters = {name: p.detach() for name, p in unsplit.named_parameters()}
-    gradients = {name: p.grad for name, p in unsplit.named_parameters()}
-    for order in (2.0, math.inf):
-        _assert_close(model.norms("param", norm_type=order), parameters, order)
-        _assert_close(model.norms("grad", norm_type=order), gradients, order)
 
 
 def _norm(tensor: torch.Tensor, order: float) -> float:
@@ -60,14 +37,13 @@ MODELS = ("nested", "tied-across-units", "odd-shapes", "mixed-types")
 )
 @on_ranks(ranks_of)
 def test_equal_the_full_tensors_norms(rank: int, world_size: int, name: str, way: str) -> None:
-    case = CASES[name]
     WAYS[way].set_nodes()
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    run, _ = pair(rank, world_size, way, name)
+    model = run.model
     assert model.norms("update") == {}
     before = {name: p.detach().clone() for name, p in _full(model).items()}
-    train_steps(model, optimizer, case, rank, world_size)
-    local_loss(model, case, 0, rank, world_size).backward()
+    run.train()
+    run.loss(0).backward()
     after = _full(model)
     with ShardedWrapper.summon_full_params(model, with_grads=True, writeback=False):
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -123,17 +99,6 @@ def test_inf_and_nan_are_named_with_their_ranks(rank: int, world_size: int) -> N
     assert model.norms("param", "unit").non_finite == {"": [0, 1]}
 
 
-@pytest.mark.parametrize("kinds", [("param", "grad"), ("update", "grad"), ("param", "update")])
-@on_ranks(2)
-def test_ranks_ask_for_different_kinds(rank: int, world_size: int, kinds: tuple[str, str]) -> None:
-    """They must not add a parameter to a gradient of the same name."""
-    model = ShardedWrapper(nn.Linear(3, 3))
-    model(torch.ones(2, 3)).sum().backward()
-    model.norms("update")
-    with pytest.raises(CollectiveError, match="norms of order 2"):
-        model.norms(kinds[rank])
-
-
 @on_ranks(2)
 def test_refusals(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Linear(3, 3))
@@ -146,3 +111,10 @@ def test_refusals(rank: int, world_size: int) -> None:
         model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="no_sync"):
         model.norms()
+    # Ranks must not add a parameter to a gradient of the same name.
+    for kinds in (("param", "grad"), ("update", "grad"), ("param", "update")):
+        model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())
+        model(torch.ones(2, 3)).sum().backward()
+        model.norms("update")
+        with naming(kinds), pytest.raises(CollectiveError, match="norms of order 2"):
+            model.norms(kinds[rank])

@@ -23,6 +23,7 @@ from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
 from flatshard.units.layout import FlatLayout
 from tests.harness import allow_warnings, naming, on_ranks
+from tests.oracle import assert_same, snapshot
 from tests.side import TOLERANCE, Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
@@ -50,15 +51,21 @@ class RowNorms(torch.optim.Optimizer):
                 state["norms"].mul_(0.9).add_(rows.norm(dim=1, keepdim=True))
                 state["momentum"].mul_(0.9).add_((rows / (1 + state["norms"])).view_as(param))
                 param.add_(state["momentum"], alpha=-group["lr"])
+        self.finish()
+
+    def finish(self) -> None:
+        """What the optimizers below do besides."""
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
 
 
 class Drawing(RowNorms):
     """Draws random numbers, but only for parameters that are larger than those of a trial."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step.__wrapped__(self)
-        for param in (param for group in self.param_groups for param in group["params"]):
+    def finish(self) -> None:
+        for param in self.params:
             if param.numel() > 100:
                 param.add_(torch.rand_like(param), alpha=1e-3)
 
@@ -66,12 +73,36 @@ class Drawing(RowNorms):
 class Counting(RowNorms):
     """Has a number in its group that changes with each step, and steps less and less."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def finish(self) -> None:
         for group in self.param_groups:
             group["number"] = group.get("number", 0) + 1
             group["lr"] = 0.05 / group["number"]
-        super().step.__wrapped__(self)
+
+
+class Failing(RowNorms):
+    """Fails on the rank that steps the largest parameter, once it has changed some."""
+
+    def finish(self) -> None:
+        if any(param.numel() == self.defaults.get("largest") for param in self.params):
+            raise FloatingPointError("not finite")
+
+
+class Decaying(RowNorms):
+    """Changes its learning rate, by counts of its parameters, from the fifth step on."""
+
+    def finish(self) -> None:
+        for param in self.params:
+            self.state[param]["step"] = self.state[param].get("step", 0) + 1
+            if self.state[param]["step"] == 5:
+                self.param_groups[0]["lr"] /= 2
+
+
+class ClearingGrads(RowNorms):
+    """Sets gradients to None in its step."""
+
+    def finish(self) -> None:
+        for param in self.params:
+            param.grad = None
 
 
 class Together(torch.optim.Optimizer):
@@ -82,7 +113,7 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         flat = torch.cat([param.grad.reshape(-1) for param in params])
         for param in params:
             param.sub_(param.grad / (1 + flat.norm()), alpha=0.5)
@@ -94,27 +125,22 @@ def _muon(params: Sequence[nn.Parameter]) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01)]
 
 
-KINDS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizers]] = {
-    "muon": _muon,
-    "adafactor": lambda params: [torch.optim.Adafactor(params, lr=0.05)],
-    "lbfgs": lambda params: [torch.optim.LBFGS(params, lr=0.1, max_iter=3)],
-    "rows": lambda params: [RowNorms(params)],
-    "counting": lambda params: [Counting(params)],
-    "together": lambda params: [Together(params)],
-}
-MODES = {
-    "muon": StepMode.IN_PARTS,
-    "adafactor": StepMode.IN_PARTS,
-    "lbfgs": StepMode.ON_EVERY_RANK,
-    "rows": StepMode.IN_PARTS,
-    "counting": StepMode.ON_OWNERS,
-    "together": StepMode.ON_EVERY_RANK,
+KINDS: dict[str, tuple[Callable[[Sequence[nn.Parameter]], Optimizers], StepMode]] = {
+    "muon": (_muon, StepMode.IN_PARTS),
+    "adafactor": (lambda params: [torch.optim.Adafactor(params, lr=0.05)], StepMode.IN_PARTS),
+    "lbfgs": (
+        lambda params: [torch.optim.LBFGS(params, lr=0.1, max_iter=3)],
+        StepMode.ON_EVERY_RANK,
+    ),
+    "rows": (lambda params: [RowNorms(params)], StepMode.IN_PARTS),
+    "counting": (lambda params: [Counting(params)], StepMode.ON_OWNERS),
+    "together": (lambda params: [Together(params)], StepMode.ON_EVERY_RANK),
 }
 
 
 def _optimizers(run: Run, kind: str) -> Optimizers:
     params = [param for param in run.model.parameters() if param.requires_grad]
-    return KINDS[kind](params)
+    return KINDS[kind][0](params)
 
 
 def _train(run: Run, optimizers: Optimizers, steps: range) -> None:
@@ -135,10 +161,6 @@ def _train(run: Run, optimizers: Optimizers, steps: range) -> None:
             optimizer.step()
 
 
-def _tolerance(kind: str) -> float:
-    return 1e-2 if kind == "muon" else TOLERANCE  # torch's multiplies in bfloat16
-
-
 # ------------------------------------------------------------ the same numbers
 
 
@@ -152,14 +174,11 @@ def test_steps_as_an_unwrapped_model(rank: int, world_size: int) -> None:
                 optimizers = _optimizers(run, kind)
                 _train(run, optimizers, range(3))
                 if run.is_sharded and world_size > 1:
-                    assert adapter_of(optimizers[0]).mode is MODES[kind]
-            _assert_close(runs, kind)
-
-
-def _assert_close(runs: tuple[Run, Run], kind: str) -> None:
-    sharded, plain = (run.model.state_dict() for run in runs)
-    for name, expected in plain.items():
-        torch.testing.assert_close(sharded[name], expected, rtol=0, atol=_tolerance(kind))
+                    assert adapter_of(optimizers[0]).mode is KINDS[kind][1]
+            # torch's Muon multiplies in bfloat16.
+            assert_same(
+                *(run.model for run in runs), rtol=0.0, atol=1e-2 if kind == "muon" else TOLERANCE
+            )
 
 
 @on_ranks(2)
@@ -174,9 +193,7 @@ def test_muon_on_gradients_of_equal_bits(rank: int, world_size: int) -> None:
                 param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
             for optimizer in optimizers:
                 optimizer.step()
-    sharded, plain = (run.model.state_dict() for run in runs)
-    for name, expected in plain.items():
-        assert torch.equal(sharded[name], expected), name
+    assert_same(*(run.model for run in runs), rtol=0.0, atol=0.0)
 
 
 # ------------------------------------------------------------ who does what
@@ -201,45 +218,21 @@ def test_work_is_done_once(rank: int, world_size: int) -> None:
     assert 0 < sent <= 2 * sum(param.nbytes for param in params)
 
 
-@on_ranks(2)
-def test_parts_are_bounded(rank: int, world_size: int) -> None:
-    runs = pair(rank, world_size, "full", "cnn")
-    for run in runs:
-        with mock.patch.object(whole_tensors, "PART_BYTES", 2000):
-            _train(run, _optimizers(run, "adafactor"), range(3))
-    _assert_close(runs, "adafactor")
-
-
 # ------------------------------------------------------------ what fails
-
-
-class Failing(RowNorms):
-    """Fails on the rank that steps the largest parameter, once it has changed some."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        if any(
-            p.numel() == self.defaults.get("largest")
-            for g in self.param_groups
-            for p in g["params"]
-        ):
-            raise FloatingPointError("not finite")
 
 
 @on_ranks(2)
 def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
-    RowNorms([torch.nn.Parameter(torch.zeros(1))])  # `super().step()` has torch's hooks from now on
     optimizer = Failing(list(run.model.parameters()))
     run.loss(0).backward()
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    before = snapshot(run.model)
     optimizer.step()
-    after = run.model.state_dict()
+    after = snapshot(run.model)
     optimizer.defaults["largest"] = max(param.numel() for param in run.model.parameters())
     with pytest.raises(FloatingPointError, match=r"not finite \(rank [01]\)"):
         optimizer.step()
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, after[name]), name
+    assert_same(run.model, after, rtol=0.0, atol=0.0)
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     optimizer.defaults["largest"] = 0
     optimizer.step()  # and it goes on
@@ -258,29 +251,17 @@ def test_ranks_with_other_gradients_raise(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-class Decaying(RowNorms):
-    """Changes its learning rate, by counts of its parameters, from the fifth step on."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step.__wrapped__(self)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["step"] = self.state[param].get("step", 0) + 1
-                if self.state[param]["step"] == 5:
-                    group["lr"] /= 2
-
-
 @on_ranks(2)
-def test_groups_that_change_later_raise(rank: int, world_size: int) -> None:
+def test_a_step_that_changes_groups_or_gradients_raises(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
     optimizer = Decaying(run.model.parameters())
     _train(run, [optimizer], range(4))
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    before = snapshot(run.model)
     with pytest.raises(NotImplementedError, match=r"Decaying.step\(\) changes its"):
         _train(run, [optimizer], range(4, 5))
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_same(run.model, before, rtol=0.0, atol=0.0)
+    with pytest.raises(NotImplementedError, match=r"step\(\) sets the gradient to None"):
+        ClearingGrads(run.model.parameters()).step()
 
 
 # ------------------------------------------------------------ everything around it
@@ -302,33 +283,15 @@ def test_owners_stay_while_groups_change(rank: int, world_size: int) -> None:
     assert_same_model(run, plain)
 
 
-class ClearingGrads(RowNorms):
-    """Sets gradients to None in its step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step.__wrapped__(self)
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
-
-
 @on_ranks(2)
-def test_a_step_that_clears_gradients_raises(rank: int, world_size: int) -> None:
-    run, _ = pair(rank, world_size, "full", "mlp")
-    optimizer = ClearingGrads(list(run.model.parameters()))
-    run.loss(0).backward()
-    with pytest.raises(NotImplementedError, match=r"step\(\) sets the gradient to None"):
-        optimizer.step()
-
-
-@on_ranks(2)
-def test_parameters_in_files(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_parameters_in_files_and_in_small_parts(rank: int, world_size: int, tmp_path: Path) -> None:
     offload = CPUOffload(offload_params=True, path=tmp_path)
-    runs = pair(rank, world_size, "full", "mlp", cpu_offload=offload)
-    for run in runs:
-        _train(run, _optimizers(run, "adafactor"), range(3))
-    assert_same_model(*runs)
+    for keywords in ({}, {"cpu_offload": offload}):
+        runs = pair(rank, world_size, "full", "cnn", **keywords)
+        for run in runs:
+            with mock.patch.object(whole_tensors, "PART_BYTES", 2000):
+                _train(run, _optimizers(run, "adafactor"), range(3))
+        assert_same_model(*runs)
 
 
 # ---------------------------------------------------------------- other state on each rank
@@ -383,7 +346,7 @@ def test_other_state_on_each_rank(
             model(torch.full((2, 3), step + rank + 1.0)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        return snapshot(model)
 
     model, optimizer = built()
     with allow_warnings():
