@@ -331,15 +331,8 @@ def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> 
 @on_ranks_each_way(2)
 def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
     """Ranks must freeze the same parameters; otherwise all raise, and name one."""
-    sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):  # where all ranks do alike, at any time
-        with run.no_sync():
-            run.loss(0).backward()
-        for frozen in ("fc2.bias", "fc1.weight"):
-            run.parameter("fc2.bias").requires_grad_(frozen != "fc2.bias")
-            run.parameter("fc1.weight").requires_grad_(frozen != "fc1.weight")
-            run.train(1, 2)
-    assert_same_model(sharded, plain)
+    sharded, _ = pair(rank, world_size, way)
+    sharded.train(1, 2)
     sharded.parameter("fc3.bias").requires_grad_(rank == 0)
     bias = r"requires_grad of parameter 'fc3.bias' .* is True on rank 0, False on rank 1"
     with pytest.raises(RuntimeError, match=bias):

@@ -100,8 +100,7 @@ def exception_between_models(side: Side) -> Any:
 @idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
 def lost_gradients(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    with side.no_sync(model):
-        side.loss(model, 0).backward()
+    _accumulate(side, model, 0)
     with failing(side.inner(model).fc2, in_backward=True):
         side.loss(model, 1).backward()
     if side.is_flatshard:
@@ -225,6 +224,12 @@ def branches_by_rank(side: Side) -> Any:
     return [*results, model]
 
 
+def _accumulate(side: Side, model: nn.Module, *steps: int, **keywords: Any) -> None:
+    with side.no_sync(model, **keywords):
+        for step in steps:
+            side.loss(model, step).backward()
+
+
 def _penalty(model: nn.Module) -> Tensor:
     return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
 
@@ -288,8 +293,7 @@ def dropped_where_unused(side: Side) -> Any:
 def frozen_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
-        with side.no_sync(model, replicas_only=step == 2):
-            side.loss(model, 3 * step).backward()
+        _accumulate(side, model, 3 * step, replicas_only=step == 2)
         side.inner(model).fc1.requires_grad_(False)
         side.loss(model, 3 * step + 1).backward()
         side.step(optimizer)
@@ -320,8 +324,7 @@ def step_on_half_of_it(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
 
     def step_is_refused() -> None:
-        with side.no_sync(model):
-            side.loss(model, 1).backward()
+        _accumulate(side, model, 1)
         if side.is_flatshard:
             with pytest.raises(RuntimeError, match="no_sync"):
                 optimizer.step()
@@ -333,8 +336,7 @@ def step_on_half_of_it(side: Side) -> Any:
     side.loss(model, 2).backward()
     side.step(optimizer)
     side.loss(model, 3).backward()
-    with side.no_sync(model):
-        side.loss(model, 4).backward()
+    _accumulate(side, model, 4)
     optimizer.zero_grad(set_to_none=False)
     # The gradient, dropped in place, is the same object, and nothing is missing in it now.
     side.loss(model, 5).backward()
@@ -342,22 +344,45 @@ def step_on_half_of_it(side: Side) -> Any:
     return model
 
 
+@idiom(
+    "accumulation in every mode of `no_sync`; what is dropped between is not reduced later",
+    ways=(
+        *("full", "no_shard", "op", "hybrid", "hybrid-op", "hybrid-op-nodes-of-one"),
+        *("hybrid-nodes-of-one", "regather", "keep", "native-hybrid-op"),
+    ),
+)
+def modes_of_accumulation(side: Side) -> Any:
+    bounds: list[dict[str, Any]] = [{"max_bytes": bound} for bound in (0, 8 * 40, 10**6)]
+    models = []
+    for keywords in ({}, *bounds, {"replicas_only": True}, {"replicas_only": True, **bounds[1]}):
+        model, optimizer = side.begin(Mlp())
+        _accumulate(side, model, 0, 1, **keywords)
+        side.loss(model, 2).backward()
+        side.step(optimizer)
+        side.loss(model, 3).backward()
+        _accumulate(side, model, 4, **keywords)
+        side.loss(model, 5).backward()
+        side.step(optimizer)
+        _accumulate(side, model, 6, **keywords)
+        optimizer.zero_grad()
+        side.loss(model, 7).backward()
+        side.step(optimizer)
+        models.append(model)
+    return models
+
+
 @idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
 def zeroed_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first, set_to_none in ((0, True), (10, False)):
-        with side.no_sync(model):
-            side.loss(model, first).backward()
-            side.loss(model, first + 1).backward()
+        _accumulate(side, model, first, first + 1)
         optimizer.zero_grad(set_to_none)
-        with side.no_sync(model):
-            side.loss(model, first + 2).backward()
+        _accumulate(side, model, first + 2)
         side.loss(model, first + 3).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none)
         side.loss(model, first + 4).backward()
-        with side.no_sync(model):
-            side.loss(model, first + 5).backward()
+        _accumulate(side, model, first + 5)
         optimizer.zero_grad(set_to_none)
         side.loss(model, first + 6).backward()
         side.step(optimizer)
@@ -367,8 +392,7 @@ def zeroed_while_accumulating(side: Side) -> Any:
 @idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
 def replaced_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    with side.no_sync(model):
-        side.loss(model, 0).backward()
+    _accumulate(side, model, 0)
     if side.is_flatshard:
         for param in model.parameters():
             param.grad = param.grad * 0.5
@@ -403,8 +427,7 @@ def two_strategies(side: Side) -> Any:
 def converted_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     side.loss(model, 0).backward()
-    with side.no_sync(model, replicas_only=side.implementation.endswith("hybrid")):
-        side.loss(model, 1).backward()
+    _accumulate(side, model, 1, replicas_only=side.implementation.endswith("hybrid"))
     model.float()
     if side.is_flatshard:
         with pytest.raises(RuntimeError, match="accumulated under no_sync"):
