@@ -69,13 +69,11 @@ def exception_in_step(side: Side) -> Any:
             optimizer.step()
         handle.remove()
         optimizer.zero_grad()
-        side.loss(model, 10 + step).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 10 + step)
     with planned():
         optimizer.step(closure)
     optimizer.zero_grad()
-    side.loss(model, 20).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 20)
     return model
 
 
@@ -159,8 +157,7 @@ def parameters_after_failed_step(side: Side) -> Any:
             assert optimizer is not first or {*map(id, first.state)} == {*map(id, params)}
             optimizer.zero_grad()
             other = torch.optim.SGD([{"params": shown}], lr=0.2)
-            side.loss(model, 10 + step).backward()
-            side.step(other)
+            side.learn(model, other, 10 + step)
     return model
 
 
@@ -295,11 +292,9 @@ def frozen_while_accumulating(side: Side) -> Any:
     for step in range(3):
         _accumulate(side, model, 3 * step, replicas_only=step == 2)
         side.inner(model).fc1.requires_grad_(False)
-        side.loss(model, 3 * step + 1).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 3 * step + 1)
         side.inner(model).fc1.requires_grad_(True)
-        side.loss(model, 3 * step + 2).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 3 * step + 2)
     return model
 
 
@@ -333,14 +328,12 @@ def step_on_half_of_it(side: Side) -> Any:
     optimizer.zero_grad()
     side.loss(model, 0).backward()
     step_is_refused()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     side.loss(model, 3).backward()
     _accumulate(side, model, 4)
     optimizer.zero_grad(set_to_none=False)
     # The gradient, dropped in place, is the same object, and nothing is missing in it now.
-    side.loss(model, 5).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 5)
     return model
 
 
@@ -357,16 +350,13 @@ def modes_of_accumulation(side: Side) -> Any:
     for keywords in ({}, *bounds, {"replicas_only": True}, {"replicas_only": True, **bounds[1]}):
         model, optimizer = side.begin(Mlp())
         _accumulate(side, model, 0, 1, **keywords)
-        side.loss(model, 2).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 2)
         side.loss(model, 3).backward()
         _accumulate(side, model, 4, **keywords)
-        side.loss(model, 5).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 5)
         _accumulate(side, model, 6, **keywords)
         optimizer.zero_grad()
-        side.loss(model, 7).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 7)
         models.append(model)
     return models
 
@@ -384,8 +374,7 @@ def zeroed_while_accumulating(side: Side) -> Any:
         side.loss(model, first + 4).backward()
         _accumulate(side, model, first + 5)
         optimizer.zero_grad(set_to_none)
-        side.loss(model, first + 6).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, first + 6)
     return model
 
 
@@ -433,7 +422,6 @@ def converted_while_accumulating(side: Side) -> Any:
         with pytest.raises(RuntimeError, match="accumulated under no_sync"):
             optimizer.step()
     model.double()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     # The conversions round: not to more digits than float32 has.
     return {name: value.float() for name, value in side.state(model).items()}

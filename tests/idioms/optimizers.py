@@ -148,8 +148,7 @@ def schedulers(side: Side) -> Any:
         optimizer = side.sgd(model)
         scheduler = make(optimizer)
         for step in range(4):
-            side.loss(model, step).backward()
-            side.step(optimizer)
+            side.learn(model, optimizer, step)
             plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
             scheduler.step(*([1.0] if plateau else []))
         results += [optimizer.param_groups[0]["lr"], side.loss(model, 9).detach()]

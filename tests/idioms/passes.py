@@ -339,8 +339,7 @@ def hook_removed_after_failure(side: Side) -> Any:
         assert all(param.grad is one for param, one in zip(model.parameters(), before, strict=True))
     handle.remove()
     optimizer.zero_grad()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     return [model, len(calls)]
 
 
