@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.engine.events import StepExtension
 from flatshard.options.extras import EXTRAS, default_extra
-from flatshard.wrap import always_wrap_policy
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
@@ -108,9 +106,6 @@ def test_watchers_come_last() -> None:
 # ---------------------------------------------------------------- buffers of other lengths
 
 
-MLP = CASES["mlp"]
-
-
 class _Growing(nn.Module):
     """Has a table that it makes longer when a batch needs it."""
 
@@ -155,18 +150,3 @@ def test_several_forwards_between_exchanges(rank: int, world_size: int, longer: 
             output = model(torch.randn(3 * number * (step + 1) if rank == longer else 1, 7))
             assert torch.equal(model.offset, torch.full((4,), float(number + step)))
         output.sum().backward()
-
-
-@on_ranks(2)
-def test_two_forwards_through_batch_norm(rank: int, world_size: int) -> None:
-    """Backward works after two forwards, each of which takes rank 0's statistics."""
-    layers = [nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
-    model = ShardedWrapper(nn.Sequential(*layers).double(), auto_wrap_policy=always_wrap_policy)
-    plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    plain.load_state_dict(model.state_dict())
-    x = MLP.batch(0, 8)[0].chunk(world_size)[rank]
-    for each in (model, plain):
-        (each(x).pow(2).sum() + each(2 * x).sum()).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(theirs.grad)
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world_size)

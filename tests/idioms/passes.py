@@ -78,6 +78,23 @@ def retained_graph(side: Side) -> Any:
     return _train(side, backward)
 
 
+@idiom("two forwards through batch norm, each of which takes rank 0's statistics", by_hand=True)
+def batch_norm_twice(side: Side) -> Any:
+    net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model = side.wrap(net, nn.Linear, nn.BatchNorm1d)
+    return side.fit(model, loss_of=lambda m, s: side.loss(m, s) + side.loss(m, 10 + s))
+
+
+@idiom("clipping in a hook of the step")
+def clipping_in_step_hook(side: Side) -> Any:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    model, optimizer = side.begin(Mlp())
+    optimizer.register_step_pre_hook(clip)
+    return side.fit(model, optimizer)
+
+
 @idiom("two forwards, then their backwards in the other order", by_hand=True)
 def backwards_in_the_other_order(side: Side) -> Any:
     def backward(model: nn.Module, step: int) -> None:
