@@ -183,6 +183,75 @@ def exception_in_inner_backward(side: Side) -> Any:
     return model
 
 
+SURPRISES = (
+    *("nothing", "nothing", "no gradient", "another gradient", "data", "nothing", "state"),
+    *("no state", "frozen", "nothing"),
+)
+"""What happens to a parameter in the middle of a run before a step."""
+
+
+@idiom(
+    "what was stepped as one the last time may not be one this time", by_hand=True, ways=("full",)
+)
+def runs_that_users_break_up(side: Side) -> Any:
+    model = side.wrap_whole(Mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    param: Any = side.inner(model).fc2.weight
+    for step, surprise in enumerate(SURPRISES):
+        side.loss(model, step).backward()
+        if surprise == "no gradient":
+            param.grad = None
+        elif surprise == "another gradient":
+            param.grad = param.grad * 2
+        elif surprise == "data":
+            param.data = param.data * 0.5
+        elif surprise == "state":
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
+        elif surprise == "no state":
+            del optimizer.state[param]
+        elif surprise == "frozen":
+            param.requires_grad_(False)
+        side.step(optimizer)
+    return model
+
+
+@idiom("groups that take turns along the parameters", ways=("full",))
+def groups_that_take_turns(side: Side) -> Any:
+    model = side.wrap_whole(Mlp())
+    params = list(model.parameters())
+    groups = [{"params": params[first::3], "lr": lr} for first, lr in enumerate((0.1, 0.0, 1))]
+    return side.fit(model, torch.optim.SGD(groups, momentum=0.9))
+
+
+@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full",))
+def closure_of_whole_parameters(side: Side) -> Any:
+    class Outside(torch.optim.SGD):
+        """Not known to be element-wise."""
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    model = side.wrap(Mlp())
+    optimizer = Outside(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(0, 6, 2):
+        _accumulate(side, model, step + 1)
+
+        def closure(step: int = step) -> Tensor:
+            loss = side.loss(model, step)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+        optimizer.zero_grad()
+    if side.is_flatshard:
+        for kind in (Outside, torch.optim.SGD):
+            with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
+                kind(model.parameters(), lr=0.1).step(lambda: _accumulate(side, model, 0))
+            model.zero_grad()
+    return [*losses, model]
+
+
 # ---------------------------------------------------------------- gradients that are half reduced
 
 
