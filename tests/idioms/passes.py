@@ -1,14 +1,17 @@
 """Several forwards and backwards of one step, and losses of parameters; not in the table."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatshard.wrap import CustomPolicy
 from tests.idioms.side import ROWS, Side, failing, idiom
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
@@ -83,6 +86,30 @@ def batch_norm_twice(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model = side.wrap(net, nn.Linear, nn.BatchNorm1d)
     return side.fit(model, loss_of=lambda m, s: side.loss(m, s) + side.loss(m, 10 + s))
+
+
+@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways=("full",))
+def gradient_of_one_layer(side: Side) -> Any:
+    net = nn.Sequential(nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
+    layer = net[2]
+    if side.is_flatshard:
+        sharded = side.shard(copy.deepcopy(net))
+        loss = side.loss(sharded, 0)
+        with pytest.raises(RuntimeError, match="CustomPolicy"):
+            torch.autograd.grad(loss, sharded[2].weight)
+        policy = CustomPolicy(lambda m: {"sharding_strategy": "NO_SHARD"} if m is layer else False)
+        model = side.shard(net, auto_wrap_policy=policy)
+    else:
+        model = side.wrap(net)
+    weight = side.inner(model)[2].weight
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        output = m(side.draw(step, ROWS, 7))
+        losses = output.square().mean(), output.abs().mean()
+        first, second = (torch.autograd.grad(a, weight, retain_graph=True)[0] for a in losses)
+        return losses[0] + (first.norm() / second.norm()) * losses[1]
+
+    return side.fit(model, loss_of=loss_of)
 
 
 @idiom("clipping in a hook of the step")
