@@ -1,6 +1,7 @@
 """Forwards, backwards and steps that raise, after which training goes on; not in the table."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from flatshard import declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming
 from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
 from tests.idioms.together import Net
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 
 class _Failing(torch.autograd.Function):
@@ -445,6 +447,48 @@ def zeroed_while_accumulating(side: Side) -> Any:
         optimizer.zero_grad(set_to_none)
         side.learn(model, optimizer, first + 6)
     return model
+
+
+READS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "norm": lambda grad, _: grad.norm(),
+    "pow": lambda grad, _: grad.pow(2).sum(),
+    "clone": lambda grad, _: grad.clone().max(),
+    "detach": lambda grad, _: grad.detach().mean(),
+    "with the parameter": lambda grad, param: (param.detach() * grad).sum(),
+    "in place": lambda grad, _: torch.zeros_like(grad).add_(grad).sum(),
+    "foreach": lambda grad, _: torch._foreach_mul([grad], 2.0)[0].norm(),
+}
+
+
+@idiom("numbers computed from gradients that are not reduced: refused", ways=("full",))
+def reads_of_unreduced_gradients(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    weight = side.inner(model).fc2.weight
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+        for name, read in READS.items() if side.is_flatshard else ():
+            with naming(name), pytest.raises(RuntimeError, match="under no_sync and not reduced"):
+                read(weight.grad, weight)
+    side.loss(model, 1).backward()
+    return [read(weight.grad, weight) for read in READS.values()]
+
+
+@idiom(
+    "a parameter of the root that a rank leaves out, where averages go over sockets",
+    unused=True,
+    ways=("full",),
+)
+def root_that_is_over_early(side: Side) -> Any:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.second(torch.tanh(net.first(x)))
+        return x if side.rank == 1 else x * net.scale.prod()
+
+    scale = nn.Parameter(torch.ones(3))
+    net = Composed(forward, first=nn.Linear(7, 7), second=nn.Linear(7, 3), scale=scale)
+    if not side.is_flatshard:
+        return side.fit(side.wrap(net))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return side.fit(side.shard(net, auto_wrap_policy=policy, collectives="sockets"))
 
 
 @idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard.wrap import CustomPolicy
-from tests.idioms.side import ROWS, Side, failing, idiom
+from tests.idioms.side import ROWS, Side, add, failing, idiom
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
@@ -288,6 +288,63 @@ def changing_order(side: Side) -> Any:
         side.inner(model).order = [(step + i) % 3 for i in range(3)][: 2 + step % 2]
         losses += side.fit(model, optimizer, steps=1, first=step)[:1]
     return [*losses, model]
+
+
+# ---------------------------------------------------------------- averages in state dicts
+
+
+def _one_by_one(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEma``."""
+    values = model.state_dict()
+    for name, mine in average.state_dict().items():
+        mine.copy_(mine * 0.9 + 0.1 * values[name].detach())
+
+
+def _side_by_side(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV2``."""
+    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    for mine, theirs in pairs:
+        mine.copy_(0.9 * mine + 0.1 * theirs)
+
+
+def _lists(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV3``."""
+    mine, theirs = list(average.state_dict().values()), list(model.state_dict().values())
+    torch._foreach_lerp_(mine, theirs, weight=0.1)
+
+
+def _kept(average: nn.Module, model: nn.Module) -> Any:
+    """One state dict is kept, and more are written before the next use."""
+    if not hasattr(average, "kept"):
+        average.kept = [average.state_dict()]
+    for mine, theirs in zip(average.kept[0].values(), model.state_dict().values(), strict=True):
+        mine.mul_(0.5).add_(theirs)
+        mine.view(-1)[:1].zero_()
+    for mine in average.state_dict().values():
+        mine.sub_(0.25)
+    average.kept = [average.state_dict()]
+
+
+def _averaged(update: Callable[[nn.Module, nn.Module], Any]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model, optimizer = side.begin(Mlp())
+        inner = model if side.is_flatshard else side.inner(model)
+        average = copy.deepcopy(inner).eval().requires_grad_(False)
+        for step in range(3):
+            side.learn(model, optimizer, step)
+            with torch.no_grad():
+                update(average, inner)
+        with torch.no_grad():
+            output = average(side.draw(9, ROWS, 7))
+        return [output, *average.state_dict().values()]
+
+    return script
+
+
+for _update in (_one_by_one, _side_by_side, _lists, _kept):
+    _title = f"an average in the tensors of state dicts: {_update.__name__[1:]}"
+    _ways = ("full", "grad_op", "no_shard")
+    add(f"average{_update.__name__}", "passes", _title, _averaged(_update), ways=_ways)
 
 
 # ---------------------------------------------------------------- buffers
