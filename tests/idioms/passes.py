@@ -81,7 +81,11 @@ def retained_graph(side: Side) -> Any:
     return _train(side, backward)
 
 
-@idiom("two forwards through batch norm, each of which takes rank 0's statistics", by_hand=True)
+@idiom(
+    "two forwards through batch norm, each of which takes rank 0's statistics",
+    by_hand=True,
+    ways=("full",),
+)
 def batch_norm_twice(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model = side.wrap(net, nn.Linear, nn.BatchNorm1d)
@@ -112,7 +116,7 @@ def gradient_of_one_layer(side: Side) -> Any:
     return side.fit(model, loss_of=loss_of)
 
 
-@idiom("clipping in a hook of the step")
+@idiom("clipping in a hook of the step", ways=("full",))
 def clipping_in_step_hook(side: Side) -> Any:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
