@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -53,7 +54,8 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
 
 CASES_OF_FAILURE = [
     *diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], [_die, _oversleep]),
-    ("FULL_SHARD", _in_forward, _die, "sockets"),  # a prefetch fails, too: no second error
+    # A prefetch, or an average, fails as well: no second error.
+    *product(["FULL_SHARD"], [_in_forward, _in_backward], [_die], ["sockets"]),
 ]
 
 

@@ -371,6 +371,10 @@ def _central(param: Any) -> None:
         param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
 
 
+def _quantile(param: Any) -> None:
+    param.grad.copy_(torch.minimum(param.grad, torch.quantile(param.grad, 0.7)))
+
+
 def _masked(param: Any) -> None:
     param.grad[param.detach() > 0.1] = 0.05
 
@@ -381,9 +385,14 @@ def _low_rank(param: Any) -> None:
         param.data.addr_(param.grad.mean(0), param.data.mean(1), alpha=0.1)
 
 
+def _cut(param: Any) -> None:
+    param.data[0] = 0.1
+    param.data.renorm_(2, 0, 0.5) if param.dim() > 1 else None
+
+
 @on_ranks(2)
 def test_reads_and_writes_that_gather(rank: int, world: int) -> None:
-    for change in (_adaptive, _central, _masked, _low_rank):
+    for change in (_adaptive, _central, _quantile, _masked, _low_rank, _cut):
         for way in BASIC if change is _adaptive else ["full"]:
             with naming((change.__name__, way)):
                 _compare(

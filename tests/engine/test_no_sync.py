@@ -1,50 +1,15 @@
 """Reads of gradients that are not reduced, watchers, and buffers of other lengths on each rank."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.engine.events import StepExtension
 from flatshard.options.extras import EXTRAS, default_extra
-from flatshard.wrap import always_wrap_policy
-from tests.harness import naming, on_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss
-from tests.side import pair
-
-READS: dict[str, Any] = {
-    "norm": lambda grad, _: grad.norm(),
-    "pow": lambda grad, _: grad.pow(2).sum(),
-    "clone": lambda grad, _: grad.clone().max(),
-    "detach": lambda grad, _: grad.detach().mean(),
-    "with the parameter": lambda grad, param: (param.detach() * grad).sum(),
-    "in place": lambda grad, _: torch.zeros_like(grad).add_(grad).sum(),
-    "foreach": lambda grad, _: torch._foreach_mul([grad], 2.0)[0].norm(),
-}
-
-
-@on_ranks(2)
-def test_numbers_computed_from_unreduced_gradients_are_refused(rank: int, world_size: int) -> None:
-    """The sum of their squares added up the gradients of different batches, without an error."""
-    sharded, plain = pair(rank, world_size, "full")
-    weights: Any = [run.model.fc2.weight for run in (sharded, plain)]
-    with sharded.no_sync():
-        sharded.loss(0).backward()
-        for name, read in READS.items():
-            with naming(name), pytest.raises(RuntimeError, match="under no_sync and not reduced"):
-                read(weights[0].grad, weights[0])
-    with plain.no_sync():
-        plain.loss(0).backward()
-    for run in (sharded, plain):
-        run.loss(1).backward()
-    for name, read in READS.items():
-        with naming(name):
-            found, expected = (read(weight.grad, weight) for weight in weights)
-            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -108,9 +73,6 @@ def test_watchers_come_last() -> None:
 # ---------------------------------------------------------------- buffers of other lengths
 
 
-MLP = CASES["mlp"]
-
-
 class _Growing(nn.Module):
     """Has a table that it makes longer when a batch needs it."""
 
@@ -155,18 +117,3 @@ def test_several_forwards_between_exchanges(rank: int, world_size: int, longer: 
             output = model(torch.randn(3 * number * (step + 1) if rank == longer else 1, 7))
             assert torch.equal(model.offset, torch.full((4,), float(number + step)))
         output.sum().backward()
-
-
-@on_ranks(2)
-def test_two_forwards_through_batch_norm(rank: int, world_size: int) -> None:
-    """Backward works after two forwards, each of which takes rank 0's statistics."""
-    layers = [nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
-    model = ShardedWrapper(nn.Sequential(*layers).double(), auto_wrap_policy=always_wrap_policy)
-    plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    plain.load_state_dict(model.state_dict())
-    x = MLP.batch(0, 8)[0].chunk(world_size)[rank]
-    for each in (model, plain):
-        (each(x).pow(2).sum() + each(2 * x).sum()).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(theirs.grad)
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / world_size)

@@ -15,7 +15,7 @@ from flatshard.comm.transports import sockets
 from flatshard.engine import gradients, reduce_queue
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 
 pytestmark = pytest.mark.by_turns
 
@@ -236,14 +236,11 @@ def test_max_bytes_counts_what_sums_take(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_refused() -> None:
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     for value, error in (("fixed", ValueError), (True, TypeError), (None, TypeError)):
         with pytest.raises(error, match=r'reduce_mode: .* Use one of "auto", "fixed_order"'):
             MixedPrecision(reduce_mode=value)
-    run_ranks(_refused, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"setting \d+ is .*ReduceMode.AUTO.*FIXED_ORDER"):
         _wrap("auto", "FULL_SHARD", reduce_mode=("auto", "fixed_order")[rank])
     model = _wrap("auto", "FULL_SHARD", reduce_mode="fixed_order")

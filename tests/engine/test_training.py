@@ -298,48 +298,11 @@ def _counting_stalls() -> Iterator[list[Any]]:
         yield stalls
 
 
-def _scaled() -> nn.Module:
-    """Two units, and a parameter of the root's own that some ranks use, after them."""
-
-    def forward(net: Any, x: Tensor, is_scaled: bool = True) -> Tensor:
-        x = net.second(torch.tanh(net.first(x)))
-        return x * net.scale.prod() if is_scaled else x
-
-    scale = nn.Parameter(torch.ones(3))
-    return Composed(forward, first=nn.Linear(7, 7), second=nn.Linear(7, 7), scale=scale)
-
-
-_SCALED = Case("scaled", _scaled, vectors, (nn.Linear,))
-
-
-@on_ranks(2, group_timeout=5)
-def test_a_root_that_is_over_early_on_some_ranks(rank: int, world_size: int) -> None:
-    """A root that some ranks have already resharded is not gathered again."""
-    plain = Run(_SCALED.model(), _SCALED, rank, world_size)
-    sharded = Run(_SCALED.wrap(_SCALED.model(), collectives="sockets"), _SCALED, rank, world_size)
-    for run in (plain, sharded):
-        for step in range(3):
-            run.backward(
-                lambda one, run=run, step=step: (
-                    run.model(run.rows(step, one), one != 1).pow(2).mean()
-                )
-            )
-            run.step()
-    assert_same_model(sharded, plain)
-
-
 @on_ranks_each_way(2)
 def test_other_parameters_frozen(rank: int, world_size: int, way: str) -> None:
     """Ranks must freeze the same parameters; otherwise all raise, and name one."""
-    sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):  # where all ranks do alike, at any time
-        with run.no_sync():
-            run.loss(0).backward()
-        for frozen in ("fc2.bias", "fc1.weight"):
-            run.parameter("fc2.bias").requires_grad_(frozen != "fc2.bias")
-            run.parameter("fc1.weight").requires_grad_(frozen != "fc1.weight")
-            run.train(1, 2)
-    assert_same_model(sharded, plain)
+    sharded, _ = pair(rank, world_size, way)
+    sharded.train(1, 2)
     sharded.parameter("fc3.bias").requires_grad_(rank == 0)
     bias = r"requires_grad of parameter 'fc3.bias' .* is True on rank 0, False on rank 1"
     with pytest.raises(RuntimeError, match=bias):

@@ -1,6 +1,7 @@
 """Forwards, backwards and steps that raise, after which training goes on; not in the table."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from flatshard import declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import naming
 from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
 from tests.idioms.together import Net
-from tests.models import Mlp
+from tests.models import Composed, Mlp
 
 
 class _Failing(torch.autograd.Function):
@@ -69,13 +71,11 @@ def exception_in_step(side: Side) -> Any:
             optimizer.step()
         handle.remove()
         optimizer.zero_grad()
-        side.loss(model, 10 + step).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 10 + step)
     with planned():
         optimizer.step(closure)
     optimizer.zero_grad()
-    side.loss(model, 20).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 20)
     return model
 
 
@@ -100,8 +100,7 @@ def exception_between_models(side: Side) -> Any:
 @idiom("a failed backward that loses what `no_sync` had accumulated, and says so", by_hand=True)
 def lost_gradients(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    with side.no_sync(model):
-        side.loss(model, 0).backward()
+    _accumulate(side, model, 0)
     with failing(side.inner(model).fc2, in_backward=True):
         side.loss(model, 1).backward()
     if side.is_flatshard:
@@ -160,8 +159,7 @@ def parameters_after_failed_step(side: Side) -> Any:
             assert optimizer is not first or {*map(id, first.state)} == {*map(id, params)}
             optimizer.zero_grad()
             other = torch.optim.SGD([{"params": shown}], lr=0.2)
-            side.loss(model, 10 + step).backward()
-            side.step(other)
+            side.learn(model, other, 10 + step)
     return model
 
 
@@ -185,6 +183,75 @@ def exception_in_inner_backward(side: Side) -> Any:
         F.mse_loss(output, side.draw(50, ROWS, 7)).backward()
         side.step(optimizer)
     return model
+
+
+SURPRISES = (
+    *("nothing", "nothing", "no gradient", "another gradient", "data", "nothing", "state"),
+    *("no state", "frozen", "nothing"),
+)
+"""What happens to a parameter in the middle of a run before a step."""
+
+
+@idiom(
+    "what was stepped as one the last time may not be one this time", by_hand=True, ways=("full",)
+)
+def runs_that_users_break_up(side: Side) -> Any:
+    model = side.wrap_whole(Mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    param: Any = side.inner(model).fc2.weight
+    for step, surprise in enumerate(SURPRISES):
+        side.loss(model, step).backward()
+        if surprise == "no gradient":
+            param.grad = None
+        elif surprise == "another gradient":
+            param.grad = param.grad * 2
+        elif surprise == "data":
+            param.data = param.data * 0.5
+        elif surprise == "state":
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
+        elif surprise == "no state":
+            del optimizer.state[param]
+        elif surprise == "frozen":
+            param.requires_grad_(False)
+        side.step(optimizer)
+    return model
+
+
+@idiom("groups that take turns along the parameters", ways=("full",))
+def groups_that_take_turns(side: Side) -> Any:
+    model = side.wrap_whole(Mlp())
+    params = list(model.parameters())
+    groups = [{"params": params[first::3], "lr": lr} for first, lr in enumerate((0.1, 0.0, 1))]
+    return side.fit(model, torch.optim.SGD(groups, momentum=0.9))
+
+
+@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full",))
+def closure_of_whole_parameters(side: Side) -> Any:
+    class Outside(torch.optim.SGD):
+        """Not known to be element-wise."""
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    model = side.wrap(Mlp())
+    optimizer = Outside(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(0, 6, 2):
+        _accumulate(side, model, step + 1)
+
+        def closure(step: int = step) -> Tensor:
+            loss = side.loss(model, step)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+        optimizer.zero_grad()
+    if side.is_flatshard:
+        for kind in (Outside, torch.optim.SGD):
+            with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
+                kind(model.parameters(), lr=0.1).step(lambda: _accumulate(side, model, 0))
+            model.zero_grad()
+    return [*losses, model]
 
 
 # ---------------------------------------------------------------- gradients that are half reduced
@@ -223,6 +290,12 @@ def branches_by_rank(side: Side) -> Any:
         results.append([p.grad is None for p in model.parameters()])
         side.step(optimizer)
     return [*results, model]
+
+
+def _accumulate(side: Side, model: nn.Module, *steps: int, **keywords: Any) -> None:
+    with side.no_sync(model, **keywords):
+        for step in steps:
+            side.loss(model, step).backward()
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -288,14 +361,11 @@ def dropped_where_unused(side: Side) -> Any:
 def frozen_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
-        with side.no_sync(model, replicas_only=step == 2):
-            side.loss(model, 3 * step).backward()
+        _accumulate(side, model, 3 * step, replicas_only=step == 2)
         side.inner(model).fc1.requires_grad_(False)
-        side.loss(model, 3 * step + 1).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 3 * step + 1)
         side.inner(model).fc1.requires_grad_(True)
-        side.loss(model, 3 * step + 2).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 3 * step + 2)
     return model
 
 
@@ -320,8 +390,7 @@ def step_on_half_of_it(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
 
     def step_is_refused() -> None:
-        with side.no_sync(model):
-            side.loss(model, 1).backward()
+        _accumulate(side, model, 1)
         if side.is_flatshard:
             with pytest.raises(RuntimeError, match="no_sync"):
                 optimizer.step()
@@ -330,45 +399,102 @@ def step_on_half_of_it(side: Side) -> Any:
     optimizer.zero_grad()
     side.loss(model, 0).backward()
     step_is_refused()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     side.loss(model, 3).backward()
-    with side.no_sync(model):
-        side.loss(model, 4).backward()
+    _accumulate(side, model, 4)
     optimizer.zero_grad(set_to_none=False)
     # The gradient, dropped in place, is the same object, and nothing is missing in it now.
-    side.loss(model, 5).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 5)
     return model
+
+
+@idiom(
+    "accumulation in every mode of `no_sync`; what is dropped between is not reduced later",
+    ways=(
+        *("full", "no_shard", "op", "hybrid", "hybrid-op", "hybrid-op-nodes-of-one"),
+        *("hybrid-nodes-of-one", "regather", "keep", "native-hybrid-op"),
+    ),
+)
+def modes_of_accumulation(side: Side) -> Any:
+    bounds: list[dict[str, Any]] = [{"max_bytes": bound} for bound in (0, 8 * 40, 10**6)]
+    models = []
+    for keywords in ({}, *bounds, {"replicas_only": True}, {"replicas_only": True, **bounds[1]}):
+        model, optimizer = side.begin(Mlp())
+        _accumulate(side, model, 0, 1, **keywords)
+        side.learn(model, optimizer, 2)
+        side.loss(model, 3).backward()
+        _accumulate(side, model, 4, **keywords)
+        side.learn(model, optimizer, 5)
+        _accumulate(side, model, 6, **keywords)
+        optimizer.zero_grad()
+        side.learn(model, optimizer, 7)
+        models.append(model)
+    return models
 
 
 @idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
 def zeroed_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first, set_to_none in ((0, True), (10, False)):
-        with side.no_sync(model):
-            side.loss(model, first).backward()
-            side.loss(model, first + 1).backward()
+        _accumulate(side, model, first, first + 1)
         optimizer.zero_grad(set_to_none)
-        with side.no_sync(model):
-            side.loss(model, first + 2).backward()
+        _accumulate(side, model, first + 2)
         side.loss(model, first + 3).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none)
         side.loss(model, first + 4).backward()
-        with side.no_sync(model):
-            side.loss(model, first + 5).backward()
+        _accumulate(side, model, first + 5)
         optimizer.zero_grad(set_to_none)
-        side.loss(model, first + 6).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, first + 6)
     return model
+
+
+READS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "norm": lambda grad, _: grad.norm(),
+    "pow": lambda grad, _: grad.pow(2).sum(),
+    "clone": lambda grad, _: grad.clone().max(),
+    "detach": lambda grad, _: grad.detach().mean(),
+    "with the parameter": lambda grad, param: (param.detach() * grad).sum(),
+    "in place": lambda grad, _: torch.zeros_like(grad).add_(grad).sum(),
+    "foreach": lambda grad, _: torch._foreach_mul([grad], 2.0)[0].norm(),
+}
+
+
+@idiom("numbers computed from gradients that are not reduced: refused", ways=("full",))
+def reads_of_unreduced_gradients(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    weight = side.inner(model).fc2.weight
+    with side.no_sync(model):
+        side.loss(model, 0).backward()
+        for name, read in READS.items() if side.is_flatshard else ():
+            with naming(name), pytest.raises(RuntimeError, match="under no_sync and not reduced"):
+                read(weight.grad, weight)
+    side.loss(model, 1).backward()
+    return [read(weight.grad, weight) for read in READS.values()]
+
+
+@idiom(
+    "a parameter of the root that a rank leaves out, where averages go over sockets",
+    unused=True,
+    ways=("full",),
+)
+def root_that_is_over_early(side: Side) -> Any:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.second(torch.tanh(net.first(x)))
+        return x if side.rank == 1 else x * net.scale.prod()
+
+    scale = nn.Parameter(torch.ones(3))
+    net = Composed(forward, first=nn.Linear(7, 7), second=nn.Linear(7, 3), scale=scale)
+    if not side.is_flatshard:
+        return side.fit(side.wrap(net))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return side.fit(side.shard(net, auto_wrap_policy=policy, collectives="sockets"))
 
 
 @idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
 def replaced_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    with side.no_sync(model):
-        side.loss(model, 0).backward()
+    _accumulate(side, model, 0)
     if side.is_flatshard:
         for param in model.parameters():
             param.grad = param.grad * 0.5
@@ -403,14 +529,12 @@ def two_strategies(side: Side) -> Any:
 def converted_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     side.loss(model, 0).backward()
-    with side.no_sync(model, replicas_only=side.implementation.endswith("hybrid")):
-        side.loss(model, 1).backward()
+    _accumulate(side, model, 1, replicas_only=side.implementation.endswith("hybrid"))
     model.float()
     if side.is_flatshard:
         with pytest.raises(RuntimeError, match="accumulated under no_sync"):
             optimizer.step()
     model.double()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     # The conversions round: not to more digits than float32 has.
     return {name: value.float() for name, value in side.state(model).items()}

@@ -19,8 +19,7 @@ def accumulation(side: Side) -> Any:
         for part in range(2):
             with side.no_sync(model):
                 side.loss(model, step + part).backward()
-        side.loss(model, step + 2).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, step + 2)
     return [side.loss(model, 9), model]
 
 

@@ -344,8 +344,7 @@ def buffer_no_sync(side: Side) -> Any:
             loss = side.loss(model, step)
             loss.backward()
         losses.append(loss.detach())
-        side.loss(model, 20 + step).backward()
-        side.step(optimizer)
+        side.learn(model, optimizer, 20 + step)
     return losses
 
 

@@ -46,43 +46,56 @@ def optimizer_muon(side: Side) -> Any:
     return side.fit(model, torch.optim.Muon(model.parameters(), lr=0.1))
 
 
-def _closing(side: Side, kind: Any, steps: range, **settings: Any) -> Any:
-    """Train by closures; each step begins with a backward under `no_sync`, if steps are by two."""
+@idiom("`LBFGS`, `optimizer.step(closure)`")
+def optimizer_lbfgs(side: Side) -> Any:
     model = side.wrap(Mlp())
-    optimizer = kind(model.parameters(), lr=0.1, **settings)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     losses = []
-    for step in steps:
-        accumulates = steps.step == 2
-        if accumulates:
-            with side.no_sync(model):
-                side.loss(model, step).backward()
+    for step in range(3):
 
-        def closure(step: int = step, accumulates: bool = accumulates) -> Tensor:
-            if not accumulates:
-                optimizer.zero_grad()
-            loss = side.loss(model, step + accumulates)
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = side.loss(model, step)
             loss.backward()
             losses.append(loss.detach())
+            return loss
+
+        optimizer.step(closure)
+    return [*losses, model]
+
+
+@idiom("`SGD`, `optimizer.step(closure)`")
+def closure_of_sgd(side: Side) -> Any:
+    model, optimizer = side.begin(Mlp())
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = side.loss(model, step)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+    return [*losses, model]
+
+
+@idiom("`step(closure)` after `no_sync`, as Lightning does")
+def closure_after_no_sync(side: Side) -> Any:
+    model, optimizer = side.begin(Mlp())
+    losses = []
+    for step in range(0, 6, 2):
+        with side.no_sync(model):
+            side.loss(model, step).backward()
+
+        def closure(step: int = step) -> Tensor:
+            loss = side.loss(model, step + 1)
+            loss.backward()
             return loss
 
         losses.append(optimizer.step(closure).detach())
         optimizer.zero_grad()
     return [*losses, model]
-
-
-@idiom("`LBFGS`, `optimizer.step(closure)`")
-def optimizer_lbfgs(side: Side) -> Any:
-    return _closing(side, torch.optim.LBFGS, range(3), max_iter=3)
-
-
-@idiom("`SGD`, `optimizer.step(closure)`")
-def closure_of_sgd(side: Side) -> Any:
-    return _closing(side, torch.optim.SGD, range(4), momentum=0.9)
-
-
-@idiom("`step(closure)` after `no_sync`, as Lightning does")
-def closure_after_no_sync(side: Side) -> Any:
-    return _closing(side, torch.optim.SGD, range(0, 6, 2), momentum=0.9)
 
 
 def _looking() -> nn.Module:
@@ -148,8 +161,7 @@ def schedulers(side: Side) -> Any:
         optimizer = side.sgd(model)
         scheduler = make(optimizer)
         for step in range(4):
-            side.loss(model, step).backward()
-            side.step(optimizer)
+            side.learn(model, optimizer, step)
             plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
             scheduler.step(*([1.0] if plateau else []))
         results += [optimizer.param_groups[0]["lr"], side.loss(model, 9).detach()]

@@ -193,9 +193,11 @@ def momentum_encoder(side: Side) -> Any:
             keys = net.key(x)
         return net.query(x) - 0.5 * keys
 
-    net = Composed(forward, query=nn.Linear(7, 3), key=nn.Linear(7, 3).requires_grad_(False))
+    class Momentum(Composed): ...
+
+    net = Momentum(forward, query=nn.Linear(7, 3), key=nn.Linear(7, 3).requires_grad_(False))
     net.key.load_state_dict(net.query.state_dict())
-    return side.fit(side.wrap(net, Composed))
+    return side.fit(side.wrap(net, Momentum))
 
 
 @idiom("`parameters_to_vector`, `vector_to_parameters`")

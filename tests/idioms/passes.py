@@ -1,15 +1,18 @@
 """Several forwards and backwards of one step, and losses of parameters; not in the table."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.idioms.side import ROWS, Side, failing, idiom
+from flatshard.wrap import CustomPolicy
+from tests.idioms.side import ROWS, Side, add, failing, idiom
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
@@ -76,6 +79,51 @@ def retained_graph(side: Side) -> Any:
         other.backward()
 
     return _train(side, backward)
+
+
+@idiom(
+    "two forwards through batch norm, each of which takes rank 0's statistics",
+    by_hand=True,
+    ways=("full",),
+)
+def batch_norm_twice(side: Side) -> Any:
+    net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model = side.wrap(net, nn.Linear, nn.BatchNorm1d)
+    return side.fit(model, loss_of=lambda m, s: side.loss(m, s) + side.loss(m, 10 + s))
+
+
+@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways=("full",))
+def gradient_of_one_layer(side: Side) -> Any:
+    net = nn.Sequential(nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
+    layer = net[2]
+    if side.is_flatshard:
+        sharded = side.shard(copy.deepcopy(net))
+        loss = side.loss(sharded, 0)
+        with pytest.raises(RuntimeError, match="CustomPolicy"):
+            torch.autograd.grad(loss, sharded[2].weight)
+        policy = CustomPolicy(lambda m: {"sharding_strategy": "NO_SHARD"} if m is layer else False)
+        model = side.shard(net, auto_wrap_policy=policy)
+    else:
+        model = side.wrap(net)
+    weight = side.inner(model)[2].weight
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        output = m(side.draw(step, ROWS, 7))
+        losses = output.square().mean(), output.abs().mean()
+        first, second = (torch.autograd.grad(a, weight, retain_graph=True)[0] for a in losses)
+        return losses[0] + (first.norm() / second.norm()) * losses[1]
+
+    return side.fit(model, loss_of=loss_of)
+
+
+@idiom("clipping in a hook of the step", ways=("full",))
+def clipping_in_step_hook(side: Side) -> Any:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    model, optimizer = side.begin(Mlp())
+    optimizer.register_step_pre_hook(clip)
+    return side.fit(model, optimizer)
 
 
 @idiom("two forwards, then their backwards in the other order", by_hand=True)
@@ -246,6 +294,63 @@ def changing_order(side: Side) -> Any:
     return [*losses, model]
 
 
+# ---------------------------------------------------------------- averages in state dicts
+
+
+def _one_by_one(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEma``."""
+    values = model.state_dict()
+    for name, mine in average.state_dict().items():
+        mine.copy_(mine * 0.9 + 0.1 * values[name].detach())
+
+
+def _side_by_side(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV2``."""
+    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    for mine, theirs in pairs:
+        mine.copy_(0.9 * mine + 0.1 * theirs)
+
+
+def _lists(average: nn.Module, model: nn.Module) -> None:
+    """timm's ``ModelEmaV3``."""
+    mine, theirs = list(average.state_dict().values()), list(model.state_dict().values())
+    torch._foreach_lerp_(mine, theirs, weight=0.1)
+
+
+def _kept(average: nn.Module, model: nn.Module) -> Any:
+    """One state dict is kept, and more are written before the next use."""
+    if not hasattr(average, "kept"):
+        average.kept = [average.state_dict()]
+    for mine, theirs in zip(average.kept[0].values(), model.state_dict().values(), strict=True):
+        mine.mul_(0.5).add_(theirs)
+        mine.view(-1)[:1].zero_()
+    for mine in average.state_dict().values():
+        mine.sub_(0.25)
+    average.kept = [average.state_dict()]
+
+
+def _averaged(update: Callable[[nn.Module, nn.Module], Any]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model, optimizer = side.begin(Mlp())
+        inner = model if side.is_flatshard else side.inner(model)
+        average = copy.deepcopy(inner).eval().requires_grad_(False)
+        for step in range(3):
+            side.learn(model, optimizer, step)
+            with torch.no_grad():
+                update(average, inner)
+        with torch.no_grad():
+            output = average(side.draw(9, ROWS, 7))
+        return [output, *average.state_dict().values()]
+
+    return script
+
+
+for _update in (_one_by_one, _side_by_side, _lists, _kept):
+    _title = f"an average in the tensors of state dicts: {_update.__name__[1:]}"
+    _ways = ("full", "grad_op", "no_shard")
+    add(f"average{_update.__name__}", "passes", _title, _averaged(_update), ways=_ways)
+
+
 # ---------------------------------------------------------------- buffers
 
 
@@ -339,8 +444,7 @@ def hook_removed_after_failure(side: Side) -> Any:
         assert all(param.grad is one for param, one in zip(model.parameters(), before, strict=True))
     handle.remove()
     optimizer.zero_grad()
-    side.loss(model, 2).backward()
-    side.step(optimizer)
+    side.learn(model, optimizer, 2)
     return [model, len(calls)]
 
 

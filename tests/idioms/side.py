@@ -211,6 +211,11 @@ class Side:
             optimizer.step()
             optimizer.zero_grad()
 
+    def learn(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """One step of training."""
+        self.loss(model, step).backward()
+        self.step(optimizer)
+
     def draw(self, step: int, *shape: int, of: int | None = None) -> Tensor:
         """Random numbers of a step: this rank's, or rank ``of``'s."""
         generator = torch.Generator().manual_seed(100 * step + (self.rank if of is None else of))

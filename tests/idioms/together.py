@@ -104,8 +104,7 @@ def frozen_encoder(side: Side) -> Any:
     optimizer = side.sgd(*heads)
     for step in range(2):
         for model in models:
-            side.loss(model, step).backward()
-        side.step(optimizer)
+            side.learn(model, optimizer, step)
     (side.loss(models[0], 5) + side.loss(models[1], 6)).backward()
     side.step(optimizer)
     twins = copy.deepcopy(models)

@@ -194,15 +194,11 @@ def test_no_parameters(rank: int, world_size: int) -> None:
         assert torch.equal(output, inputs.tanh())
         assert not list(model.parameters())
         assert not model.state_dict()
+    container = ShardedWrapper(nn.Sequential(), auto_wrap_policy=None)
+    assert container
+    assert len(container) == 0
+    assert torch.equal(container(torch.ones(2)), torch.ones(2))
     assert torch.allclose(inputs.grad, len(ShardingStrategy) * (1 - inputs.detach().tanh() ** 2))
-
-
-@on_ranks(2)
-def test_empty_container(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(nn.Sequential(), auto_wrap_policy=None)
-    assert model
-    assert len(model) == 0
-    assert torch.equal(model(torch.ones(2)), torch.ones(2))
 
 
 # ---------------------------------------------------------------- arguments
@@ -227,6 +223,10 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
         ({"sharding_strategy": ShardingStrategy}, TypeError, "FULL_SHARD"),
         ({"sharding_strategy": "FULL_SHRAD"}, ValueError, "FULL_SHARD"),
         ({"auto_wrap_policy": {nn.Linear}}, TypeError, "auto_wrap_policy"),
+        ({"auto_wrap_policy": "automatic"}, ValueError, "expected \"auto\", .* got 'automatic'"),
+        ({"auto_wrap_policy": "size_policy"}, ValueError, "To use size_policy, pass the object"),
+        ({"coalesce_bytes": -1}, ValueError, r"coalesce_bytes: expected 0 .* or more, got -1"),
+        ({"coalesce_bytes": "1M"}, TypeError, "coalesce_bytes: expected an int"),
         ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
         ({"cpu_offload": "yes"}, TypeError, "cpu_offload"),
     ]

@@ -1,21 +1,18 @@
 """What optimizers get: neighbours as one parameter; by which kernel; what closures do."""
 
-import copy
 import io
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flatshard import FlatShardTensor, ShardedWrapper
+from flatshard import FlatShardTensor
 from tests.harness import naming, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, own_parts, snapshot, step_and_zero, train_steps, trainable
-from tests.side import Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
 
@@ -107,121 +104,3 @@ def _compare_state(model: Any, optimizer: Any, plain: Any, expected: Any) -> Non
                 torch.testing.assert_close(read(found), read(value), check_dtype=False)
             if isinstance(found, FlatShardTensor):
                 torch.testing.assert_close(found.full_tensor(), value)
-
-
-SURPRISES = (
-    *("nothing", "nothing", "no gradient", "another gradient", "data", "nothing", "state"),
-    *("no state", "frozen"),
-)
-"""What happens to a parameter in the middle of a run before a step."""
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_runs_that_users_break_up(rank: int, world_size: int) -> None:
-    """What was stepped as one the last time may not be one this time."""
-    case = CASES["transformer"]
-    plain = case.model()
-    model = case.wrap(case.model())
-    for stepped, ranks in ((plain, (0, 1)), (model, (rank, world_size))):
-        optimizer = KINDS["adamw"](trainable(stepped))
-        for surprise in (*SURPRISES, "nothing"):
-            loss = (
-                sum(local_loss(plain, case, 0, one, world_size) for one in range(world_size))
-                if stepped is plain
-                else local_loss(model, case, 0, *ranks)
-            )
-            (loss / world_size if stepped is plain else loss).backward()
-            parameters = dict(stepped.named_parameters())
-            names = [name for name in parameters if name.endswith("norm2.weight")]
-            assert names, list(parameters)
-            for name in names:
-                _surprise(surprise, parameters[name], optimizer)
-            step_and_zero(optimizer)
-    torch.testing.assert_close(snapshot(model), snapshot(plain), rtol=0, atol=1e-9)
-
-
-def _surprise(kind: str, param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    if kind == "no gradient":
-        param.grad = None
-    elif kind == "another gradient":
-        assert param.grad is not None
-        param.grad = param.grad * 2
-    elif kind == "data":
-        param.data = param.data * 0.5
-    elif kind == "state":
-        optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 3
-    elif kind == "no state":
-        del optimizer.state[param]
-    elif kind == "frozen":
-        param.requires_grad_(False)
-
-
-@on_ranks(2)
-def test_groups_that_take_turns(rank: int, world_size: int) -> None:
-    """Each group steps only its own parameters, also those between which another group's lie."""
-    plain = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).double()
-    model = ShardedWrapper(copy.deepcopy(plain))
-
-    def made(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        listed = list(params)
-        groups = [{"params": listed[first::3], "lr": lr} for first, lr in enumerate((0.1, 0.0, 1))]
-        return torch.optim.SGD(groups, momentum=0.9)
-
-    ours, theirs = made(model.parameters()), made(plain.parameters())
-    for _ in range(3):
-        for one, optimizer in ((model, ours), (plain, theirs)):
-            one(torch.ones(2, 12, dtype=torch.float64)).square().mean().backward()
-            step_and_zero(optimizer)
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor().detach(), expected.detach())
-
-
-# ---------------------------------------------------------------- closures
-
-
-class _Outside(torch.optim.SGD):
-    """An optimizer that is not known to be element-wise: it sees true-shape parameters."""
-
-    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_a_closure_reduces_what_was_accumulated(rank: int, world_size: int) -> None:
-    """The gradients that the step uses are those after the closure, not those before it."""
-    for kind in (torch.optim.SGD, _Outside):
-        losses = []
-        runs = pair(rank, world_size, "full")
-        for run in runs:
-            run.optimizer = kind(run.model.parameters(), lr=0.1, momentum=0.9)
-            losses.append([_step(run, number) for number in range(0, 6, 2)])
-        assert_same_model(*runs)
-        totals = torch.tensor(losses[0])
-        torch.distributed.all_reduce(totals)
-        torch.testing.assert_close(totals / world_size, torch.tensor(losses[1]))
-        _refused(runs[0])
-
-
-def _step(run: Run, number: int) -> float:
-    def closure() -> Tensor:
-        loss = run.loss(number)
-        loss.backward()
-        return loss
-
-    with run.no_sync():
-        run.loss(number + 1).backward()
-    loss = run.optimizer.step(closure).item()
-    run.optimizer.zero_grad()
-    return loss
-
-
-def _refused(run: Run) -> None:
-    """The closure's own backward only accumulates."""
-
-    def closure() -> None:
-        with run.no_sync():
-            run.loss(0).backward()
-
-    with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
-        run.optimizer.step(closure)

@@ -18,8 +18,6 @@ from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import LocalSpan, ParamSpan
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
-from tests.oracle import assert_same
-from tests.side import pair
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
@@ -312,17 +310,3 @@ def test_slope_of_a_norm(rank: int, world_size: int) -> None:
                 for tensor in (param, plain):
                     torch.linalg.vector_norm(tensor, order).backward()
             _assert_close(param.grad.full_tensor(), plain.grad)
-
-
-@on_ranks(2)
-def test_clipping_in_a_step_hook(rank: int, world_size: int) -> None:
-    """In an optimizer's own pre-hook, clip_grad_norm_ saw the norm of this rank's part."""
-
-    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
-
-    sharded, plain = pair(rank, world_size, "full")
-    for run in (sharded, plain):
-        run.optimizer.register_step_pre_hook(clip)
-        run.train(0, 3)
-    assert_same(sharded.model, plain.model, 1e-12)

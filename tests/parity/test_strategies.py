@@ -14,18 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
 from flatshard.wrap import CustomPolicy
-from tests.combinations import every
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import naming, on_ranks
 from tests.models import CASES, Case, Mlp
 from tests.oracle import assert_same_state, snapshot
 from tests.side import Run, assert_same_model
-from tests.ways import TOPOLOGIES, WAYS, Keywords
-
-# Two-stage reductions and native gathers meet in one of them; ZeRO-2 only keeps buffers longer.
-IN_SHORT = ["hybrid-zero2", "native-hybrid"]
-
-
-IN_FULL = [way for way in TOPOLOGIES if way not in IN_SHORT]
+from tests.ways import Keywords
 
 
 def _train_and_compare(
@@ -130,70 +123,6 @@ def test_units_of_different_strategies(rank: int, world_size: int) -> None:
         expected = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
         actual = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0.0)
-
-
-# ---------------------------------------------------------------- accumulation
-
-
-BOUNDS = [0, 8 * 40, 10**6]
-
-ACCUMULATIONS: dict[str, Keywords] = {
-    "all-local": {},
-    **{f"max-{bound}": {"max_bytes": bound} for bound in BOUNDS},
-    "replicas": {"replicas_only": True},
-    "replicas-max": {"replicas_only": True, "max_bytes": 8 * 40},
-}
-
-
-@pytest.mark.parametrize("way", ["full", "no_shard", *IN_FULL])
-def test_accumulation(way: str) -> None:
-    number = list(TOPOLOGIES).index(way) if way in TOPOLOGIES else None
-    run_ranks(_accumulation, WAYS[way].world_size, way, number)
-
-
-def _accumulation(rank: int, world_size: int, way: str, number: int | None) -> None:
-    WAYS[way].set_nodes()
-    keywords = WAYS[way].keywords
-    some = every(4, ACCUMULATIONS.items(), start=number or 0)
-    for mode, accumulation in some if number is not None else ACCUMULATIONS.items():
-        case = CASES["mlp"]
-        sharded = Run(case.wrap(case.model(), **keywords), case, rank, world_size)
-        plain = Run(case.model(), case, rank, world_size)
-        with naming(mode):
-            for run in (sharded, plain):
-                _accumulate(run, accumulation)
-            assert_same_model(sharded, plain)
-
-
-def _accumulate(run: Run, accumulation: Keywords) -> None:
-    with run.no_sync(**accumulation):
-        run.loss(0).backward()
-        run.loss(1).backward()
-    run.loss(2).backward()
-    run.step()
-    run.loss(3).backward()
-    with run.no_sync(**accumulation):
-        run.loss(4).backward()
-    run.loss(5).backward()
-    run.step()
-    # What is dropped between is not reduced later.
-    with run.no_sync(**accumulation):
-        run.loss(6).backward()
-    run.optimizer.zero_grad()
-    run.loss(7).backward()
-    run.step()
-
-
-@on_ranks(4)
-def test_step_before_replicas_agree_is_refused(rank: int, world_size: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), sharding_strategy="HYBRID_SHARD")
-    run = Run(model, case, rank, world_size)
-    with model.no_sync(replicas_only=True):
-        run.loss(0).backward()
-    with pytest.raises(RuntimeError, match="accumulated under no_sync"):
-        run.optimizer.step()
 
 
 # ---------------------------------------------------------------- bad input

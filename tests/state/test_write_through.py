@@ -4,7 +4,6 @@ import copy
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,57 +16,6 @@ from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
 from tests.ways import BASIC
-
-
-def _one_by_one(average: nn.Module, model: nn.Module) -> None:
-    """timm's ``ModelEma``."""
-    values = model.state_dict()
-    for name, mine in average.state_dict().items():
-        mine.copy_(mine * 0.9 + 0.1 * values[name].detach())
-
-
-def _side_by_side(average: nn.Module, model: nn.Module) -> None:
-    """timm's ``ModelEmaV2``."""
-    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
-    for mine, theirs in pairs:
-        mine.copy_(0.9 * mine + 0.1 * theirs)
-
-
-def _lists(average: nn.Module, model: nn.Module) -> None:
-    """timm's ``ModelEmaV3``."""
-    mine, theirs = list(average.state_dict().values()), list(model.state_dict().values())
-    torch._foreach_lerp_(mine, theirs, weight=0.1)
-
-
-def _kept(average: nn.Module, model: nn.Module) -> Any:
-    """One state dict is kept, and more are written before the next use."""
-    if not hasattr(average, "kept"):
-        average.kept = [average.state_dict()]
-    for mine, theirs in zip(average.kept[0].values(), model.state_dict().values(), strict=True):
-        mine.mul_(0.5).add_(theirs)
-        mine.view(-1)[:1].zero_()
-    for mine in average.state_dict().values():
-        mine.sub_(0.25)
-    average.kept = [average.state_dict()]
-
-
-@on_ranks(2)
-def test_moving_averages(rank: int, world_size: int) -> None:
-    for way in BASIC:
-        for update in (_one_by_one, _side_by_side, _lists, _kept):
-            with naming(f"{way} {update.__name__}"):
-                averages = []
-                for run in pair(rank, world_size, way):
-                    average = copy.deepcopy(run.model).eval().requires_grad_(False)
-                    for step in range(3):
-                        run.train(step, step + 1)
-                        with torch.no_grad():
-                            update(average, run.model)
-                    averages.append(average)
-                assert_same(*averages, 1e-12)
-                with torch.no_grad():
-                    x = torch.ones(1, 7, dtype=torch.float64)
-                    torch.testing.assert_close(averages[0](x), averages[1](x))
 
 
 @on_ranks(3)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -20,7 +19,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
 from flatshard.tensor import sharded_tensor
-from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
+from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import CASES
 from tests.oracle import ROWS, assert_same, assert_same_state, local_loss, snapshot
@@ -281,37 +280,6 @@ def test_a_sharded_value_of_a_plain_tensors_data(rank: int, world_size: int) -> 
     teacher.weight.data = 0.5 * teacher.weight.data + 0.5 * model.module.weight.data
     with pytest.raises(RuntimeError, match=r"was assigned to \.data of a plain tensor.*copy_"):
         teacher(torch.ones(2, 8))
-
-
-@on_ranks(2)
-def test_gradient_of_one_layer(rank: int, world_size: int) -> None:
-    """The adaptive weight of VQGAN, by the way that the error names."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    plain, layer = copy.deepcopy(module), module[2]
-    model = ShardedWrapper(copy.deepcopy(module))
-    loss = model(torch.ones(2, 4).double()).sum()
-    with pytest.raises(RuntimeError, match="CustomPolicy"):
-        torch.autograd.grad(loss, model[2].weight)
-    policy = CustomPolicy(lambda m: {"sharding_strategy": "NO_SHARD"} if m is layer else False)
-    model = ShardedWrapper(module, auto_wrap_policy=policy)
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        x, norms = torch.randn(3, 4).double(), []
-        for one in (model, plain):
-            output = one(x)
-            first, second = output.square().mean(), output.abs().mean()
-            weight = one[2].weight
-            g = torch.autograd.grad(first, weight, retain_graph=True)[0].norm()
-            norms.append(g / torch.autograd.grad(second, weight, retain_graph=True)[0].norm())
-            (first + norms[-1].detach() * second).backward()
-        torch.testing.assert_close(*norms)
-        for param in plain.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= world_size
-        for one in (model, plain):
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
-            one.zero_grad()
-        assert_same(model, plain)
 
 
 @on_ranks(2)

@@ -231,11 +231,3 @@ def test_one_of_several(rank: int, world_size: int) -> None:
     twin.load_state_dict(plain.float().state_dict())
     twin(own.float(), [0, 1, 2, 3, 4]).sum().backward()
     assert_same(twin, plain)
-
-
-@on_ranks(1)
-def test_bad_values(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"coalesce_bytes: expected 0 .* or more, got -1"):
-        wrapped(coalesce_bytes=-1)
-    with pytest.raises(TypeError, match="coalesce_bytes: expected an int"):
-        wrapped(coalesce_bytes="1M")

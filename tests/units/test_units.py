@@ -48,15 +48,6 @@ def table(model: ShardedWrapper) -> dict[str, list[str]]:
 # ---------------------------------------------------------------- "auto"
 
 
-@on_ranks(2)
-def test_an_unknown_policy(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"expected \"auto\", .* got 'automatic'"):
-        ShardedWrapper(Mlp(), auto_wrap_policy="automatic")
-    match = r"To use size_based_auto_wrap_policy, pass the object"
-    with pytest.raises(ValueError, match=match):
-        ShardedWrapper(Mlp(), auto_wrap_policy="size_based_auto_wrap_policy")
-
-
 # ---------------------------------------------------------------- the report
 
 
