@@ -455,3 +455,20 @@ class Normed(nn.Module):
 @idiom("`weight_norm` by hooks, of layers with and without a bias", ways=("full", "no_shard"))
 def weight_norm_everywhere(side: Side) -> Any:
     return side.fit(side.wrap(Normed()))
+
+
+class _OnSphere(nn.Parameter):
+    pass
+
+
+@idiom("parameters of a class, which the optimizer's groups are chosen by")
+def parameter_subclass(side: Side) -> Any:
+    net = Mlp()
+    net.fc2.weight = _OnSphere(net.fc2.weight.detach())
+    model = side.wrap(net)
+    groups: dict[bool, list[Tensor]] = {False: [], True: []}
+    for param in model.parameters():
+        groups[isinstance(param, _OnSphere)].append(param)
+    fast = {"params": groups[True], "lr": 0.5}
+    optimizer = torch.optim.SGD([{"params": groups[False]}, fast], lr=0.1)
+    return side.fit(model, optimizer)

@@ -47,6 +47,7 @@ DOCUMENTED = {
     "layer_drop_by_rank": _DEADLOCK,
     "momentum_encoder": _EDIT,
     "optimizer_sparseadam": "SparseAdam (cannot step sharded|does not support dense)",
+    "parameter_subclass": "is a _OnSphere, but sharding keeps only the elements",
     "pickled": r"cannot be pickled.*flatshard\.checkpoint\.save",
     "skipped_experts": _DEADLOCK,
     "state_on_rank_0": _DEADLOCK,
