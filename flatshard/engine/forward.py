@@ -195,12 +195,11 @@ class Forward:
         Returns the record of this call, which counts the gradients of inputs in backward.
         """
         state, backward = self._state, self._backward
-        if state.depth == 0 and not backward.is_running:
-            # Usually, this call begins a forward of the model. But if the full model is inside of a
-            # reentrant activation checkpoint, backward begins with a recomputation of the model,
-            # and this call may be the beginning of the recomputation.
-            if not self.begins_recomputation():
-                self.begin(unit)
+        # Usually, this call begins a forward of the model. But if the full model is inside of a
+        # reentrant activation checkpoint, backward begins with a recomputation of the model, and
+        # this call may be the beginning of the recomputation.
+        if state.depth == 0 and not (backward.is_running or self.begins_recomputation()):
+            self.begin(unit)
         recomputes = backward.is_active and backward.is_running
         # Broadcast module buffers before any module reads them, but not if only a part of the model
         # is called.

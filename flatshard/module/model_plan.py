@@ -114,7 +114,7 @@ class ModelPlan:
         self.buffers = {name: one for name, one in named if id(one) not in self.left_alone}
         if not predicts:
             is_sharded = world_size > 1 and settings.placement.sharded
-            check_tensors(self.params, self.buffers, drops_gradients=is_sharded)
+            check_tensors(self.params, self.buffers, is_sharded=is_sharded)
         self.divergent: Set[nn.Module] = frozenset()  # modules that ranks may skip
         if settings.allow_divergence is not False:
             divergence = extra("divergence", "ShardedWrapper(allow_divergence=...)")
@@ -284,13 +284,11 @@ def _read(given: Mapping[str, Any], keyword: str, *kinds: type) -> list[Any]:
 
 
 def check_tensors(
-    params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, drops_gradients: bool
+    params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], *, is_sharded: bool
 ) -> None:
     """Raise if a tensor cannot be sharded, or parameters are on several devices or share memory."""
     for name, tensor in (*buffers.items(), *params.items()):
-        problem = next(_problems(tensor, name in params, drops_gradients), None)
-        if problem is not None:
-            error, text = problem
+        for error, text in _problems(tensor, name in params, is_sharded):
             kind = "parameter" if name in params else "buffer"
             raise error(f"ShardedWrapper: {kind} {name!r} {text}")
     placed = [(name, param.device) for name, param in params.items() if not param.is_meta]
@@ -305,20 +303,22 @@ def check_tensors(
 
 
 def _problems(
-    tensor: Tensor, is_param: bool, drops_gradients: bool
+    tensor: Tensor, is_param: bool, is_sharded: bool
 ) -> Iterator[tuple[type[Exception], str]]:
     """Yield the reasons why a tensor cannot be sharded or broadcast: an error type and a text."""
-    kind, is_plain = type(tensor.data).__name__, type(tensor.data) is Tensor
+    is_plain = type(tensor.data) is Tensor
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         text = "is not initialised (a lazy module). Run one forward on the unwrapped model first."
         yield ValueError, text
     if is_wrapped(tensor):
         text = f"is already in another ShardedWrapper. Wrap each module once. {SHARED_REMEDY}"
         yield ValueError, text
-    # A flat parameter stores only elements, and would lose the state and methods of a subclass.
-    if is_param and not is_plain:
-        text = f"is a {kind}, but only plain tensors can be sharded. Pass its module in "
-        yield TypeError, f"{text}ignored_modules."
+    # A flat parameter stores only elements, and would lose the state and methods of a subclass. The
+    # program, such as an optimizer for manifolds, may choose parameters by their class.
+    if is_param and (not is_plain or (is_sharded and type(tensor) is not nn.Parameter)):
+        kind = type(tensor if is_plain else tensor.data).__name__
+        text = f"is a {kind}, but sharding keeps only the elements. Make it a plain nn.Parameter "
+        yield TypeError, f"{text}(its attributes are kept), or pass its module in ignored_modules."
     what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
     if not what and tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}"
@@ -331,7 +331,7 @@ def _problems(
         text = f"is {what}, but only dense tensors with memory can be sharded or synchronised. "
         text += "Convert the tensor (to_dense(), dequantize()), or pass its module in "
         yield TypeError, f"{text}ignored_modules."
-    if drops_gradients and tensor.grad is not None and bool(tensor.grad.any()):
+    if is_sharded and tensor.grad is not None and bool(tensor.grad.any()):
         text = "has a gradient, which would be lost. Wrap the model before backward, or call "
         yield ValueError, f"{text}zero_grad() before wrapping."
 

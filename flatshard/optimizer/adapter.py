@@ -497,8 +497,7 @@ class ParamBucket:
         # and after the user has assigned or loaded state), join the members' states.
         found = [*map(present.get, map(id, self._params)), *_values(self._states)]
         if not _are_same(found, [*self._states, *self._values_made]):
-            shared = self._join(states)
-            if shared is None:
+            if (shared := self._join(states)) is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
             # The joined state is a copy. Free the members' states before the step, to save memory.
             for param in self._params:

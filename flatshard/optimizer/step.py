@@ -82,7 +82,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
-        if not _steps_a_model(optimizer):
+        # Ignore optimizers without parameters or state of a wrapped model.
+        is_stamped = any(STAMP in group for group in optimizer.param_groups)
+        if not is_stamped and not any(map(is_wrapped, adapters.all_params(optimizer))):
             return
         watch(optimizer)
         _restore_after_failure(optimizer)
@@ -97,12 +99,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     before["flatshard"], after["flatshard"] = _begin, _end
     before.move_to_end("flatshard")
     after.move_to_end("flatshard", last=False)
-
-
-def _steps_a_model(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has parameters or state of a wrapped model."""
-    is_stamped = any(STAMP in group for group in optimizer.param_groups)
-    return is_stamped or any(map(is_wrapped, adapters.all_params(optimizer)))
 
 
 @_restoring

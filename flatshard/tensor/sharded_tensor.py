@@ -479,8 +479,10 @@ class FlatShardTensor(torch.Tensor):
         self.grad = None
 
     def data_ptr(self) -> int:
-        """Return the memory address of this rank's elements."""
-        return self.local.data_ptr()
+        """Return the memory address of this rank's elements, or another number that is unique."""
+        # torch returns 0 for a tensor without elements. A program that finds tied parameters by
+        # their addresses would take all parameters without elements here for one.
+        return self.local.data_ptr() or id(self.spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShardTensor:
         if id(self) not in memo:
@@ -608,8 +610,7 @@ class FlatShardTensor(torch.Tensor):
             if func.__name__ not in ATTRIBUTES and torch.is_grad_enabled() and is_counted():
                 refuse_counted(func, first_sharded(args, kwargs).spec)
             if func in ABOVE_AUTOGRAD:
-                result = ABOVE_AUTOGRAD[func](*args, **kwargs)
-                if result is not NotImplemented:
+                if (result := ABOVE_AUTOGRAD[func](*args, **kwargs)) is not NotImplemented:
                     return result
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

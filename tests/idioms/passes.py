@@ -492,3 +492,45 @@ class Normed(nn.Module):
 @idiom("`weight_norm` by hooks, of layers with and without a bias", ways=("full", "no_shard"))
 def weight_norm_everywhere(side: Side) -> Any:
     return side.fit(side.wrap(Normed()))
+
+
+@idiom("tied parameters found by their addresses")
+def grouped_by_address(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    found = {param.data_ptr(): param for param in model.parameters()}  # many ranges are empty
+    optimizer = torch.optim.SGD(found.values(), lr=0.1)
+    return [len(found), *side.fit(model, optimizer)]
+
+
+@idiom("`register_multi_grad_hook` of parameters: one call for each backward")
+def multi_grad_hook(side: Side) -> Any:
+    model, calls = side.wrap(Mlp()), []
+    register = torch.autograd.graph.register_multi_grad_hook
+    register(list(model.parameters()), lambda grads: calls.append(len(grads)))
+    return [*side.fit(model), calls]
+
+
+@idiom("hooks on the nodes that accumulate gradients, found by `p.expand_as(p)`")
+def accumulation_nodes(side: Side) -> Any:
+    model, calls = side.wrap(Mlp()), []
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *_: calls.append(1))
+    return [*side.fit(model), calls]
+
+
+class _OnSphere(nn.Parameter):
+    pass
+
+
+@idiom("parameters of a class, which the optimizer's groups are chosen by")
+def parameter_subclass(side: Side) -> Any:
+    net = Mlp()
+    net.fc2.weight = _OnSphere(net.fc2.weight.detach())
+    model = side.wrap(net)
+    groups: dict[bool, list[Tensor]] = {False: [], True: []}
+    for param in model.parameters():
+        groups[isinstance(param, _OnSphere)].append(param)
+    fast = {"params": groups[True], "lr": 0.5}
+    optimizer = torch.optim.SGD([{"params": groups[False]}, fast], lr=0.1)
+    return side.fit(model, optimizer)
