@@ -8,7 +8,6 @@ engine calls its methods during a step. Without this folder, ``flatshard.collect
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import weakref
 from collections import Counter
@@ -23,6 +22,7 @@ from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.extras import peak_resident_bytes
 from flatshard.extras.recording.step_report import (
     MemorySample,
     MemoryTimeline,
@@ -278,15 +278,6 @@ class StepRecorder(StepExtension):
             if self._held.get(unit.index, (0, 0)) != held:
                 self._held[unit.index] = held
                 self._samples.append(MemorySample(self._clock(), unit.index, *held))
-
-
-def peak_resident_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ------------------------------------------------------------ a recording
