@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "DistributedDataParallel and under flatshard, and compare every step. Exit status: 0 "
             "the same, 1 differs, 2 raises, 3 cannot be compared.",
         )
-        trial.verdict.add_arguments(one)
-        one.set_defaults(run=trial.verdict.start)
+        trial.add_arguments(one)
+        one.set_defaults(run=trial.start)
     options = vars(parser.parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:

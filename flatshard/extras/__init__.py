@@ -9,6 +9,7 @@ parameters of an optimizer.
 import contextlib
 import linecache
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Sequence
@@ -60,3 +61,13 @@ def show_bytes(count: float, base: int = 1024) -> str:
     while count >= base and larger:
         count, unit, *larger = count / base, *larger
     return f"{count:.{int(unit != 'B')}f} {unit}"
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the largest resident memory of this process until now. None: not known (Windows)."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

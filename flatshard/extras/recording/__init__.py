@@ -8,7 +8,6 @@ engine calls its methods during a step. Without this folder, ``flatshard.collect
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 import weakref
 from collections import Counter
@@ -23,6 +22,7 @@ from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
+from flatshard.extras import peak_resident_bytes
 from flatshard.extras.recording.step_report import (
     MemorySample,
     MemoryTimeline,
@@ -153,7 +153,7 @@ class StepRecorder(StepExtension):
             rank=self._rank,
             began=self._epoch + self._began,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
-            peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            peak_resident_bytes=peak_resident_bytes(),
         )
 
     def begin_forward(self, of_root: bool) -> None:

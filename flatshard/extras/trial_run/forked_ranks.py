@@ -10,6 +10,15 @@ Under DistributedDataParallel, one rank may call the model or ``state_dict()`` w
 ranks; under flatshard, every rank must call. The run under DistributedDataParallel counts the calls
 in each line. If ranks run a line different numbers of times, the run under flatshard calls, in this
 line, an unsharded copy of the model with the initial values, so the run does not deadlock.
+
+[Note: sketch]
+A rank records a *sketch* of each tensor: each element is multiplied by a pseudo-random sign, and
+the element with index i is added to number i modulo 256. So a tensor of up to 256 elements is
+recorded whole. The sketch of a difference is the difference of the sketches, and the norm of this
+difference is close to the norm of the tensors' difference. Because of the signs, swapped elements
+change the sketch. If each rank records its own range of a sharded tensor, the sum of these sketches
+is the sketch of the full tensor. So recording needs no communication: if only one rank steps an
+optimizer, the rank does not wait for the other ranks.
 """
 
 import contextlib
@@ -21,15 +30,14 @@ import inspect
 import os
 import pickle
 import random
-import resource
 import runpy
 import signal
 import sys
 import time
-import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
@@ -37,20 +45,20 @@ from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import optimizer as steps
-from torch.utils._pytree import tree_map_only
 
-from flatshard.extras import program_line
-from flatshard.extras.trial_run import sketches
-from flatshard.precision import tensors_in
+from flatshard.extras import peak_resident_bytes, program_line
+from flatshard.precision import cast_floats, tensors_in
+from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
+from flatshard.units.layout import memory_order
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
-dist: Any = torch.distributed
-multiprocessing: Any = torch.multiprocessing
+mp: Any = torch.multiprocessing
 # torch's own class, kept because `_install` replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
 
 _WRAPS = 'wraps the model ({}): write flatshard.ShardedWrapper(model, auto_wrap_policy="auto")'
+_SIZE, _CHUNK = 256, 1 << 16  # numbers of a sketch, and elements that are added at once
 _NEEDS_ALL = {
     # method of a module: what to write instead of a call on some ranks only
     "state_dict": "write flatshard.checkpoint.full_state_dict(model), which needs every rank",
@@ -58,7 +66,28 @@ _NEEDS_ALL = {
 }
 
 
-def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Record], str]:
+class Sketch(NamedTuple):
+    """A sketch of this rank's elements of a tensor, see [Note: sketch]."""
+
+    line: str  # line of the program during which the tensor was recorded
+    eps: float  # precision of the dtype; 0 for integers
+    share: float  # the fraction of the elements that this rank holds; 1 for an unsharded tensor
+    sums: Any  # a numpy array, because many arrays are pickled faster than many tensors
+
+
+class Record(NamedTuple):
+    """The sketches, costs and notes of a rank, and how its run ended."""
+
+    failure: tuple[float, str]  # time and text; the earliest failure is the cause. "": no failure
+    # Keys: step, kind of tensor, name. Missing gradients have no sketch.
+    events: dict[tuple[int, str, str], Sketch]
+    # Number of runs of each line that needs a change. Key: the line, and the change.
+    notes: Counter[str]
+    # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
+    costs: list[tuple[int, float, int]]
+
+
+def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
     """Run the script. Returns the records of all ranks, and why the run failed (or "").
 
     ``name``: ``ddp``, ``sharded``, or ``noise``, which repeats ``ddp`` with noise in the weights.
@@ -69,37 +98,39 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[sketches.Re
     torch.set_num_threads(1)  # forked ranks would lack the threads of this process
     # Under torchrun, the first process of each host starts all ranks of its host.
     first = int(os.environ.get("RANK", 0))
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
     # The ranks of all hosts write their records into one file.
-    store = dist.FileStore(str(options.records / name), -1)
+    store = torch.distributed.FileStore(str(options.records / name), -1)
     if first == 0:
         store.set("port", f"{get_free_port()}")
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
-    arguments = (_run_rank, (first, options), num_ranks)
-    context = multiprocessing.start_processes(*arguments, join=False, start_method="fork")
+    ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
+    first_to_fail = -1
     try:
-        # Ignore the exception, because the records say why ranks have failed. After one rank has
-        # failed, the other ranks have five seconds to end, and to record earlier failures.
-        with contextlib.suppress(multiprocessing.ProcessExitedException):
-            while not context.join(grace_period=5.0):
+        try:
+            # After one rank has failed, the other ranks have five seconds to end, and to record
+            # earlier failures.
+            while not ranks.join(grace_period=5.0):
                 pass
+        except mp.ProcessExitedException as error:
+            first_to_fail = first + error.error_index
+        for rank, one in enumerate(ranks.processes, first):
+            if not store.check([f"{rank}"]):
+                log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
+                text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
+                # The other ranks' failures, and deaths, are consequences.
+                when = 0.0 if rank == first_to_fail else sys.maxsize
+                store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
+        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
+    except RuntimeError:
+        return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
     finally:
-        for rank, one in enumerate(context.processes, first):
+        for one in ranks.processes:
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
             one.kill()  # if the rank has not called `setsid` yet
             one.join()
-            if not store.check([f"{rank}"]):
-                log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
-                text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # If this process has killed the rank, another rank's failure is the cause.
-                when = sys.maxsize * (one.exitcode in (-signal.SIGTERM, -signal.SIGKILL))
-                store.set(f"{rank}", pickle.dumps(sketches.Record((when, text))))
-    try:
-        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
-    except RuntimeError:
-        return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
     return records, min(one.failure for one in records)[1]
 
 
@@ -110,14 +141,14 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     """
     os.setsid()
     rank, size = first + local_rank, options.nproc_per_node
-    local = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    # torchrun's store has the addresses of the last run: use another port, and another store.
-    own = {"RANK": rank, "LOCAL_RANK": local_rank, "TORCHELASTIC_USE_AGENT_STORE": False}
-    own["MASTER_PORT"] = options.store.get("port").decode()
-    os.environ |= {k: f"{v}" for k, v in {**local, **os.environ, **own}.items()}
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    env = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} | os.environ
+    env |= {"RANK": rank, "LOCAL_RANK": local_rank}
+    # torchrun's store has the addresses of the last run: use another port, and another store.
+    env |= {"MASTER_PORT": options.store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": 0}
+    os.environ |= {name: f"{value}" for name, value in env.items()}
     # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
@@ -134,9 +165,11 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     except SystemExit as error:
         failure = f"exit status {error.code}" if error.code else ""
     except BaseException as error:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         innermost = inspect.trace(0)[-1].frame
-        failure = f"{type(error).__name__}: {error}\n  at {program_line(innermost)}"
+        failure = (
+            f"{type(error).__name__}: {error}\n  at {program_line(innermost) or options.script}"
+        )
     recorder.end(failure)
 
 
@@ -145,7 +178,8 @@ class Recorder:
 
     def __init__(self, options: Any, rank: int) -> None:
         """Record ``options.steps`` steps, of all optimizers together, then end the process."""
-        self.options, self._rank, self.record = options, rank, sketches.Record()
+        self.options, self._rank = options, rank
+        self.record = Record((float("inf"), ""), {}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
         # Number of the current step. The step ends when any optimizer has stepped.
@@ -166,15 +200,17 @@ class Recorder:
         elif not failure and self._step <= self.options.steps:
             failure = f"it took {self._step - 1} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
-        if failure:
-            self.record.failure = time.time(), failure
-        self.options.store.set(f"{self._rank}", pickle.dumps(self.record))
+        record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
+        self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
-    def note(self, what: str) -> None:
-        """Report the program's current line, with a text."""
-        self.record.notes[f"{program_line(sys._getframe())}\n      {what}"] += 1
+    def note(self, what: str, *, counts: bool = True) -> str:
+        """Return the program's current line, with a text. Counts the runs of the line."""
+        note = f"{program_line(sys._getframe())}\n      {what}"
+        if counts:
+            self.record.notes[note] += 1
+        return note
 
     def add_model(self, model: Any) -> None:
         """Record the initial values of a wrapped model."""
@@ -186,9 +222,9 @@ class Recorder:
     def add_values(self, kind: str, model: Any, values: Any) -> Any:
         """Record inputs or outputs of a model's forward, and return them."""
         if self.options.run == "noise":
-            sketches.add_noise(model)
+            _add_noise(model)
         if self.options.exact:
-            values = tree_map_only(Tensor, sketches.as_double, values)
+            values = cast_floats(values, torch.float64)
         # The line identifies calls that only some ranks make, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
@@ -208,23 +244,28 @@ class Recorder:
         """Record the gradients that an optimizer reads."""
         self._depth += 1
         if self._depth == 1:
-            self._add("gradient at the step", self._params(optimizer))
+            self._add("gradient at the step", self.params(optimizer))
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the values that an optimizer has written, and the rest of the step."""
         self._depth -= 1
         if self._depth:
             return
-        self._add("value", self._params(optimizer))
+        self._add("value", self.params(optimizer))
         for model, prefix in self._models.items():
             self._add("buffer", {one: prefix + name for name, one in model.module.named_buffers()})
-        self._add("random generator", sketches.generator_states())
+        states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
+        _, numbers, position, *_ = sys.modules["numpy"].random.get_state()  # `_sketch` needs numpy
+        states[torch.tensor([*numbers.tolist(), position])] = "numpy"
+        if torch.cuda.is_initialized():
+            states[torch.cuda.get_rng_state()] = "torch.cuda"
+        self._add("random generator", states)
         self._add_costs()
         self._step += 1
         if self._step > self.options.steps:
             self.end()
 
-    def _params(self, optimizer: Any) -> dict[Tensor, str]:
+    def params(self, optimizer: Any) -> dict[Tensor, str]:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return {p: self.names.get(p, f"parameter {n}") for n, p in enumerate(params)}
 
@@ -237,7 +278,7 @@ class Recorder:
                 key = (self._step, kind, f"{name} ({(count := count + 1)})")
             tensor = owner.grad if kind.startswith("gradient") else owner
             if tensor is not None:
-                self.record.events[key] = sketches.sketch(tensor, owner, line)
+                self.record.events[key] = _sketch(tensor, owner, line)
         self._aside += time.perf_counter() - began
 
     def _add_costs(self) -> None:
@@ -246,11 +287,56 @@ class Recorder:
         Memory is the allocator's memory on a GPU, otherwise the memory of the process. Bytes are
         written to files and sockets; only Linux counts them.
         """
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory = torch.cuda.max_memory_allocated() or resident
+        memory = torch.cuda.max_memory_allocated() or peak_resident_bytes()
         counts = Path("/proc/self/io")
         written = int(counts.read_text().split()[3]) if counts.exists() else 0
-        self.record.costs.append((memory, time.perf_counter() - self._aside, written))
+        seconds = time.perf_counter() - self._aside
+        self.record.costs.append((memory / 2**20, seconds * 1e3, written / 2**10))
+
+
+@torch.no_grad()
+def _sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
+    """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
+    if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
+        owner = tensor = owner.coalesce().values()
+    if isinstance(owner, FlatShardTensor):
+        index, flat = owner.spec.offset, local_grad(tensor, owner.spec)
+    else:
+        index, flat = 0, tensor.detach().to_dense().permute(memory_order(owner)).reshape(-1)
+    share = flat.numel() / owner.numel() if owner.numel() else 1.0
+    if flat.is_complex():
+        index, flat = 2 * index, torch.view_as_real(flat).reshape(-1)
+    sums = torch.zeros(_SIZE, dtype=torch.float64, device=flat.device)
+    for part in flat.split(_CHUNK):
+        at = torch.arange(index, index := index + part.numel(), device=part.device)
+        signs = 1 - 2 * ((at * 0x9E3779B97F4A7C1 >> 40) & 1)
+        sums.index_add_(0, at % _SIZE, part.double().nan_to_num(1e4, 3e4, -3e4) * signs)
+    eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+    return Sketch(line, eps, share, sums.cpu().numpy())
+
+
+@functools.cache  # changes each model once
+def _add_noise(model: nn.Module) -> None:
+    """Change each weight of a model by one unit in the last place."""
+    generator = torch.Generator().manual_seed(0)
+    for param in filter(torch.is_floating_point, model.parameters()):
+        signs = 2 * torch.randint(0, 2, param.shape, generator=generator) - 1
+        param.data.mul_(1 + signs.to(param) * torch.finfo(param.dtype).eps)
+
+
+def _compute_norms_in_float64() -> None:
+    """Replace torch's norms by exact norms, so that the noise run shows the norms' rounding errors.
+
+    On CPUs, torch's norm of four million elements in float32 has an error of 2e-4. flatshard has
+    another error, because it adds up other ranges. Noise in the weights does not change the errors.
+    """
+    norm: Any = torch.linalg.vector_norm
+
+    def exact(x: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return norm(cast_floats(x, torch.float64), *args, **kwargs).to(dtype or x.real.dtype)  # type: ignore
+
+    torch.linalg.vector_norm = exact
+    torch._foreach_norm = lambda tensors, ord=2, **_: [exact(one, ord) for one in tensors]  # type: ignore
 
 
 def _install(recorder: Recorder) -> None:
@@ -272,12 +358,12 @@ def _install(recorder: Recorder) -> None:
         warn(message, category, stacklevel + 1, **kwargs)
 
     warnings.warn = note  # type: ignore
-    multiprocessing.spawn = multiprocessing.start_processes = _spawn
+    mp.spawn = mp.start_processes = _spawn
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
     steps.register_optimizer_step_pre_hook(recorder.before_step)
     steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
-        sketches.compute_norms_in_float64()
+        _compute_norms_in_float64()
     if recorder.options.wrap:
         optimizers: Any = torch.optim.Optimizer
         optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
@@ -290,7 +376,7 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
     order = list(inspect.signature(original.__init__).parameters)[2:]
     chosen: dict[str, Any] = {}
     if is_sharded and name in (DDP.__name__, "--wrap"):
-        policy = {"auto": "auto", "none": None}[options.policy]
+        policy = None if options.policy == "none" else options.policy
         chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
 
     class Recorded(base):  # type: ignore[misc]
@@ -323,12 +409,12 @@ def _wrap_in_place(recorder: Recorder, name: str, module: nn.Module, **given: An
 def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwargs: Any) -> None:
     """Make an optimizer, and wrap the largest module with its parameters (not DataParallel)."""
     make(optimizer, *args, **kwargs)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+    held = {*recorder.params(optimizer)}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     users = [m for m in modules if held <= {*m.parameters()} and not isinstance(m, nn.DataParallel)]
     if users and held.isdisjoint(recorder.names):
-        if not dist.is_initialized():
-            dist.init_process_group()
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group()
         _wrap_in_place(recorder, "--wrap", max(users, key=lambda one: len([*one.modules()])))
 
 
@@ -339,24 +425,21 @@ def _watch(recorder: Recorder, method: str) -> None:
     @functools.wraps(real)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_training = method == "__call__" and torch.is_grad_enabled()
-        if "_plain" not in vars(module) or is_training or torch.compiler.is_compiling():
-            return real(module, *args, **kwargs)
-        caller = sys._getframe(1)
-        note = f"{program_line(caller)}\n      {_NEEDS_ALL[method]}"
-        # Count only calls of the program: wrappers call their modules, and `full_state_dict` calls
-        # `state_dict` only on rank 0.
-        by_program = not caller.f_globals.get("__name__", "").startswith(("torch.", "flatshard."))
-        if by_program and recorder.options.run == "ddp":
-            recorder.record.notes[note] += 1
-        if note not in recorder.options.lone_calls:
-            return real(module, *args, **kwargs)
-        plain = vars(module)["_plain"].train(module.training)
-        before = {**vars(plain)}
-        result = real(plain, *args, **kwargs)
-        # The program may read attributes that the copy's forward has set (a loss, for example).
-        owner = module.module if isinstance(module, ShardedWrapper) else module
-        vars(owner).update({k: v for k, v in vars(plain).items() if v is not before.get(k, real)})
-        return result
+        if "_plain" in vars(module) and not is_training and not torch.compiler.is_compiling():
+            # Count only calls of the program: wrappers call their modules, and `full_state_dict`
+            # calls `state_dict` only on rank 0.
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            counts = not caller.startswith(("torch.", "flatshard."))
+            if recorder.note(_NEEDS_ALL[method], counts=counts) in recorder.options.lone_calls:
+                plain = vars(module)["_plain"].train(module.training)
+                before = {**vars(plain)}
+                result = real(plain, *args, **kwargs)
+                # The program may read attributes that the copy's forward has set, such as a loss.
+                owner = module.module if isinstance(module, ShardedWrapper) else module
+                changed = {k: v for k, v in vars(plain).items() if v is not before.get(k, real)}
+                vars(owner).update(changed)
+                return result
+        return real(module, *args, **kwargs)
 
     setattr(nn.Module, method, watched)
 
@@ -380,13 +463,13 @@ class _Reference(DDP):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
-    summon_full_params = staticmethod(lambda *_, **__: contextlib.nullcontext())
     __getitem__ = ModuleProxy.__getitem__
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.named_modules(*args, **kwargs)
 
-    optim_state_dict = ShardedWrapper.optim_state_dict
-    optim_state_dict_to_load = ShardedWrapper.optim_state_dict_to_load
-    set_state_dict_type = ShardedWrapper.set_state_dict_type
-    state_dict_type = ShardedWrapper.state_dict_type
+
+# These functions do nothing, or the plain thing, with a model that contains no `ShardedWrapper`.
+for _name in """summon_full_params optim_state_dict optim_state_dict_to_load set_state_dict_type
+    get_state_dict_type state_dict_type""".split():
+    setattr(_Reference, _name, vars(ShardedWrapper)[_name])

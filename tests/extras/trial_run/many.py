@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatshard.extras.trial_run import forked_ranks, verdict
+from flatshard.extras import trial_run
+from flatshard.extras.trial_run import forked_ranks
 from tests.extras.trial_run import trained
 
 HERE = Path(__file__).parent
@@ -23,7 +24,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "NO_SHARD", "HYBRID_SHA
 def options(folder: Path, *arguments: str) -> argparse.Namespace:
     """The options of a command line, with an empty folder for its records."""
     parser = argparse.ArgumentParser()
-    verdict.add_arguments(parser)
+    trial_run.add_arguments(parser)
     given = parser.parse_args(arguments)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -33,7 +34,7 @@ def options(folder: Path, *arguments: str) -> argparse.Namespace:
 
 def say(name: str, given: argparse.Namespace) -> None:
     report: dict[str, Any] = {"name": name}
-    report["text"] = verdict.judge(given, report)
+    report["text"] = trial_run.judge(given, report)
     print(json.dumps(report), flush=True)
 
 

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flatshard.checkpoint.command_line import main
-from flatshard.extras.trial_run.verdict import DIFFERS, NOT_COMPARED, RAISES, SAME
+from flatshard.extras.trial_run import COSTS, DIFFERS, NOT_COMPARED, RAISES, SAME, cost_table
 from tests.combinations import THOROUGH
 from tests.extras.trial_run.trained import FAULTS
 from tests.forked_python import PYTHON
@@ -137,6 +138,14 @@ for _ in range(4):
         NOT_COMPARED,
         ["rank 1 ended with status 9"],
         "if os.environ['RANK'] == '1': os._exit(9)\nstart()",
+    ),
+    "a_rank_is_killed": (  # the other rank fails, too: its connection is closed
+        [],
+        NOT_COMPARED,
+        ["rank 0 ended with status -9"],
+        "model, optimizer = start()\n"
+        "if dist.get_rank() == 0: os.kill(os.getpid(), 9)\n"
+        "train(model, optimizer)",
     ),
     "hangs": (
         ["--timeout", "2"],
@@ -305,6 +314,8 @@ def test_bad_input_is_one_line(
         (["none.py"], {}, "SCRIPT is not a file"),
         (["--steps", "0", __file__], {}, "at least 1"),
         (["--nproc-per-node", "0", __file__], {}, "at least 1"),
+        (["--strategy", "FULL", __file__], {}, "--strategy: one of NO_SHARD, SHARD_OP, "),
+        (["--policy", "all", __file__], {}, "--policy: auto or none"),
         ([__file__], {"RANK": "0"}, "--keep: a new folder"),
     ):
         with monkeypatch.context() as patched:
@@ -314,6 +325,15 @@ def test_bad_input_is_one_line(
         said = "".join(capsys.readouterr())
         assert text in said
         assert said.count("\n") == 1
+
+
+def test_costs_are_medians_after_warm_up() -> None:
+    seconds = [0, 100, 200, 201, 203, 206, 210, 215, 221]  # two slow steps, then 1 to 6
+    costs = [(index, 1e3 * one, 2 * index) for index, one in enumerate(seconds)]
+    figures: dict[str, Any] = {}
+    table = cost_table([[SimpleNamespace(costs=costs)]] * 2, figures)
+    assert figures == {name: (one, one) for name, one in zip(COSTS, (8, 3500, 2), strict=True)}
+    assert "3500.0" in table
 
 
 def test_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
