@@ -11,7 +11,6 @@ address range.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import sys
@@ -51,9 +50,7 @@ def _memfd() -> int:
     try:
         # With sysctl vm.memfd_noexec=2, systems refuse to make files that could be executed.
         return os.memfd_create("flatshard", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+    except OSError:
         return os.memfd_create("flatshard")  # before Linux 6.3 the flag does not exist
 
 

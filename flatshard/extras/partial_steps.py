@@ -36,11 +36,8 @@ def step_groups(optimizer: Optimizer, groups: list[dict[str, Any]], *arguments: 
     before = [_options(group) for group in groups]
     with temporarily([optimizer], param_groups=groups):
         step_unhooked(optimizer, *arguments)
-    for old, new in zip(before, map(_options, groups), strict=True):
-        for key in new:
-            if new[key] != old.get(key):
-                return key
-    return None
+    both = zip(before, map(_options, groups), strict=True)
+    return next((key for old, new in both for key in new if new[key] != old.get(key)), None)
 
 
 def _options(group: dict[str, Any]) -> dict[str, str]:

@@ -505,7 +505,7 @@ def _tell(store: Any, finding: _Finding, groups: Iterable[str]) -> _Finding:
     """
     named = {*groups, *gpu.begun(), *(group for group, *_ in finding.waits or ())}
     for group in sorted(named):  # use the same order on all ranks
-        key, before = _key_of_finding(group), b""
+        key, before = f"deadlock/{group}", b""
         if store.check([key]):
             before = store.get(key)
         if not before or _Finding(*json.loads(before)).waits is not None:
@@ -522,7 +522,7 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
     ``need``: the collective for which this rank waits. With ``is_exact``, return only a finding
     about this collective.
     """
-    key = _key_of_finding(need.group)
+    key = f"deadlock/{need.group}"
     if not store.check([key]):
         return None
     finding = _Finding(*json.loads(store.get(key)))
@@ -531,10 +531,6 @@ def _told(store: Any, need: WaitCondition, *, is_exact: bool = True) -> _Finding
     else:
         is_about = [need.group, str(need.kind), need.number] in finding.waits
     return finding if is_about or not is_exact else None
-
-
-def _key_of_finding(group: str) -> str:
-    return f"deadlock/{group}"
 
 
 def _read(store: Any, ranks: Iterable[int]) -> _Reports:

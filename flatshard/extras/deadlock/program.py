@@ -205,8 +205,10 @@ def _is_alone(thread: int, records: list[dict[str, Any]]) -> bool:
             continue
         # Look at every frame: a function of the program that waits for a DataLoader has a harmless
         # innermost frame, and may begin a collective afterwards.
-        paths = (one.f_code.co_filename for one, _ in traceback.walk_stack(frame))
-        if other in began or any(map(_may_begin, paths)):
+        paths = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)]
+        in_torch = [path for path in paths if path.startswith(_TORCH)]
+        harmless = all(path.startswith(_HARMLESS) for path in in_torch)
+        if other in began or not harmless or any(map(is_program, paths)):
             return False
     return True
 
@@ -218,11 +220,6 @@ def _is_in_backward(frame: FrameType) -> bool:
     """
     code = frame.f_code
     return code.co_name == "_engine_run_backward" and code.co_filename.startswith(_TORCH)
-
-
-def _may_begin(path: str) -> bool:
-    """Whether code in the file ``path`` may begin a collective."""
-    return is_program(path) or (path.startswith(_TORCH) and not path.startswith(_HARMLESS))
 
 
 def _sequence_number(group: dist.ProcessGroup) -> int:

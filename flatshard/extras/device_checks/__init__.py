@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,23 +45,24 @@ def _few_words(tensor: Tensor) -> Tensor:
     return words[:: words.numel() // _FEW + 1]
 
 
-class _Differences:
-    """Results of comparisons on a device, which the host reads later."""
+def _copy_differences(of: Sequence[Any], differ: Sequence[Tensor]) -> Callable[[], list[Any]]:
+    """Start to copy to the host which values of the objects ``of`` differ, without waiting.
 
-    def __init__(self, of: Sequence[Any], differ: Sequence[Tensor]) -> None:
-        """Start to copy to the host which values of the objects ``of`` differ, without waiting."""
-        self._of, self._sizes = of, [one.numel() for one in differ]
-        results = torch.cat([*differ])
-        self._results = torch.empty(results.shape, dtype=torch.bool, pin_memory=results.is_cuda)
-        self._results.copy_(results, non_blocking=True)
-        self._is_copied = torch.Event(results.device)
-        self._is_copied.record()
+    Returns a function that waits until the results are on the host, and returns the objects that
+    differ.
+    """
+    results = torch.cat([*differ])
+    on_host = torch.empty(results.shape, dtype=torch.bool, pin_memory=results.is_cuda)
+    on_host.copy_(results, non_blocking=True)
+    is_copied = torch.Event(results.device)
+    is_copied.record()
+    sizes = [one.numel() for one in differ]
 
-    def written(self) -> list[Any]:
-        """Wait until the results are on the host, and return the objects that differ."""
-        self._is_copied.synchronize()
-        parts = self._results.split(self._sizes)
-        return [one for one, part in zip(self._of, parts, strict=True) if part.any()]
+    def written() -> list[Any]:
+        is_copied.synchronize()
+        return [one for one, part in zip(of, on_host.split(sizes), strict=True) if part.any()]
+
+    return written
 
 
 # ---------------------------------------------------------------- forwards
@@ -89,7 +90,8 @@ class DeviceChecks(ForwardEdits, StepExtension):
         # The flat parameters that the current forward has used. Each bool tensor says which of the
         # flat parameter's compared values changed during the forward.
         self._compared: list[tuple[FlatParamHandle, Tensor]] = []
-        self._unread: list[_Differences] = []  # results of earlier forwards
+        # Read the results of earlier forwards, see `_copy_differences`.
+        self._unread: list[Callable[[], list[Any]]] = []
         self._edited: list[FlatParamHandle] = []
         # In evaluation, for each process group that `_check_order` compares: the digest of all
         # collectives that this rank had begun before the outermost forward.
@@ -132,7 +134,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
 
     def end_forward(self, output: object, failed: bool) -> None:
         if self._compared:
-            self._unread.append(_Differences(*zip(*self._compared, strict=True)))
+            self._unread.append(_copy_differences(*zip(*self._compared, strict=True)))
             self._compared = []
         for group, digest in self._digests.items() if output is not None else ():
             # Skip the check, which is collective, if this forward has begun no collective: perhaps
@@ -165,7 +167,7 @@ class DeviceChecks(ForwardEdits, StepExtension):
 
     def _read_results(self, but_last: int = 0) -> None:
         while len(self._unread) > but_last:
-            self._edited += self._unread.pop(0).written()
+            self._edited += self._unread.pop(0)()
 
     def _raise(self) -> None:
         if self._edited:
@@ -228,7 +230,7 @@ class StateWrites(WriteThrough):
         self._values: WeakKeyDictionary[WatchedCopy, tuple[int, Tensor]] = WeakKeyDictionary()
         # Comparisons whose results the host has not read yet. In all of them, the shard has changed
         # since tensor and shard had equal values, so values that the user has written are lost.
-        self._unread: list[_Differences] = []
+        self._unread: list[Callable[[], list[Any]]] = []
 
     def __deepcopy__(self, memo: object) -> StateWrites:
         return StateWrites()
@@ -249,7 +251,7 @@ class StateWrites(WriteThrough):
         next call raises.
         """
         while self._unread:
-            self._mark(self._unread.pop(0))
+            self._mark(self._unread.pop(0)())
         watched = [given for given in some if given in self._values]
         for given in watched:
             # If the version shows the write, `super().take_over` below copies it to the shard.
@@ -261,15 +263,15 @@ class StateWrites(WriteThrough):
             now = torch.cat([_few_words(given.copy) for given in watched])
             before = [self._values[given][1] for given in watched]
             differ = (now != torch.cat(before)).split([one.numel() for one in before])
-            found = _Differences(watched, differ)
+            written = _copy_differences(watched, differ)
             if any(one.user() is None or one.shard == identity(one.handle) for one in watched):
-                self._mark(found)
+                self._mark(written())
             else:
-                self._unread.append(found)
+                self._unread.append(written)
         super().take_over(some)
 
-    def _mark(self, differences: _Differences) -> None:
-        for given in differences.written():
+    def _mark(self, written: Sequence[WatchedCopy]) -> None:
+        for given in written:
             given.state = None  # unequal to every state, so that the values count as written
             self._keep(given)
 

@@ -153,17 +153,14 @@ class PooledBuffer(BufferMemory):
     def take(self) -> None:
         if self._is_taken:
             return
-        # Set the flag first, so that `free` returns the pages if taking more pages fails.
         self._is_taken = True
-        try:
-            for start, end in self._rooms:
-                # The system provides new pages for the rest of the range, at the first access.
-                missing = POOL.lend(start, end, self._leases)
-                if missing < end and _mprotect(missing, end - missing, _PROT_READ_WRITE) != 0:
-                    raise MemoryError(f"mprotect: {os.strerror(ctypes.get_errno())}")
-        except MemoryError:
-            self.free()
-            raise
+        for start, end in self._rooms:
+            # The system provides new pages for the rest of the range, at the first access.
+            missing = POOL.lend(start, end, self._leases)
+            if missing < end and _mprotect(missing, end - missing, _PROT_READ_WRITE) != 0:
+                error = ctypes.get_errno()
+                self.free()
+                raise MemoryError(f"mprotect: {os.strerror(error)}")
 
     def renew(self) -> None:
         self._is_kept = False

@@ -293,12 +293,8 @@ def plan_wrapped(wrapper: Any, step: Step, optimizer: Optimizer | None) -> RankP
             ranks_per_node=ranks.ranks_per_node,
             reshard_after_forward=placement.regather_size or placement.reshard_after_forward,
         )
-    predicted = {
-        **outcome.persistent,
-        "unsharded": outcome.highest.get("unsharded", 0),
-        "peak": outcome.peak_bytes,
-    }
-    return RankPlan(predicted, measured, outcome)
+    peaks = {"unsharded": outcome.highest.get("unsharded", 0), "peak": outcome.peak_bytes}
+    return RankPlan(outcome.persistent | peaks, measured, outcome)
 
 
 def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:

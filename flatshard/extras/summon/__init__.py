@@ -122,9 +122,8 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{unit_text(unit_name)}: a backward computed gradients of full parameters from "
-        "summon_full_params(). Nothing averages these gradients over the ranks. Run forward and "
-        "backward outside of the context. If the loss reads a parameter outside of forward, use "
-        "p.full_tensor() instead of this context."
+        "summon_full_params(), which nothing averages over the ranks. Run forward and backward "
+        "outside of the context. To read a parameter in the loss, use p.full_tensor()."
     )
 
 
@@ -255,8 +254,7 @@ class Summoned:
 
     def _misfits(self) -> list[str]:
         """Return the reasons why edited full parameters cannot be written into the shard."""
-        problems = []
-        handle = self._handle
+        handle, problems = self._handle, []
         for original in handle.params:
             spec, where, param = original.spec, original.where, self.copies[original.index]
             if tuple(param.shape) != spec.shape or param.dtype != handle.flat_param.dtype:
