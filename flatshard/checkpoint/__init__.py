@@ -15,10 +15,11 @@ from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers
+from flatshard.engine.run_state import temporarily
 from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
-from flatshard.state.model_state import StateDictOptions, options_set
-from flatshard.wrapper import ShardedWrapper
+from flatshard.state.model_state import StateDictOptions
+from flatshard.state.optim_state import OptimState
 
 __all__ = [
     "PendingSave",
@@ -59,7 +60,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     shards = model_shards(model, "full_state_dict()")
     if shards is not None:
-        with options_set(shards.parts, StateDictOptions(offload_to_cpu=True, rank0_only=True)):
+        options = StateDictOptions(offload_to_cpu=True, rank0_only=True)
+        with temporarily(shards.parts, options=options):
             return model.state_dict()
     return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
@@ -111,8 +113,8 @@ def full_optim_state_dict(
     if isinstance(one, Mapping):
         return {name: full_optim_state_dict(model, each) for name, each in one.items()}
     shards = model_shards(model, "full_optim_state_dict()")
-    with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
-        state = ShardedWrapper.optim_state_dict(model, one, rank0_only=True, offload_to_cpu=True)
+    units = [] if shards is None else [part.unit for part in shards.parts]
+    state = OptimState(model, one, units).full(None, torch.device("cpu"), rank0_only=True)
     return state if shards is not None or _is_first_rank() else {}
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
+from flatshard.engine.run_state import temporarily
 from flatshard.module.wrappers import state_dicts_in, units_between_steps
-from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
+from flatshard.state.model_state import StateDictOptions, UnitStateDict
 from flatshard.tensor.shard_spec import first_of_dtensor
 
 
@@ -44,7 +45,7 @@ class ModelShards:
         """
         for handle in self._handles:
             handle.absorb_replaced()
-        with options_set(self.parts, StateDictOptions(is_sharded=True)):
+        with temporarily(self.parts, options=StateDictOptions(is_sharded=True)):
             return self._model.state_dict()
 
     def replicas(self) -> dict[int, Communicator]:

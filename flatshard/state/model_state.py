@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory import sample
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
@@ -50,8 +48,7 @@ def gather_full(
         rank = handle.topology.world.global_rank
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
-            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
-            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
+            "summon_full_params(rank0_only=True). Request it on rank 0, or outside of the context."
         )
     # Make ordinary tensors: users could not write to inference tensors outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -103,7 +100,6 @@ class UnitStateDict:
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # shared by all units of a model
-        self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
         # Number of nested calls of `state_dict()`. Only the outermost call replaces values.
         self._depth = 0
@@ -136,12 +132,11 @@ class UnitStateDict:
 
     def check_names(self) -> None:
         """Raise NotImplementedError if only some of the model's ranks train the unit."""
-        if self.is_apart:
+        if self.unit.settings.ranks.world.size < self.unit.context.world.size:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
                 f"{self.unit.topology.world.ranks_text} of the model's ranks. Other ranks may hold "
-                "other parameters of the same names, but a sharded checkpoint keeps one parameter "
-                "per name. Save the unit's state dict separately, under other names."
+                "other parameters of the same names. Save the unit's state dict separately."
             )
 
     def requested(self) -> StateDictOptions:
@@ -213,10 +208,7 @@ def _replace_by_full(
 
 
 def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) -> None:
-    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
-
-    The shards share memory with the model, so that a load in place changes the model.
-    """
+    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts."""
     for key, value in list(state_dict.items()):
         if original_of(handle, value) is None:
             continue
@@ -247,11 +239,7 @@ def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) 
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """Return the options that all units of a model share, or default options without units.
-
-    Raises:
-        RuntimeError: the units have different options.
-    """
+    """Return the options that all units of a model share, or default options without units."""
     options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
@@ -260,13 +248,6 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
             f"{first} and {second}. Set the same type for the whole model."
         )
     return next(iter(options), StateDictOptions())
-
-
-def options_set(
-    parts: Sequence[UnitStateDict], options: StateDictOptions
-) -> AbstractContextManager[None]:
-    """Set the options of ``parts`` inside the context, and restore the old options afterwards."""
-    return temporarily(parts, options=options)
 
 
 def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[str, Any]:
@@ -344,8 +325,7 @@ class WriteThrough:
             raise RuntimeError(
                 f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
                 "had changed after the state_dict() was taken, so the written values are lost. "
-                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
-                "parameter, clone the tensor first."
+                "Write to the parameter, to a new state_dict(), or to a clone of the tensor."
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
