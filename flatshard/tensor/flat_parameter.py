@@ -1,6 +1,5 @@
 """``FlatParameter``: parameters of a unit, flattened, padded, and divided among the ranks.
 
-A unit is one module, or several small ones, whose parameters are sharded together.
 ``OriginalParam``: one parameter of the unwrapped model, whose elements are in a flat parameter.
 """
 
@@ -213,12 +212,6 @@ class OriginalParam:
         """Turn the parameter object ``sharded`` into the tensor ``view``.
 
         Modules, optimizers and users keep the same Python object, with the same attributes.
-
-        ``tries``: maximum number of attempts, if another object refers to the parameter.
-
-        Raises:
-            ValueError: a user's attribute has a name that flatshard needs.
-            RuntimeError: an autograd graph, a view or a weak reference refers to the parameter.
         """
         param = self.sharded
         is_first = not isinstance(param, FlatShardTensor)
@@ -253,8 +246,7 @@ class OriginalParam:
                 return self._swap_into(view, tries=tries - 1)
             raise RuntimeError(
                 f"parameter {self.span.name!r} cannot be sharded: an autograd graph, a view or a "
-                "weak reference still refers to the parameter (for example a loss from before "
-                f"wrapping). Delete the reference, or wrap the model earlier. ({error})"
+                f"weak reference still refers to the parameter. Delete the reference. ({error})"
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
