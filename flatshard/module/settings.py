@@ -108,8 +108,7 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
             f"device_id: there is no {device_id!r} on this host, which has "
-            f"{torch.accelerator.device_count()} accelerators. Pass the index of one of these, a "
-            f"device or 'cpu'. Reported by torch: {error}"
+            f"{torch.accelerator.device_count()} accelerators. Reported by torch: {error}"
         ) from error
 
 
@@ -173,11 +172,7 @@ class Settings:
         )
 
     def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Settings:
-        """Return these settings, changed by the keywords that the policy gives for a module.
-
-        ``divergent``: the modules that ranks may skip. ``allow_divergence`` among the policy's
-        keywords for a module takes precedence.
-        """
+        """Return these settings, changed by the keywords that the policy gives for a module."""
         keywords = dict(member.overrides)
         own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}
         strategy, placement = self.strategy, self.placement
@@ -188,9 +183,8 @@ class Settings:
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for {unit_text(member.name)} the policy sets "
-                f"{', '.join(sorted(keywords))}. Units of one model can differ only in "
-                "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
-                "boundary. Pass all other keywords to the outermost wrapper."
+                f"{', '.join(sorted(keywords))}. Pass these keywords to the outermost wrapper: a "
+                f"policy can set only allow_divergence, {', '.join(sorted(_PER_UNIT))}."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         changed = dataclasses.replace(
@@ -199,9 +193,8 @@ class Settings:
         gather_dtype = changed.mixed_precision.gather_dtype
         if gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
-                f"{unit_text(member.name)}: mixed_precision: gather_dtype={gather_dtype} "
-                "is not supported with reshard_after_forward=k or HYBRID_SHARD_OP (secondary "
-                "shards are not sent in float8). Leave out gather_dtype, or use FULL_SHARD."
+                f"{unit_text(member.name)}: mixed_precision: gather_dtype={gather_dtype} is not "
+                "supported with reshard_after_forward=k or HYBRID_SHARD_OP. Leave out gather_dtype."
             )
         return changed
 
@@ -210,13 +203,11 @@ class Settings:
         if self.ranks.grid is not None and not self.placement.hybrid:
             raise ValueError(
                 f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
-                f"strategies, got {self.strategy.name}. Pass one group of all ranks, or a HYBRID "
-                "strategy."
+                f"strategies, got {self.strategy.name}. Pass one group of all ranks."
             )
         asked = self.ranks.mode.needs_gloo
         if asked and self.device.type != "cpu":
             raise ValueError(
                 f"{asked} is for gloo and parameters in host memory, but the parameters are on "
-                f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
-                "MixedPrecision(param_dtype, reduce_dtype)."
+                f"{self.device}. Leave it out. MixedPrecision(param_dtype) sends fewer bytes, too."
             )

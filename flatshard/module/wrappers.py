@@ -23,10 +23,7 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model.
-
-    ``nested=False``: leave out wrappers that are inside of another wrapper.
-    """
+    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model."""
     # `module.modules()` would take three times as long, because it builds all modules' names.
     found, waiting = dict[ModuleProxy, None](), [module]
     while waiting:
@@ -84,15 +81,12 @@ def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
 
 
 def check_not_summoned(units: Iterable[Unit], action: str) -> None:
-    """Raise RuntimeError inside of ``summon_full_params``.
-
-    ``action`` completes the message "the model was ...", with "copied", for example.
-    """
+    """Raise RuntimeError inside of ``summon_full_params``."""
     for unit in units:
         if any(handle.summoned is not None for handle in unit.handles):
             raise RuntimeError(
-                f"{unit_text(unit.name)}: the model was {action} under "
-                "summon_full_params(). Leave the context first."
+                f"{unit_text(unit.name)}: the model was {action} under summon_full_params(). "
+                "Leave the context first."
             )
 
 
@@ -103,9 +97,8 @@ def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
         if not inside.issuperset(unit.modules):
             name = own.names[list(own.modules).index(wrapper.module)]
             raise RuntimeError(
-                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: the "
-                "module is small and shares a unit with its neighbours. Use the outermost "
-                "wrapper, or wrap with coalesce_bytes=0."
+                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: it shares a unit "
+                "with its neighbours. Use the outermost wrapper, or wrap with coalesce_bytes=0."
             )
 
 

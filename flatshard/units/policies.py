@@ -376,8 +376,7 @@ def as_policy(policy: Any) -> Policy | None:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"auto_wrap_policy: {expected}, got {show(policy)}, which cannot be called with the "
-            f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
-            "with functools.partial."
+            f"keywords module, recurse and nonwrapped_numel ({error}). Use functools.partial."
         ) from error
     return policy
 
