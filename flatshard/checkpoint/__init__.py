@@ -15,7 +15,6 @@ from flatshard.checkpoint.safetensors import load_safetensors, save_safetensors
 from flatshard.checkpoint.saving import PendingSave, save
 from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers
-from flatshard.engine.run_state import temporarily
 from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions
@@ -60,9 +59,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     shards = model_shards(model, "full_state_dict()")
     if shards is not None:
-        options = StateDictOptions(offload_to_cpu=True, rank0_only=True)
-        with temporarily(shards.parts, options=options):
-            return model.state_dict()
+        return shards.state_dict(StateDictOptions(offload_to_cpu=True, rank0_only=True))
     return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
 
@@ -113,7 +110,7 @@ def full_optim_state_dict(
     if isinstance(one, Mapping):
         return {name: full_optim_state_dict(model, each) for name, each in one.items()}
     shards = model_shards(model, "full_optim_state_dict()")
-    units = [] if shards is None else [part.unit for part in shards.parts]
+    units = [] if shards is None else shards.units
     state = OptimState(model, one, units).full(None, torch.device("cpu"), rank0_only=True)
     return state if shards is not None or _is_first_rank() else {}
 

@@ -92,8 +92,8 @@ def load(
     def prepare() -> tuple[Marker, Any, StateDict, StateDict, dict[str, list[Any]]]:
         if not is_given:
             raise FileNotFoundError(
-                "there is no checkpoint to load: the path is None, which checkpoint.latest() "
-                "returns before the first complete save. Then train from the start, without load()."
+                "there is no checkpoint to load: the path is None. Then train from the start: call "
+                "load() only if checkpoint.latest() returned a path."
             )
         marker = _require_complete(path)
         # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and

@@ -92,8 +92,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             return _dcp(path)
         if any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt")):
             raise ValueError(
-                f"{path}: DeepSpeed wrote this folder. Run zero_to_fp32.py, which is beside the "
-                "checkpoint, with --safe_serialization, and convert the files that it writes."
+                f"{path} is DeepSpeed's. Run DeepSpeed's script zero_to_fp32.py in the folder with "
+                "--safe_serialization, and convert the files that it writes."
             )
         if not list(path.glob("*.safetensors")):
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"

@@ -245,7 +245,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         if id(tensor) in sharded:
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} cannot be ignored, because a ShardedWrapper "
-                "inside the model has sharded it. Let the inner ShardedWrapper ignore it."
+                "inside the model has sharded it already. Let the inner ShardedWrapper ignore it."
             )
     return ignored
 

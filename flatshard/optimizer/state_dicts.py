@@ -312,7 +312,9 @@ def _check_stamp(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     own = _stamp(optimizer)
     if own is not None and own["layout"] == saved["layout"]:
         return
-    where = "this rank, which holds other parts" if own else "parameters that are not sharded"
+    where = "parameters that are not sharded"
+    if own is not None:
+        where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
     raise RuntimeError(
         f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} contains only "
         f"that rank's parts of the state, and does not fit {where}. Save flatshard.checkpoint."

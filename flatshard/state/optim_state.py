@@ -344,7 +344,8 @@ class OptimParams:
                 if known is None or (known.original is None and isinstance(param, FlatShardTensor)):
                     raise ValueError(
                         f"parameter {position} of the optimizer's group {number}, of shape "
-                        f"{tuple(param.shape)}, is not in the given model. Pass the whole model."
+                        f"{tuple(param.shape)}, is not in the given model. Pass the outermost "
+                        "ShardedWrapper and an optimizer over its parameters."
                     )
             self.groups.append([found[id(param)] for param in group["params"]])
 

@@ -52,8 +52,8 @@ def _local(value: Any, spec: ShardSpec) -> Any:
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
-                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} {value.spec.shape} "
-                "differ in shape, strides or ranges. Call full_tensor() of both on all ranks.",
+                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} {value.spec.shape}: "
+                "different shapes, strides or ranges. Call full_tensor() of both on all ranks.",
                 spec,
             )
         return value.local

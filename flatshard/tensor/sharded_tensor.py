@@ -483,7 +483,8 @@ class FlatShardTensor(torch.Tensor):
         # A pickle would contain only this rank's elements.
         raise RuntimeError(
             f"{self.text} is sharded and cannot be pickled. Call on all ranks, and pickle the "
-            "result: flatshard.checkpoint.full_state_dict(model) for a model, full_tensor() for a "
+            "result: flatshard.checkpoint.full_state_dict(model) for a model, "
+            "full_optim_state_dict(model, optimizer) for an optimizer's state, full_tensor() for a "
             "tensor. A sharded state dict is for torch.distributed.checkpoint.save."
         )
 

@@ -275,6 +275,7 @@ def refuse_foreign_wrapper() -> None:
             if made in (*_MAKERS.values(), "fully_shard", "replicate"):
                 raise ValueError(
                     f"{made} cannot wrap a ShardedWrapper: both would shard or average the same "
-                    f"gradients. Leave {made} out. Frameworks need flatshard.integrations."
+                    f"gradients. Either leave {made} out, or use {made} without ShardedWrapper. "
+                    "For Accelerate, Trainer and Lightning, use flatshard.integrations."
                 )
         frame = frame.f_back  # type: ignore[assignment]
