@@ -336,12 +336,8 @@ def move_range(
 ) -> None:
     """Write ``part``, a range of a tensor's elements, to the file, or read ``part`` from the file.
 
-    Args:
-        place: the place of the tensor in the file. Elements are cast to or from its dtype.
-        part: the elements, 1-D, in memory order.
-        order: the tensor's dimensions in memory, outermost first.
-        start: index of the first element of ``part`` among all elements in memory order.
-        to_file: whether to write ``part`` into the file. If False, ``part`` is overwritten.
+    ``part`` has elements in memory order (``order``: dimensions, outermost first), and begins with
+    the tensor's element ``start``. Elements are cast to or from the dtype of ``place``.
     """
     file = open(place.path, "r+b" if to_file else "rb", buffering=0)
     try:
@@ -392,27 +388,17 @@ def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
 # ---------------------------------------------------------------- files of a sharded model
 
 
-@dataclass(frozen=True)
-class EntryShard:
-    """This rank's elements of one entry of a state dict.
+class EntryShard(NamedTuple):
+    """This rank's elements of one entry of a state dict."""
 
-    Attributes:
-        entry: the tensor in the state dict, with the full shape.
-        local: the elements that this rank holds, 1-D.
-        order: the dimensions of the entry in memory, outermost first.
-        offset: index of the first element of ``local`` among all elements in memory order.
-        replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
-            parameter, and its values may differ between ranks.
-        key: identifies the tensor. If two entries (tied parameters) have the same tensor, their
-            keys are equal.
-    """
-
-    entry: Tensor
-    local: Tensor
-    order: Sequence[int]
-    offset: int
+    entry: Tensor  # with the full shape
+    local: Tensor  # the elements that this rank holds, 1-D
+    order: Sequence[int]  # the dimensions of the entry in memory, outermost first
+    offset: int  # index of the first element of `local` among all elements in memory order
+    # The ranks that hold the same elements. None: the entry is a buffer or an ignored parameter,
+    # and its values may differ between ranks.
     replicas: Communicator | None
-    key: tuple[object, ...]
+    key: tuple[object, ...]  # equal for entries with the same tensor (tied parameters)
 
 
 Entries = Mapping[str, EntryShard]

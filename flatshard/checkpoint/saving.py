@@ -233,23 +233,15 @@ def _at_exit() -> None:
 
 @dataclass
 class Save:
-    """Saves one checkpoint.
-
-    Attributes:
-        path: the folder of the checkpoint.
-        ranks: the ranks that train the model.
-        keep: number of checkpoints to keep.
-        tensors: nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
-        own: this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
-        step: the user's ``extra["step"]``; None if it is no number.
-    """
+    """Saves one checkpoint."""
 
     path: Path
     ranks: HostRanks
     keep: int | None
+    # Nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
     tensors: dict[str, Any] = field(default_factory=dict)
-    own: bytes = b""
-    step: int | None = None
+    own: bytes = b""  # this rank's values that DCP's files do not contain
+    step: int | None = None  # the user's `extra["step"]`, if it is a number
 
     @property
     def op_name(self) -> str:

@@ -107,11 +107,8 @@ def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
 class Training:
     """The model and the optimizers that a call saves or loads, and the ranks that train the model.
 
-    Attributes:
-        optimizers: the optimizers, keyed by name.
-        shards: this rank's shards of the model; None if the model is unwrapped.
-        plain: the model, or the module inside DistributedDataParallel. The parameters of ``plain``
-            have the names of the unwrapped model.
+    ``shards`` is None if the model is unwrapped. ``plain`` is the model, or the module inside
+    DistributedDataParallel: its parameters have the names of the unwrapped model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:

@@ -22,12 +22,6 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     If ``process_group`` and ``device_mesh`` are both None, only this rank trains the model.
     Otherwise collective: all ranks of the groups.
-
-    Args:
-        process_group: a process group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh, a 2-D mesh (replicate, shard), or None. If the dimensions have
-            these names, their order does not matter.
-        mode: the user's choice of transport.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -56,7 +50,7 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
             "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
-            f"got {process_group!r}. Pass a list of devices as device_ids=[...]."
+            f"got {process_group!r}. Pass a list of devices, DDP's second argument, as device_ids=."
         )
     return groups
 
@@ -74,8 +68,8 @@ def _groups_of_mesh(mesh: Any) -> Any:
     if mesh.ndim != 2 or kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
         raise ValueError(
             "device_mesh: expected 1 dimension, or 2 with names such as dp_replicate and dp_shard, "
-            f"got {mesh.ndim} with the names {mesh.mesh_dim_names}. Pass only the dimensions over "
-            'which inputs are split (mesh["dp"]), or process_group=(shard_group, replicate_group).'
+            f"got {mesh.ndim} named {mesh.mesh_dim_names}. Pass only the dimensions over which "
+            'inputs are split (mesh["dp"]), or process_group=(shard_group, replicate_group).'
         )
     shard_dim = kinds.index(["shard"])
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
@@ -117,10 +111,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     """Check that all ranks passed the same options, and that their groups form a grid.
 
     In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
-    sends the members of its replicate group to its shard group, and the reverse. Then each rank
-    checks the groups that share a rank with its own groups. Together, the ranks check all groups.
-
-    Collective: all ranks of the groups. Returns the shard groups that this rank then knows.
+    sends the members of its replicate group to its shard group, and the reverse, and checks the
+    groups that it knows. Collective. Returns the shard groups that this rank then knows.
     """
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.

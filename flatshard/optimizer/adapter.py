@@ -218,9 +218,8 @@ class OptimizerAdapter:
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer`` itself. An adapter that steps all parameters in ``begin``
-        returns a dummy optimizer, whose ``step()`` changes nothing. ``begin`` may also replace
-        ``closure.loss``, for example by the average over the ranks.
+        An adapter that steps all parameters in ``begin`` returns a dummy optimizer, whose
+        ``step()`` changes nothing. ``begin`` may also replace ``closure.loss``.
         """
         return optimizer
 

@@ -97,11 +97,11 @@ def with_shards(
 
     Args:
         optimizer: the optimizer that has made the state dict, or loads it.
-        state_dict: the state dict, or the argument of ``optimizer.load_state_dict``.
+        state_dict: the state dict.
         shared: None if the state dict is loaded. For a checkpoint, the result of
             ``adapter.shared_state``. Then sharded tensors share memory with this rank's parts.
-        asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
-            None: the state dict has the parts of this rank.
+        asked: if torch's ``set_state_dict`` loads, its options. None: ``state_dict`` has this
+            rank's parts.
     """
     is_saving = shared is not None
     # State without one value per element must be equal on all ranks. For optimizers that are not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -167,8 +167,7 @@ class ParamPrecision:
         return GradDtypes(reduce_dtype, wider, reduce_dtype if self.keeps_reduce_dtype else dtype)
 
 
-@dataclass(frozen=True)
-class GradDtypes:
+class GradDtypes(NamedTuple):
     """The dtypes of one flat parameter's gradients."""
 
     reduce_dtype: torch.dtype  # dtype in which gradients are collected and sent

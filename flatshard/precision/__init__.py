@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,7 @@ def _cast_arguments(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Arg
     )
 
 
-@dataclass(frozen=True)
-class UnitCasts:
+class UnitCasts(NamedTuple):
     """The dtypes to which a unit's inputs and outputs are cast. None means no cast."""
 
     as_root: torch.dtype | None = None  # dtype of the inputs if the unit is the root
@@ -225,8 +224,7 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
     return []
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """A dtype that replaces ``param_dtype`` of the unit's precision for a module or a parameter.
 
     ``dtype=None``: unsharded parameters have the dtype of the sharded parameters.

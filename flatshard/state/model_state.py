@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +83,7 @@ def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
     return list({world.ranks: world for world in worlds}.values())
 
 
-@dataclass(frozen=True)
-class StateDictOptions:
+class StateDictOptions(NamedTuple):
     """The form and device of state dicts, and the ranks that get them (as in FSDP1's configs)."""
 
     is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`

@@ -119,10 +119,8 @@ class OriginalParam:
     Attributes:
         index: number of the parameter within the flat parameter.
         span: range of the parameter's elements in the flat parameter. The same on all ranks.
-        spec: ``span``, and this rank's part of ``span``. The parameter's sharded tensor, gradients
-            and optimizer state share this object.
-        locations: the modules and attributes that refer to the parameter. The name of the first
-            location is the parameter's name.
+        spec: ``span``, and this rank's part of ``span``.
+        locations: the modules and attributes that refer to the parameter.
         sharded: the parameter object for users and optimizers. If the model is sharded, a
             ``FlatShardTensor`` that is a view of this rank's chunk. If this rank stores all
             elements, a plain parameter.

@@ -437,8 +437,7 @@ def choose_owners(
 ) -> list[int]:
     """Choose an owner for each parameter: the rank that steps the parameter. Returns the owners.
 
-    Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
-    choose the same owners.
+    Each rank gets about an equal share of the work and memory, and few elements are sent.
 
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
     parameter, this rank becomes the owner. All other parameters get owners in order of decreasing
