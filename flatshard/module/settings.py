@@ -193,8 +193,9 @@ class Settings:
         gather_dtype = changed.mixed_precision.gather_dtype
         if gather_dtype is not None and keeps_secondary:
             raise NotImplementedError(
-                f"{unit_text(member.name)}: mixed_precision: gather_dtype={gather_dtype} is not "
-                "supported with reshard_after_forward=k or HYBRID_SHARD_OP. Leave out gather_dtype."
+                f"{unit_text(member.name)}: mixed_precision: gather_dtype={gather_dtype} "
+                "is not supported with reshard_after_forward=k or HYBRID_SHARD_OP (secondary "
+                "shards are not sent in float8). Leave out gather_dtype, or use FULL_SHARD."
             )
         return changed
 

@@ -133,9 +133,7 @@ def resharding(
     elif after_forward and not placement.reshard_after_forward:
         problem = f"{strategy.name} never reshards after forward. Use FULL_SHARD or HYBRID_SHARD."
     elif placement.over_all and after_forward > 1:
-        problem = (
-            f"{strategy.name} always shards parameters over a node's ranks. Use True or False."
-        )
+        problem = f"{strategy.name} always shards parameters over the ranks of a node. Use a bool."
     if problem is not None:
         raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
     if after_forward is True:
