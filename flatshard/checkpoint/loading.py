@@ -252,11 +252,7 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 
 
 def _seed_generators(rank: int, found: StateDict) -> None:
-    """Seed the random number generators of a rank whose states were not saved.
-
-    The seed depends on rank 0's saved state and on this rank. So ranks have different seeds, and a
-    rank has the same seed in each run that resumes from the checkpoint.
-    """
+    """Seed the random number generators of a rank whose states were not saved."""
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

@@ -166,8 +166,7 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# A pair of values that must be equal on all ranks. The first value maps names to texts. The second
-# value contains, for each optimizer, the class and the unsharded state.
+# Values that must be equal on all ranks: texts, and each optimizer's class and unsharded state.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
 
 

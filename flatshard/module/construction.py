@@ -323,11 +323,7 @@ class InitialValues:
 def names_of_different(
     tensors: Collection[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks.
-
-    ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
-    tensor, in the same order.
-    """
+    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks."""
     # Compare the digests by a maximum over the ranks, because a gather's messages would grow with
     # the number of ranks.
     digests = b"".join(digest_of(repr(one).encode()) for one in sums)

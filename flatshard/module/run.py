@@ -79,11 +79,7 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks or groups do not fit the root unit's ranks or groups.
-
-    A unit's ranks must be a subset of the root's ranks. A unit's shard group must not be the root's
-    replicate group, and the reverse.
-    """
+    """Raise ValueError if a unit's ranks or groups do not fit the root unit's ranks or groups."""
     expected = units[-1].topology.world
     for unit in units:
         world = unit.topology.world
@@ -184,10 +180,7 @@ class RootChecks:
                 error.add_note(f"{unit_text(unit_name)} {note}")
 
     def _check_modules(self, root: ModuleProxy) -> None:
-        """Raise if a parameter was added after wrapping: its gradients would not be averaged.
-
-        In the first forward, also raise if a tensor has no values (``leave_empty``).
-        """
+        """Raise if a parameter was added after wrapping: its gradients would not be averaged."""
         handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:
             for unit in wrappers.units_in(root):

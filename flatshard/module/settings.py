@@ -28,10 +28,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flag(keyword: str, value: object, default: bool | None = None) -> bool | None:
-    """Return ``value`` as a bool, or ``default`` if ``value`` is None. Raises TypeError otherwise.
-
-    The numbers 0 and 1 are accepted, because 0 equals False and 1 equals True.
-    """
+    """Return ``value`` (a bool, 0 or 1) as a bool, or ``default`` if ``value`` is None."""
     # Do not call `bool` on other values: `bool("no")` is True.
     if value is not None and value not in (True, False):
         raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
@@ -134,10 +131,7 @@ class Settings:
 
     @classmethod
     def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Settings:
-        """Check the keywords of ``ShardedWrapper``, and return the settings of the outermost unit.
-
-        Without a process group, issues a warning, and only this process trains the model.
-        """
+        """Check the keywords of ``ShardedWrapper``, and return the outermost unit's settings."""
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
         transport = options.as_transport(given["collectives"], given["wire_dtype"])

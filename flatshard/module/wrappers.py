@@ -45,10 +45,7 @@ def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
 
 
 def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
-    """Return the units of a module that also belong to other models.
-
-    The values are the outermost wrappers of the other models, if these wrappers still exist.
-    """
+    """Return the units of a module that also belong to other models."""
     inside = wrappers_in(module)
     # Use a dict, which has the same order on all ranks. Then all ranks' errors name the same unit.
     return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}

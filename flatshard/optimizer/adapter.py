@@ -157,9 +157,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return optimizer states that only one rank of each parameter has, keyed by parameter.
 
-    State with one value per element is sharded. All other state is equal on all ranks.
-
-    Collective: all ranks that share the optimizer's sharded parameters.
+    State with one value per element is sharded. Collective.
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
@@ -568,10 +566,7 @@ def _all_equal(values: Sequence[Any]) -> bool:
 
 
 def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str]) -> State:
-    """Replace each full or sharded tensor in ``state`` by this rank's range, and return ``state``.
-
-    ``numbers``: names of state that is one number per parameter.
-    """
+    """Replace full and sharded tensors in ``state`` by this rank's ranges, and return ``state``."""
     spec = param.spec
     for key, value in state.items():
         # `value` may be full (made before the model was wrapped), sharded (Adagrad makes its state

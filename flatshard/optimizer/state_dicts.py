@@ -46,10 +46,9 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def torch_request() -> Any:
-    """Return the options of torch's ``get_state_dict``, ``set_state_dict`` or a similar function.
+    """Return the ``StateDictOptions`` of a running ``get_state_dict`` of torch (or ``set``).
 
-    The options are torch's ``StateDictOptions``, from this thread's call stack. Returns None if
-    none of these functions is running.
+    Returns None if no such function is running in this thread.
     """
     return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
 
@@ -369,10 +368,7 @@ def check_same_state(
 def comparable(
     states: Iterable[tuple[str, StateDict]], groups: Iterable[tuple[int, StateDict]]
 ) -> dict[str, Any]:
-    """Return the values in parameters' states, and the tensors in groups' options.
-
-    The keys are texts for errors. Leaves out sharded values, which come from a checkpoint.
-    """
+    """Return the values in parameters' states, and the tensors in groups' options."""
     found = {
         f"state {name!r} of parameter {fqn!r}": value
         for fqn, state in states

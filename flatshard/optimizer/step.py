@@ -103,10 +103,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 @_restoring
 @untraced
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Replace the optimizer's sharded parameters by plain parameters, for the next step.
-
-    Returns new arguments for torch's call of ``step()``. None: use ``args`` and ``kwargs``.
-    """
+    """Replace the optimizer's sharded parameters by plain parameters, for the next step."""
     if unhooked:
         return None
     if optimizer in stepping:  # `step()` has called `super().step()`, which calls the hooks again

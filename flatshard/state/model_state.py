@@ -40,8 +40,7 @@ def gather_full(
 ) -> list[Tensor]:
     """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
 
-    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
-    unsharded buffer already has the values.
+    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
@@ -186,8 +185,7 @@ def _replace_by_full(
 ) -> dict[OriginalParam, Tensor]:
     """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies, and return these.
 
-    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group, or for
-    tensor-parallel parameters all ranks of the mesh.
+    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group or mesh.
     """
     found = {key: original_of(handle, value) for key, value in state_dict.items()}
     param_of_key = {key: param for key, param in found.items() if param is not None}
@@ -296,10 +294,7 @@ class WriteThrough:
         return WriteThrough()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
-        """Start copying values that the user writes into ``full`` to the shard.
-
-        ``full``: a full copy of ``param``, which ``state_dict()`` is about to return.
-        """
+        """Start copying values that the user writes into ``full`` to the shard."""
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
@@ -348,10 +343,7 @@ class WriteThrough:
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
-
-    On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
-    """
+    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values."""
     # Most writes increase the version, also under no_grad. But the program's collectives, such as
     # ``dist.all_reduce(value)``, change only the values.
     return copy._version, sample(copy)

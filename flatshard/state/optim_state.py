@@ -67,10 +67,7 @@ class OptimState:
         return copied(full, device, shares_memory=True) if is_kept else {}
 
     def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
-        """Return the state by parameter name. State with one value per element is sharded.
-
-        The tensors share memory with the optimizer's state, unless they are copied to the CPU.
-        """
+        """Return the state by parameter name. State with one value per element is sharded."""
         if len(worlds_of(self.units)) > 1:
             raise NotImplementedError(
                 "optim_state_dict: some units train only on some of the model's ranks, so state "
@@ -250,10 +247,7 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
 def _options_of_group(
     fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """Return the saved options for a group of the optimizer. ``fqns``: the group's parameters.
-
-    ``own``: the optimizer's group, whose options are used if the group has no parameters.
-    """
+    """Return the saved options for a group of the optimizer. ``fqns``: the group's parameters."""
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
     for fqn, group in zip(fqns, groups, strict=False):

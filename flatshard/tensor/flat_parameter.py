@@ -32,11 +32,7 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 
 @dataclass(eq=False)
 class FlatParamPlan:
-    """How to make one flat parameter: its layout, process groups, devices and dtypes.
-
-    A conversion (``model.to(...)``) does not change the plan. ``unit_name`` and ``pending_sends``
-    change if the user later wraps a module around the unit.
-    """
+    """How to make one flat parameter: its layout, process groups, devices and dtypes."""
 
     unit_name: str  # name of the unit, for errors
     device: torch.device  # device on which modules compute
@@ -253,11 +249,7 @@ class OriginalParam:
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Move hooks that users registered before wrapping to the objects that now call them.
-
-        Tensor hooks move to ``full``, and get this rank's gradient before the reduction.
-        Post-accumulate-grad hooks are called once the reduced gradient is in ``.grad``.
-        """
+        """Move hooks that users registered before wrapping to the objects that now call them."""
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
         if tensor_hooks is not None:

@@ -57,10 +57,7 @@ def start_gather(
 
 
 def scatter(moved: Sequence[Moved], op_name: str) -> None:
-    """Overwrite this rank's part of each tensor with values of the owner's full tensor. Collective.
-
-    If every rank has the full tensor, nothing is sent.
-    """
+    """Overwrite this rank's part of each tensor with the owner's values. Collective."""
     for spec, part, full, owner in moved:
         if owner is None and full is not None:
             part.copy_(spec.slice(full))

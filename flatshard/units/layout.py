@@ -102,10 +102,7 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
-
-    Some backends do not support complex tensors.
-    """
+    """Return a view of a complex tensor as real numbers, or a real tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -151,10 +148,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order.
-
-        The original parameter ``index`` comes after this padding.
-        """
+        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order."""
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])

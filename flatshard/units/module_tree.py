@@ -132,10 +132,7 @@ def numel(params: Iterable[nn.Parameter]) -> int:
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield every path from ``module`` to an inner module: the name, and the modules on the path.
-
-    A shared module has several paths.
-    """
+    """Yield every path from ``module`` to an inner module: the name, and the path's modules."""
     modules = (*above, module)
     yield name, modules
     # Names do not contain the attribute `module` of a `ModuleProxy`.

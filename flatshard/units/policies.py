@@ -242,11 +242,7 @@ class CustomPolicy:
 
 
 def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
-    """Return the modules below ``tree.module`` that become units, children before parents.
-
-    Only a module with parameters that are not ignored can be a unit. Some modules are never units,
-    see the note in ``flatshard.units.module_tree``.
-    """
+    """Return the modules below ``tree.module`` that become units, children before parents."""
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):

@@ -239,10 +239,7 @@ def read(
 
 
 def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
-    """Return the chosen parameters by flat parameter, and all other chosen tensors.
-
-    The order is the same on all ranks. Raises ValueError if the user asked for an unknown name.
-    """
+    """Return the chosen parameters by flat parameter, and all other chosen tensors."""
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
     for text, value in model.state_dict(keep_vars=True).items():
@@ -327,10 +324,9 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
 def _start(
     handle: FlatParamHandle, cache: BufferCache, asked: torch.dtype | None
 ) -> tuple[Tensor, AsyncWork | None]:
-    """Start to all-gather a flat parameter. Collective: all ranks of the shard group.
+    """Start to all-gather a flat parameter into memory of ``cache``. Collective: shard group.
 
-    Returns a pair: the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and the
-    work that fills the flat parameter, or None if no all-gather was needed.
+    Returns the flat parameter, and the work that fills it; None if no all-gather was needed.
     """
     with torch.inference_mode(False), torch.no_grad():
         shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather

@@ -300,10 +300,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
     def _start_gather(
         self, optimizer: Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
-        """Start to gather values, gradients and loaded state on the owners.
-
-        Returns a function that waits, and returns the full parameters of this rank.
-        """
+        """Start to gather values, gradients and loaded state on the owners."""
         parts = [
             (param.spec, part, self._owners.get(param))
             for param in params
@@ -406,10 +403,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return shared
 
     def _check_same_state(self, optimizer: Optimizer) -> None:
-        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
-
-        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
-        """
+        """Raise ValueError on all ranks unless all ranks have the same state. Collective."""
         states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
         values = comparable(states, enumerate(optimizer.param_groups))
         for comm in self._all_comms():
@@ -440,10 +434,9 @@ def choose_owners(
     Each rank gets about an equal share of the work and memory, and few elements are sent.
 
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
-    parameter, this rank becomes the owner. All other parameters get owners in order of decreasing
-    cost. Candidates are the ranks that have elements of the parameter (``held``: how many), and the
-    rank with the smallest share so far. Of the candidates whose share stays below ``ABOUT_EQUAL``,
-    the rank with most elements is chosen; if there are none, the rank with the smallest share.
+    parameter, this rank becomes the owner. The others get owners in order of decreasing cost:
+    of the ranks that have elements of the parameter (``held``: how many), and whose share stays
+    below ``ABOUT_EQUAL``, the rank with most elements, or else the rank with the smallest share.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]

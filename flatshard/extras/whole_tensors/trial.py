@@ -104,11 +104,7 @@ def _modules_of(optimizer: Optimizer) -> Iterator[nn.Module]:
 
 
 def copy_with_params(optimizer: Optimizer, groups: Sequence[Params]) -> Optimizer:
-    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
-
-    The new parameters also replace the old parameters in attributes of the optimizer. Inner
-    optimizers are copied, too.
-    """
+    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks."""
     # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
     # optimizer's class, and without `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
@@ -180,9 +176,8 @@ def _copied(param: Tensor) -> Tensor:
         if not isinstance(param, FlatShardTensor):
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
-            spec, local = param.spec.detached(), param.local.detach().clone()
-            spec = replace(spec, local=spec.local._replace(start=0))
-            twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
+            spec = replace(param.spec.detached(), local=param.spec.local._replace(start=0))
+            twin = FlatShardTensor.parameter(param.local.clone(), spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
             # `twin.spec` belongs to no model, so an operation that needs the full gradient raises.
             twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.shard_role)  # type: ignore[attr-defined]
@@ -196,10 +191,7 @@ def _copied(param: Tensor) -> Tensor:
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
-
-    A step replaces only the parameters in ``param_groups`` by full parameters.
-    """
+    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute."""
     found = with_inner(optimizer)
     known = {id(group["params"]) for one in found for group in one.param_groups}
     known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
