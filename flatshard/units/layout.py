@@ -205,14 +205,11 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
 
-def boxes_of(
-    shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None
-) -> Iterator[Box]:
+def boxes_of(shape: Sequence[int], start: int, stop: int, order: Sequence[int]) -> Iterator[Box]:
     """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    ``order``: dimensions from the outermost in memory to the innermost. None: contiguous.
+    ``order``: dimensions from the outermost in memory to the innermost.
     """
-    order = range(len(shape)) if order is None else order
     strides, at = strides_of(shape, order), start
     while at < stop:
         # The largest box that begins at element `at` consists of whole slices along one dimension.
