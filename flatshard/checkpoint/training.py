@@ -44,10 +44,7 @@ class HostRanks(HostExchange):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
-        """Return an exchange between the ranks of ``group``, over a new process group.
-
-        If ``group`` is None, this rank is the only rank. Collective in the first call for a group.
-        """
+        """Return an exchange over a new process group. Collective at a group's first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
         if group not in _known:
@@ -56,10 +53,7 @@ class HostRanks(HostExchange):
         return _known[group]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
-        """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
-
-        Collective: after ``work``, the ranks exchange their errors.
-        """
+        """Run ``work`` and return its result. If it raises on any rank, all raise. Collective."""
         result, error = None, None
         try:
             result = work()

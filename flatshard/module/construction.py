@@ -148,8 +148,8 @@ def summary(wrapper: ModuleProxy) -> str:
     numel = sum(handle.layout.numel for handle in unit.handles)
     padding = sum(handle.layout.padding_numel for handle in unit.handles)
     ranks = unit.settings.topology.shard.size
-    over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
-    return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
+    over = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{strategy}: {numel:,} elements + {padding:,} padding over {over}"
 
 
 def _offload_targets(plan: ModelPlan) -> OffloadTargets:
@@ -159,8 +159,7 @@ def _offload_targets(plan: ModelPlan) -> OffloadTargets:
     offload = plan.settings.cpu_offload
     if offload.path is None:
         return OffloadTargets.find(offload, plan.settings.device)
-    disk = extra("disk", "CPUOffload(path=...)")
-    return disk.find_targets(plan)  # type: ignore[no-any-return]
+    return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
 
 
 def _make_units(
@@ -225,10 +224,9 @@ def leave_empty(module: nn.Module) -> None:
 class InitialValues:
     """Decides which initial values of parameters and buffers the ranks use.
 
-    The decision is the same on all ranks. All ranks take rank 0's values if ``sync_module_states``
-    is True, or if the keyword is None and the checksums of the values differ between ranks. With
-    ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
-    in DistributedDataParallel.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if the keyword is None and
+    the checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
+    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
     """
 
     def __init__(self, plan: ModelPlan) -> None:

@@ -143,8 +143,7 @@ class ModelPlan:
         """Group small neighbouring modules with the same settings and kinds of parameters.
 
         Each group becomes one unit with one all-gather, because small all-gathers are
-        latency-bound, and neighbours usually run one after the other. DeepSpeed has the similar
-        option ``stage3_module_granularity_threshold``.
+        latency-bound, and neighbours usually run one after the other.
         """
         members = {member.module: member for member in self.chosen if member.infos}
 

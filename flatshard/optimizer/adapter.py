@@ -173,8 +173,7 @@ class Closure:
         """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
         The early call shows which parameters have gradients. The optimizer's first call then only
-        returns the loss of the early call. Results are the same, unless the optimizer changes
-        parameters before it calls the closure (SAM).
+        returns its loss. Only optimizers that change parameters before (SAM) notice the difference.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -258,8 +257,7 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move their state to the buckets.
 
-        Also selects torch's fused kernel for groups that the kernel supports. ``stepped``: ids of
-        parameters to leave out, because an extension has stepped them already.
+        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters to omit.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
@@ -464,8 +462,7 @@ class ParamBucket:
         """Set the bucket's gradient, and move the members' optimizer states to the bucket.
 
         ``states`` is ``optimizer.state``. ``present`` has the same states, keyed by parameter id.
-        Returns the buckets to step: this bucket, or one bucket per member if the members' states
-        cannot be joined, for example because their numbers of steps differ.
+        Returns the buckets to step: one bucket per member if the members' states cannot be joined.
         """
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
@@ -641,9 +638,8 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return the names of state that is one number per parameter, for parameters of any shape.
 
-    Looks only at parameters with several elements. For a parameter of one element, state with one
-    value per element has one number, too. ``states``: pairs of a parameter (or another object with
-    its ``shape``) and the parameter's state.
+    Looks only at parameters with several elements, because a parameter of one element has one
+    number of each kind of state. ``states``: pairs of a parameter (or its spec) and its state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

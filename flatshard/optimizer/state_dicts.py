@@ -394,9 +394,7 @@ def _digest(value: Any) -> _Digest:
     if not isinstance(value, Tensor):
         return repr(value), ()
     text = f"{value.dtype} {tuple(value.shape)}"
-    if not value.numel():
-        return text, ()
-    if not value.is_floating_point():
+    if not value.numel() or not value.is_floating_point():
         return f"{text} {checksum(value)}", ()
     flat = value.detach().reshape(-1)
     parts = flat[::2], flat[: (len(flat) + 1) // 2]

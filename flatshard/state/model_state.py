@@ -78,8 +78,7 @@ def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
     """Return the groups of ranks that train ``parts``, each group once."""
-    worlds = dict.fromkeys(part.topology.world for part in parts)
-    return list({world.ranks: world for world in worlds}.values())
+    return [*{part.topology.world.ranks: part.topology.world for part in parts}.values()]
 
 
 class StateDictOptions(NamedTuple):

@@ -163,8 +163,7 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """Return ``value.full_tensor()`` if ``value`` is sharded in other ranges than ``spec``.
 
-    For example, a momentum encoder may be divided into other units than the trained encoder.
-    Collective if the ranges differ: all ranks of the shard group of ``value``.
+    For example, a momentum encoder may be divided into other units. Collective if ranges differ.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
@@ -176,9 +175,8 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains checksums of the plain operands. If plain operands differ between ranks, a
-    later norm or sum of the result raises, because its collective has the role in its name, and
-    ranks compare these names.
+    The role contains checksums of the plain operands. If these differ between ranks, a later norm
+    or sum of the result raises, because ranks compare the names of collectives.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
     # Limit the length. For a running average, for example, each step's role contains the role of
@@ -324,9 +322,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
     """Raise NeedsFullTensor for dropout on a trained sharded parameter.
 
-    The gradients for the random numbers of different ranks would not be averaged. Raises before a
-    number is drawn, so that the function can run again with full tensors. For other tensors,
-    returns NotImplemented, and torch's function runs.
+    The gradients for the ranks' random numbers would not be averaged. Raises before a number is
+    drawn, so that the function can run again with full tensors.
     """
     tensor = first_sharded(args, kwargs)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -551,9 +548,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` contains sharded parameters.
 
     Only calls of ``grad`` in the backward of a user's ``torch.autograd.Function`` (a checkpoint, or
-    the adjoint method of an ODE) are supported. The graph of a loss leads to the full parameters,
-    so return their gradients for this rank's batch. When the user's function returns the gradients
-    to autograd, a hook averages them (``average_full_gradients``).
+    the adjoint method of an ODE) are supported. They return this rank's gradients of the full
+    parameters. When the user's function returns them, ``average_full_gradients`` averages them.
     """
     given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}

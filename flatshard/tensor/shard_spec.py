@@ -18,8 +18,7 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface of a model to operations on its sharded parameters.
 
-    This base class does nothing. It is used for copies of parameters, and for parameters whose
-    model was deleted.
+    This base class does nothing: it serves copies, and parameters whose model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is running
@@ -181,8 +180,7 @@ class ShardSpec:
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter. Then
-        the message advises to use the parameter in the forward of its module.
+        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter.
         """
         refuse_foreign_wrapper()
         remedy = (

@@ -732,10 +732,9 @@ ATTRIBUTES = frozenset({"__get__", "__set__"})
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    There, torch counts the tensors that autograd saves, and raises if the recomputation saves more
-    or fewer tensors than the forward. But a parameter may be sharded in the forward and unsharded
-    in the recomputation. So operations on the sharded parameter must save as many tensors as
-    torch's operations on the unsharded parameter.
+    There, torch raises if the recomputation saves more or fewer tensors than the forward. But a
+    parameter may be sharded in the forward and unsharded in the recomputation. So operations on
+    the sharded parameter must save as many tensors as operations on the unsharded parameter.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

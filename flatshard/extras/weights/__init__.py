@@ -296,10 +296,9 @@ def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]
 def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
-    Collective. The all-gather of the next flat parameter starts before the tensors of the current
-    flat parameter are yielded, at the same item on all ranks. If ranks started an all-gather at
-    different items, a collective that the user's program runs between two items could come before
-    the all-gather on one rank and after the all-gather on another rank, and NCCL would deadlock.
+    Collective. The next all-gather starts before the tensors of the current flat parameter are
+    yielded, at the same item on all ranks: otherwise a collective that the user's program runs
+    between two items could come before the all-gather on only some ranks, and NCCL would deadlock.
     """
     # Memory for the previous, the current and the next flat parameter. A cache does not reuse
     # memory while the consumer keeps a tensor in this memory.

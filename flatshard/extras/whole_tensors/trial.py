@@ -46,10 +46,9 @@ _SCALES = (1.0, 1e-3, 1e3)
 class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
-    Such an optimizer (distributed Muon, for example) itself divides the parameters among the ranks.
-    So every rank must step all parameters: otherwise the collective would mix values of different
-    parameters. flatshard's own collectives do not raise, because they run inside operations on
-    sharded tensors, in which torch turns this mode off.
+    Such an optimizer (distributed Muon) itself divides the parameters among the ranks, so every
+    rank must step all parameters. flatshard's own collectives do not raise, because they run
+    inside operations on sharded tensors, in which torch turns this mode off.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
