@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.engine.forward import register_forward_hooks
+from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.model_plan import ModelPlan, read_ignored
@@ -670,7 +671,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             RuntimeError: a forward of the model is running.
         """
         options = model_state.StateDictOptions(is_sharded=True)
-        with model_state.options_set(state_dicts_in(self), options):
+        with temporarily(state_dicts_in(self), options=options):
             return self.state_dict()
 
     def load_state_dict(
@@ -885,7 +886,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         """Call ``set_state_dict_type``, and restore the earlier settings after the context."""
         names = extra("torch_names", "ShardedWrapper.state_dict_type()")
         options = names.read_options(state_dict_type, state_dict_config, optim_state_dict_config)
-        return model_state.options_set(state_dicts_in(module), options)
+        return temporarily(state_dicts_in(module), options=options)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:

@@ -17,8 +17,8 @@ from flatshard.checkpoint.sources import convert
 from flatshard.checkpoint.training import Optimizers
 from flatshard.extras.model_shards import model_shards
 from flatshard.optimizer.state_dicts import copied
-from flatshard.state.model_state import StateDictOptions, options_set
-from flatshard.wrapper import ShardedWrapper
+from flatshard.state.model_state import StateDictOptions
+from flatshard.state.optim_state import OptimState
 
 __all__ = [
     "PendingSave",
@@ -59,8 +59,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     shards = model_shards(model, "full_state_dict()")
     if shards is not None:
-        with options_set(shards.parts, StateDictOptions(offload_to_cpu=True, rank0_only=True)):
-            return model.state_dict()
+        return shards.state_dict(StateDictOptions(offload_to_cpu=True, rank0_only=True))
     return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
 
 
@@ -111,8 +110,8 @@ def full_optim_state_dict(
     if isinstance(one, Mapping):
         return {name: full_optim_state_dict(model, each) for name, each in one.items()}
     shards = model_shards(model, "full_optim_state_dict()")
-    with ShardedWrapper.state_dict_type(model, "FULL_STATE_DICT"):
-        state = ShardedWrapper.optim_state_dict(model, one, rank0_only=True, offload_to_cpu=True)
+    units = [] if shards is None else shards.units
+    state = OptimState(model, one, units).full(None, torch.device("cpu"), rank0_only=True)
     return state if shards is not None or _is_first_rank() else {}
 
 

@@ -75,18 +75,12 @@ def _convert(options: dict[str, Any]) -> None:
 
 
 def describe(path: str) -> str:
-    """Return a text with the checkpoint's format and step, and a table of its tensors.
-
-    Raises:
-        ValueError: the checkpoint is incomplete, corrupt, or of an unknown format.
-    """
+    """Return a text with the checkpoint's format and step, and a table of its tensors."""
     source = open_source(path)
     if source.incomplete:
         missing = ", ".join(source.incomplete)
-        raise ValueError(
-            f"{path} is incomplete: its files lack values of {missing:.300}. Use another "
-            "checkpoint."
-        )
+        text = f"{path} is incomplete: its files lack values of {missing:.300}."
+        raise ValueError(f"{text} Use another checkpoint.")
     lines = [f"{name}: {value}" for name, value in {"format": source.kind, **source.facts}.items()]
     named = {".".join(names): one for names, one in source.tensors.items()}
     width = max(map(len, named), default=0)
@@ -99,11 +93,7 @@ def describe(path: str) -> str:
 
 
 def explain(code: str) -> str:
-    """Return the troubleshooting page's text about an error code, with the linked sections.
-
-    Raises:
-        ValueError: the page does not contain the code.
-    """
+    """Return the troubleshooting page's text about an error code, with the linked sections."""
     package = Path(__file__).parents[1]
     page = package / "troubleshooting.md"  # a copy in the wheel, see pyproject.toml
     if not page.exists():

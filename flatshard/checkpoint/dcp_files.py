@@ -87,11 +87,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Any:
-    """Read the file ``.metadata`` in a DCP folder, and return torch's ``Metadata``.
-
-    Raises:
-        ValueError: the file is corrupt.
-    """
+    """Read the file ``.metadata`` in a DCP folder, and return torch's ``Metadata``."""
     content = io.BytesIO((folder / ".metadata").read_bytes())
     try:
         metadata = _Metadata(content).load()
@@ -115,10 +111,7 @@ def incomplete_tensors(metadata: Any) -> list[str]:
 
 
 def read(folder: Path, found: metadata.Metadata, targets: dict[str, Any]) -> None:
-    """Overwrite the values in ``targets`` with the saved values. No communication.
-
-    The keys are DCP's names, which join the keys of nested dicts: ``model.0.weight``, for example.
-    """
+    """Overwrite the values in ``targets`` with the saved values. No communication."""
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = dcp.FileSystemReader(folder)
     with torch.no_grad():

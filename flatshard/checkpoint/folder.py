@@ -57,11 +57,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete.
-
-    Raises:
-        ValueError: the marker is damaged, or has another format version.
-    """
+    """Read the marker of a complete checkpoint. Returns None if the checkpoint is incomplete."""
     if folder.name.endswith(INCOMPLETE) or not (folder / MARKER).is_file():
         return None
     try:
@@ -117,19 +113,13 @@ def check_sums(folder: Path, marker: Marker, names: Iterable[str]) -> None:
         got, expected = record_of(folder / name), marker.files[name]
         if got != expected:
             raise ValueError(
-                f"{folder / name} is corrupted: expected CRC-32 {expected.crc32:08x} and "
-                f"{expected.bytes} bytes, got {got.crc32:08x} and {got.bytes}. Load another "
-                "checkpoint."
+                f"{folder / name} is corrupted: expected {expected.bytes} bytes with CRC-32 "
+                f"{expected.crc32:08x}, got {got.bytes}, {got.crc32:08x}. Load another checkpoint."
             )
 
 
 def check_lengths(folder: Path, lengths: Mapping[str, int], remedy: str, wait: float = 0) -> None:
-    """Wait at most ``wait`` seconds until each file exists and has its length in bytes.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is too short.
-    """
+    """Wait at most ``wait`` seconds until each file exists and has its length in bytes."""
     deadline = time.monotonic() + wait
     for name, expected in lengths.items():
         path = folder / name
@@ -183,11 +173,7 @@ class ZipStream(io.BufferedWriter):
 
 @contextlib.contextmanager
 def zip_stream(path: str | os.PathLike[str]) -> Iterator[ZipStream]:
-    """Open a file for ``torch.save``.
-
-    If a write fails (on a full disk, for example), raises the OSError of the write instead of
-    ``torch.save``'s RuntimeError.
-    """
+    """Open a file for ``torch.save``. A failed write raises OSError, not torch's RuntimeError."""
     with ZipStream(io.FileIO(path, "w")) as stream:
         try:
             yield stream
@@ -205,10 +191,6 @@ def begin(path: Path, keep: int | None) -> None:
 
     An incomplete folder is deleted only if its name and the name of ``path`` differ in nothing but
     numbers. Folders with other names may belong to another training run.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-        ValueError: ``keep`` is below 1, or is given although the name has no number.
     """
     if keep is not None and (keep < 1 or not re.search(r"\d", path.name)):
         raise ValueError(
@@ -224,10 +206,7 @@ def begin(path: Path, keep: int | None) -> None:
 
 
 def finish(path: Path, marker: Marker, keep: int | None) -> None:
-    """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints.
-
-    The latest ``keep`` checkpoints whose names differ only in numbers stay. None: all stay.
-    """
+    """Write the marker, rename the temporary folder to ``path``, and delete old checkpoints."""
     folder = incomplete(path)
     # Wait up to 10 s: a network file system may show the files of another host with a delay.
     check_lengths(folder, marker.lengths, "Save on a file system that all hosts share.", wait=10)

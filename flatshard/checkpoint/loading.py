@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
 from flatshard.wrapper import ShardedWrapper
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 StateDict = dict[str, Any]
 
@@ -92,12 +89,11 @@ def load(
     def own_file(rank: int) -> StateDict:
         return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
+    def prepare() -> tuple[Marker, Any, StateDict, StateDict, dict[str, list[Any]]]:
         if not is_given:
             raise FileNotFoundError(
-                "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
-                "None if a directory has no complete checkpoint. Then train from the start: call "
-                "load() only if latest() returned a path."
+                "there is no checkpoint to load: the path is None. Then train from the start: call "
+                "load() only if checkpoint.latest() returned a path."
             )
         marker = _require_complete(path)
         # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and
@@ -115,7 +111,7 @@ def load(
     # If one rank fails here, all ranks raise before any tensor is overwritten.
     marker, found, wanted, targets, kinds = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
-    ranks.compare(saved_at, op_name, lambda _: f"Put {path} on a file system that all hosts share.")
+    ranks.compare(saved_at, op_name, f"Put {path} on a file system that all hosts share.")
     if verify:
         mine = sorted(marker.files)[ranks.rank :: len(ranks.ranks)]
         ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)
@@ -157,13 +153,8 @@ def _check_optimizers(
 ) -> None:
     """Raise ValueError unless the optimizers have the saved names, classes and parameters.
 
-    If the checkpoint and the program have one optimizer each, name and class may differ.
-
-    Args:
-        path: the folder, for error messages.
-        saved: for each saved optimizer, its class and the names of its parameters. None: an older
-            version saved the checkpoint, with at most one optimizer.
-        given: for each optimizer to restore, its class and the names of its parameters.
+    If the checkpoint and the program have one optimizer each, name and class may differ. ``saved``
+    is None if an older version saved the checkpoint, with at most one optimizer.
     """
     if not given or max(len(saved or {}), len(given)) == 1 or saved == given:
         return
@@ -177,30 +168,23 @@ def _check_optimizers(
     )
 
 
-def _targets(
-    path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
-) -> StateDict:
+def _targets(path: Path, found: Any, wanted: StateDict, incomplete: Iterable[str]) -> StateDict:
     """Return the tensors that ``dcp_files.read`` overwrites, keyed by DCP's flat names.
 
-    Args:
-        path: the folder, for error messages.
-        found: DCP's metadata of the checkpoint.
-        wanted: the program's own state dicts. If a tensor there has the saved shape, the values are
-            read directly into this tensor; otherwise, into a new tensor.
-        incomplete: names of the tensors that lack values in the files.
-
-    Raises:
-        ValueError: the checkpoint does not fit. The error lists all missing and unexpected names,
-            and all different shapes.
+    If a tensor in ``wanted``, the program's own state dicts, has the saved shape, the values are
+    read directly into this tensor; otherwise, into a new tensor.
     """
+    # Import here, because torch.distributed.checkpoint loads slowly.
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    own, _ = flatten_state_dict(wanted)
     targets: StateDict = {}
     problems: list[str] = []
     asked = ("model",) if wanted["optimizer"] is None else ("model", "optimizer")
     if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
-            "When the checkpoint was saved, only some ranks had optimizer state for some "
-            "parameters. Load another checkpoint, or pass no optimizer, to load only the model."
+            "Load another checkpoint, or pass no optimizer, to load only the model."
         )
     missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
@@ -212,7 +196,7 @@ def _targets(
         size = getattr(saved, "size", None)  # None if the entry is not a tensor
         missing.discard("the optimizer" if part == "optimizer" else rest[0])
         fqn = rest[0] if part == "model" else rest[1]
-        held, param = _held(names, wanted), wanted["model"].get(fqn)
+        held, param = own.get(key), wanted["model"].get(fqn)
         if rest[0] != "param_groups" and fqn not in wanted["model"]:
             problems.append(f"{key!r}: expected nothing, got {_shape(size)}")
         elif part == "model" and isinstance(held, Tensor) and held.shape != size:
@@ -231,25 +215,12 @@ def _targets(
     return targets
 
 
-def _held(names: Iterable[Any], wanted: StateDict) -> Any:
-    """Return the value under ``names`` in the nested dict ``wanted``; None if there is no value."""
-    held: Any = wanted
-    for name in names:
-        held = held.get(name) if isinstance(held, dict) else None
-    return held
-
-
 def _shape(size: Any) -> str:
     return "no tensor" if size is None else f"shape {tuple(size)}"
 
 
 def _require_complete(path: Path) -> Marker:
-    """Read the marker of a checkpoint, and check that each file has its full length.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, is incomplete, or lacks a file.
-        ValueError: the folder has another format, or a file is truncated.
-    """
+    """Read the marker of a checkpoint, and check that each file has its full length."""
     marker = folders.read_marker(path)
     if marker is None:
         inside = folders.latest(path)
@@ -259,27 +230,19 @@ def _require_complete(path: Path) -> Marker:
             is_begun = folders.incomplete(path).exists() or path.exists()
             state = "is incomplete: its save did not finish" if is_begun else "does not exist"
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
-        if inside is not None:
-            raise ValueError(
-                f"{path} is not a checkpoint, but a directory of checkpoints. {remedy}"
-            )
-        kind = "files of an unknown format"
-        with contextlib.suppress(ValueError, OSError):
-            kind = f"files of {open_source(path).kind}"
-        raise ValueError(
-            f"{path} was not saved by flatshard.checkpoint.save: expected a {folders.MARKER}, got "
-            f"{kind}. {remedy}"
-        )
+        kind = "no checkpoint, but a directory of checkpoints"
+        if inside is None:
+            kind = "files of an unknown format"
+            with contextlib.suppress(ValueError, OSError):
+                kind = f"files of {open_source(path).kind}"
+        raise ValueError(f"{path}: expected a {folders.MARKER}, got {kind}. {remedy}")
     remedy = "Load another checkpoint. All hosts must share its file system."
     folders.check_lengths(path, marker.lengths, remedy)
     return marker
 
 
 def _restore_generators(found: StateDict, device: torch.device) -> None:
-    """Set this rank's random number generators to the saved states.
-
-    CUDA's generator is skipped if the model is on the CPU, and numpy's if numpy is not imported.
-    """
+    """Set this rank's random number generators to the saved states."""
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "cuda" in found and device.type == "cuda":
@@ -289,11 +252,7 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 
 
 def _seed_generators(rank: int, found: StateDict) -> None:
-    """Seed the random number generators of a rank whose states were not saved.
-
-    The seed depends on rank 0's saved state and on this rank. So ranks have different seeds, and a
-    rank has the same seed in each run that resumes from the checkpoint.
-    """
+    """Seed the random number generators of a rank whose states were not saved."""
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

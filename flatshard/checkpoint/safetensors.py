@@ -107,11 +107,7 @@ class Plan:
         self.places |= _places_in(str(self.temporary(name)), len(text), entries)
 
     def create(self) -> None:
-        """Make the temporary files with their headers, and reserve room for all bytes.
-
-        Raises:
-            OSError: the disk is full, or permission is missing.
-        """
+        """Make the temporary files with their headers, and reserve room for all bytes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
@@ -126,18 +122,12 @@ class Plan:
                 file.write(header)
 
     def sync(self) -> None:
-        """Wait until all bytes that this rank has written are on the disk. Raises OSError."""
+        """Wait until all bytes that this rank has written are on the disk."""
         for path in {place.path for place in self.places.values()}:
             sync(Path(path))
 
     def commit(self) -> None:
-        """Rename the temporary files to their final names, and delete files of an older save.
-
-        All bytes must already be on the disk.
-
-        Raises:
-            OSError: a file cannot be renamed or deleted.
-        """
+        """Rename the temporary files to their final names, and delete files of an older save."""
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)
@@ -175,10 +165,6 @@ def plan_files(
 
     The plan depends only on names, dtypes and shapes, so it is the same on all ranks. Names of
     files and the index follow huggingface_hub.
-
-    Raises:
-        ValueError: safetensors lacks a dtype, ``max_shard_size`` or ``metadata`` is invalid, or
-            ``max_shard_size`` is given for a single file.
     """
     path = Path(path).absolute()
     is_file = path.suffix == ".safetensors"
@@ -239,12 +225,7 @@ class Found(NamedTuple):
 
 
 def find_tensors(path: str | os.PathLike[str]) -> Found:
-    """Find the tensors in a file, in the files of an index, or in a folder. Reads only headers.
-
-    Raises:
-        ValueError: ``path`` has no safetensors files, or a file is truncated, corrupt or missing.
-        OSError: a file cannot be read.
-    """
+    """Find the tensors in a file, in the files of an index, or in a folder. Reads only headers."""
     path = Path(path).absolute()
     if path.is_dir():
         path = _main_file(path)
@@ -255,8 +236,7 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
         files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is not an index of safetensors files: expected JSON with a 'weight_map'. Pass "
-            "the folder of the files, or one .safetensors file."
+            f"{path} is not an index of safetensors files: it has no 'weight_map'. Pass the folder."
         ) from error
     found = Found({}, {})
     for name, file in weight_map.items():
@@ -356,16 +336,8 @@ def move_range(
 ) -> None:
     """Write ``part``, a range of a tensor's elements, to the file, or read ``part`` from the file.
 
-    Args:
-        place: the place of the tensor in the file. Elements are cast to or from its dtype.
-        part: the elements, 1-D, in memory order.
-        order: the tensor's dimensions in memory, outermost first.
-        start: index of the first element of ``part`` among all elements in memory order.
-        to_file: whether to write ``part`` into the file. If False, ``part`` is overwritten.
-
-    Raises:
-        OSError: the file cannot be written or read.
-        ValueError: the file ends before the last value.
+    ``part`` has elements in memory order (``order``: dimensions, outermost first), and begins with
+    the tensor's element ``start``. Elements are cast to or from the dtype of ``place``.
     """
     file = open(place.path, "r+b" if to_file else "rb", buffering=0)
     try:
@@ -399,11 +371,7 @@ def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: st
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write full tensors (pairs of name and tensor). Reads all pairs, even after an error.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write full tensors (pairs of name and tensor). Reads all pairs, even after an error."""
     problem: OSError | None = None
     for name, tensor in tensors:
         try:
@@ -420,27 +388,17 @@ def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
 # ---------------------------------------------------------------- files of a sharded model
 
 
-@dataclass(frozen=True)
-class EntryShard:
-    """This rank's elements of one entry of a state dict.
+class EntryShard(NamedTuple):
+    """This rank's elements of one entry of a state dict."""
 
-    Attributes:
-        entry: the tensor in the state dict, with the full shape.
-        local: the elements that this rank holds, 1-D.
-        order: the dimensions of the entry in memory, outermost first.
-        offset: index of the first element of ``local`` among all elements in memory order.
-        replicas: the ranks that hold the same elements. None: the entry is a buffer or an ignored
-            parameter, and its values may differ between ranks.
-        key: identifies the tensor. If two entries (tied parameters) have the same tensor, their
-            keys are equal.
-    """
-
-    entry: Tensor
-    local: Tensor
-    order: Sequence[int]
-    offset: int
+    entry: Tensor  # with the full shape
+    local: Tensor  # the elements that this rank holds, 1-D
+    order: Sequence[int]  # the dimensions of the entry in memory, outermost first
+    offset: int  # index of the first element of `local` among all elements in memory order
+    # The ranks that hold the same elements. None: the entry is a buffer or an ignored parameter,
+    # and its values may differ between ranks.
     replicas: Communicator | None
-    key: tuple[object, ...]
+    key: tuple[object, ...]  # equal for entries with the same tensor (tied parameters)
 
 
 Entries = Mapping[str, EntryShard]
@@ -522,7 +480,7 @@ def save_safetensors(
 
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
-    ranks.compare({"the path": str(plan.folder), **facts}, op_name, lambda _: _REMEDY)
+    ranks.compare({"the path": str(plan.folder), **facts}, op_name, _REMEDY)
     with ExitStack() as incomplete:
         if is_first:
             incomplete.callback(plan.discard)
@@ -603,7 +561,7 @@ def load_safetensors(
 
     entries, places, keys = ranks.agree(prepare, op_name)
     facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
-    ranks.compare(facts, op_name, lambda _: _REMEDY)
+    ranks.compare(facts, op_name, _REMEDY)
     try:
         ranks.agree(lambda: _read(entries, places), op_name)
     finally:
@@ -615,14 +573,7 @@ def load_safetensors(
 
 
 def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
-    """Return this rank's elements of each entry of a model's state dict.
-
-    The elements share memory with the model.
-
-    Raises:
-        ValueError: an entry is not a plain tensor, or a hook replaced a parameter by another
-            tensor.
-    """
+    """Return this rank's elements of each entry of a model's state dict, in the model's memory."""
     replicas_of = shards.replicas()
     entries: dict[str, EntryShard] = {}
     others = []
@@ -657,11 +608,7 @@ def _entries_of(shards: ModelShards) -> dict[str, EntryShard]:
 
 
 def _check_fits(path: str, entries: Entries, places: Places, *, strict: bool) -> _IncompatibleKeys:
-    """Return the names that only the model or only the files have.
-
-    Raises:
-        ValueError: tensors do not fit the model. The error lists all such tensors.
-    """
+    """Return the names that only the model or only the files have. Raises if tensors do not fit."""
     present = {one.key for name, one in entries.items() if name in places}
     missing = [name for name, one in entries.items() if one.key not in present]
     unexpected = [name for name in places if name not in entries]

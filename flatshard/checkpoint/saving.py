@@ -26,19 +26,14 @@ from torch.utils import _pytree as pytree
 from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
+from flatshard.checkpoint import training as trainings
 from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.sources import leaves
-from flatshard.checkpoint.training import (
-    HostRanks,
-    Optimizers,
-    Training,
-    class_and_text,
-    joined,
-    pack_optimizer,
-)
+from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
+from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 logger = logging.getLogger("flatshard.checkpoint")
@@ -49,12 +44,9 @@ _DESTROYED = (
 )
 # Values of these types need no trial save in `_check_loads`: they load without running code.
 _PLAIN = {int, float, bool, str, type(None), Tensor, StateShard}
-_OPTIMIZERS = "the optimizer's "
-_ARGUMENTS = "Pass equal values on every rank. To save values that differ, gather them into a list."
-_TENSORS = (
-    "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
-    "keeps the state of a parameter on only some ranks cannot be saved: use an optimizer that "
-    "steps all parameters on every rank, such as torch.optim.Muon."
+_REMEDY = (
+    "Pass equal values on every rank, and step the same optimizer, with the same options. To save "
+    "values that differ, gather them into a list."
 )
 
 
@@ -124,30 +116,36 @@ def save(
         NotImplementedError: on all ranks: a unit trains only on some of the ranks.
         CollectiveError: another rank has ended. Earlier checkpoints stay intact.
     """
+    global _pending
     training = Training(model, optimizer, "checkpoint.save()")
-    one = Save(Path(path), training.ranks, keep)
+    ranks, one = training.ranks, Save(Path(path), training.ranks, keep)
+    wait_for_pending()
+    # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
-    return one.run(take, async_=async_)
+    one._check_same(*ranks.agree(take, one.op_name))
+    ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
+    if async_:
+        _pending = PendingSave(one.path, one.write)
+        return _pending
+    # `dcp_files.Files` computes checksums already. An async save must not change this global
+    # setting: the program may call torch.save while the thread is writing.
+    config: Any = serialization.config
+    with config.patch("save.compute_crc32", False):
+        one.write()
+    return None
 
 
 def _check_loads(name: str, value: object) -> None:
     """Raise TypeError if ``value`` contains an object whose loading would run code."""
-    error = _load_error(value)
-    if error is not None:
-        unsafe = (leaf for _, leaf in leaves(value) if _load_error(leaf) is not None)
-        raise TypeError(
-            f"{name} holds {next(unsafe, value)!r:.200}. Loading this object would run code: pass "
-            "numbers, strings, tensors, and lists and dicts with these, such as a state_dict()."
-        ) from error
-
-
-def _load_error(value: object) -> Exception | None:
-    """Return the error of ``torch.load(weights_only=True)`` for ``value``; None if it loads."""
-    try:
-        torch.load(io.BytesIO(_saved(value)), weights_only=True)
-    except Exception as error:
-        return error
-    return None
+    # A container may be unsafe although all of its leaves are safe.
+    for one in (*(leaf for _, leaf in leaves(value) if type(leaf) not in _PLAIN), value):
+        try:
+            torch.load(io.BytesIO(_saved(one)), weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"{name} holds {one!r:.200}. Loading this object would run code: pass numbers, "
+                "strings, tensors, and lists and dicts with these, such as a state_dict()."
+            ) from error
 
 
 def _saved(value: object) -> bytes:
@@ -168,15 +166,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# A pair of values that must be equal on all ranks. The first value maps names to texts. The second
-# value contains, for each optimizer, the class and the unsharded state.
+# Values that must be equal on all ranks: texts, and each optimizer's class and unsharded state.
 _Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
-
-
-def _remedy(name: str) -> str:
-    if name.startswith(("the list of optimizers", _OPTIMIZERS)):
-        return "Every rank must step the same optimizer, with the same options."
-    return _ARGUMENTS
 
 
 class PendingSave:
@@ -241,39 +232,15 @@ def _at_exit() -> None:
 
 @dataclass
 class Save:
-    """Saves one checkpoint.
-
-    Attributes:
-        path: the folder of the checkpoint.
-        ranks: the ranks that train the model.
-        keep: number of checkpoints to keep.
-        tensors: nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
-        own: this rank's values that DCP's files do not contain, as bytes of ``torch.save``.
-        step: the user's ``extra["step"]``; None if it is no number.
-    """
+    """Saves one checkpoint."""
 
     path: Path
     ranks: HostRanks
     keep: int | None
+    # Nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
     tensors: dict[str, Any] = field(default_factory=dict)
-    own: bytes = b""
-    step: int | None = None
-
-    def run(self, take: Callable[[], _Compared], *, async_: bool) -> PendingSave | None:
-        """Call ``take``, which sets the values to save, and write the files. Collective."""
-        global _pending
-        wait_for_pending()
-        # If one rank fails here, all ranks raise before any file is written.
-        self._check_same(*self.ranks.agree(take, self.op_name))
-        self.ranks.on_first(partial(folders.begin, self.path, self.keep), self.op_name)
-        _pending = PendingSave(self.path, self._write) if async_ else None
-        if not async_:
-            # `dcp_files.Files` computes checksums already. An async save must not change this
-            # global setting: the program may call torch.save while the thread is writing.
-            config: Any = serialization.config
-            with config.patch("save.compute_crc32", False):
-                self._write()
-        return _pending
+    own: bytes = b""  # this rank's values that DCP's files do not contain
+    step: int | None = None  # the user's `extra["step"]`, if it is a number
 
     @property
     def op_name(self) -> str:
@@ -285,16 +252,12 @@ class Save:
         """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
 
         With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
-
-        Raises:
-            TypeError: ``extra``, or the state of the scheduler or the optimizer, contains an object
-                whose loading would run code.
         """
         rest = None
         self.tensors["model"] = training.model_state()
         states = training.optim_states()
-        if (state := joined(states)) is not None:
-            self.tensors["optimizer"], rest = pack_optimizer(state)
+        if (state := trainings.joined(states)) is not None:
+            self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
         of_scheduler = None if scheduler is None else scheduler.state_dict()
         of_scheduler, extra = pytree.tree_map(python_number, (of_scheduler, dict(extra or {})))
@@ -307,7 +270,7 @@ class Save:
         kinds = training.kinds(states)
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})
         for names, leaf in leaves([self.tensors.get("optimizer", {}), rest or {}]):
-            name = f"{_OPTIMIZERS}{'.'.join(names[1:])}"
+            name = f"the optimizer's {'.'.join(names[1:])}"
             if type(leaf) not in _PLAIN:
                 _check_loads(name, leaf)
             if not isinstance(leaf, Tensor):
@@ -318,20 +281,23 @@ class Save:
             own |= {"scheduler": of_scheduler, "extra": extra}
             own |= {"optimizers": kinds, "optimizer": rest}
         self.own = _saved(own)
-        same = training.unsharded_state(states)
+        same = []
+        for name, one in training.optimizers.items():
+            params = OptimParams(training.plain, one, training.units)
+            same.append((type(one).__name__, unsharded_state(states[name], params)))
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
         return facts, same
 
     def _check_same(self, facts: Facts, states: list[tuple[str, dict[str, Any]]]) -> None:
         """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
-        self.ranks.compare(facts, self.op_name, _remedy)
+        self.ranks.compare(facts, self.op_name, _REMEDY)
         for kind, values in states:
             # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
             gather, ranks = self.ranks.gather, self.ranks.ranks
             check_same_state(values, gather, ranks, kind, some_may_lack=True)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""
         try:
             self._write_files()
@@ -366,7 +332,7 @@ class Save:
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
-            kind, text = class_and_text(error)
+            kind, text = trainings.class_and_text(error)
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
         def sum_up() -> dict[str, FileRecord]:
@@ -383,7 +349,8 @@ class Save:
             if missing := dcp_files.incomplete_tensors(metadata):
                 raise ValueError(
                     f"checkpoint {self.path} is incomplete: the ranks did not save all values of "
-                    f"{', '.join(missing):.300}. {_TENSORS}"
+                    f"{', '.join(missing):.300}. Use an optimizer that keeps each rank's part of "
+                    "all parameters' state, such as torch.optim.Muon."
                 )
             files = {name: record for one in records for name, record in one.items()}
             marker = Marker(len(ranks.ranks), self.step, files)

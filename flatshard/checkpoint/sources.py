@@ -18,7 +18,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,6 @@ class Source:
         ``key`` ("app.model", for example) is the entry of the checkpoint that contains the model.
         If None, the entry has one of the usual names (model, module, state_dict,
         model_state_dict), or the whole checkpoint is the model.
-
-        Raises:
-            ValueError: no entry or several contain the model, or FSDP1 saved a LOCAL_STATE_DICT.
         """
         prefixes = {names[:depth] for names in self.tensors for depth in range(len(names))}
         found = [one for one in prefixes if one and one[-1] in _MODEL_KEYS]
@@ -85,13 +81,7 @@ class Source:
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Recognize the format of a file or folder, and list its tensors.
-
-    Raises:
-        ValueError: the format is unknown, or the files are incomplete, corrupt, or need unsafe
-            loading.
-        OSError: a file cannot be read.
-    """
+    """Recognize the format of a file or folder, and list its tensors."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder. Check the path.")
@@ -102,15 +92,14 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             return _dcp(path)
         if any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt")):
             raise ValueError(
-                f"{path}: DeepSpeed wrote this folder, and flatshard does not read it. Run "
-                "DeepSpeed's script zero_to_fp32.py, which is beside the checkpoint, with "
+                f"{path} is DeepSpeed's. Run DeepSpeed's script zero_to_fp32.py in the folder with "
                 "--safe_serialization, and convert the files that it writes."
             )
         if not list(path.glob("*.safetensors")):
             held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
             raise ValueError(
-                f"{path}: expected files of torch.distributed.checkpoint or safetensors in this "
-                f"folder, got {held}. Check the path."
+                f"{path}: expected files of torch.distributed.checkpoint or safetensors, got "
+                f"{held}. Check the path."
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -185,11 +174,7 @@ def _torch(path: Path) -> Source:
 
 
 def load_torch(path: Path) -> Any:
-    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read.
-
-    Raises:
-        ValueError: the file is corrupt, or contains objects that only unsafe loading would read.
-    """
+    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read."""
     try:
         return load_safely(path, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -291,10 +276,8 @@ def convert(
     final = Path(destination)
     is_torchs = final.suffix in _TORCH_SUFFIXES
     if max_shard_size is not None and is_torchs:
-        raise ValueError(
-            f"max_shard_size is only for safetensors files, but the destination is {final.name}. "
-            "Leave max_shard_size out."
-        )
+        text = f"max_shard_size is only for safetensors files, not for {final.name}. Leave it out."
+        raise ValueError(text)
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)
@@ -314,32 +297,26 @@ def convert(
             continue
         like[name] = safetensors.as_saved(one, dtype)
     begun = time.monotonic()
-    write = _write_torch if is_torchs else partial(_write_safetensors, max_shard_size)
 
     def read(name: str) -> Tensor:
-        kept = ties.get(name, name)
-        return found.read(model[kept]).to(like[kept].dtype)
+        return found.read(model[name]).to(like[name].dtype)
 
-    write(final, like, ties, read)
+    if is_torchs:
+        _write_torch(final, like, ties, read)
+    else:
+        plan = safetensors.plan_files(like, final, max_shard_size, ties)
+        try:
+            plan.create()
+            safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
+            plan.commit()
+        finally:
+            plan.discard()
     folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
-Read = Callable[[str], Tensor]
-
-
-def _write_safetensors(
-    size: int | str | None, final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read
+def _write_torch(
+    final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Callable[[str], Tensor]
 ) -> None:
-    plan = safetensors.plan_files(like, final, size, ties)
-    try:
-        plan.create()
-        safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
-        plan.commit()
-    finally:
-        plan.discard()
-
-
-def _write_torch(final: Path, like: dict[str, Tensor], ties: dict[str, str], read: Read) -> None:
     # Never hold all values in memory: `skip_data` reserves space in the file for these empty
     # tensors, and the loop below writes one tensor at a time through a memory map.
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}

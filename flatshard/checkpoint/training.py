@@ -26,8 +26,7 @@ from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
 from flatshard.extras.model_shards import ModelShards, model_shards
-from flatshard.state.optim_state import OptimParams, unsharded_state
-from flatshard.wrapper import ShardedWrapper
+from flatshard.state.optim_state import OptimState
 
 T = TypeVar("T")
 
@@ -36,26 +35,16 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostRanks] = weakref.WeakKe
 
 
 class HostRanks(HostExchange):
-    """Exchanges Python objects between the ranks of a process group.
-
-    Attributes:
-        process_group: the group that exchanges objects. None: this rank is the only one.
-        rank: this rank's index in the group.
-        ranks: the ranks' numbers in the default group.
-    """
+    """Exchanges Python objects between the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the exchange. No other code may run collectives on ``group``."""
         super().__init__(group, torch.device("cpu"))
         self.process_group, self.ranks = group, self._ranks
         self.rank = 0 if group is None else group.rank()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> HostRanks:
-        """Return an exchange between the ranks of ``group``, over a new process group.
-
-        If ``group`` is None, this rank is the only rank. Collective in the first call for a group.
-        """
+        """Return an exchange over a new process group. Collective at a group's first call."""
         if group is None or group.size() == 1 or is_fake(group):
             return cls(None)
         if group not in _known:
@@ -64,10 +53,7 @@ class HostRanks(HostExchange):
         return _known[group]
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
-        """Run ``work`` and return the result; if ``work`` raises on any rank, all ranks raise.
-
-        Collective: after ``work``, the ranks exchange their errors.
-        """
+        """Run ``work`` and return its result. If it raises on any rank, all raise. Collective."""
         result, error = None, None
         try:
             result = work()
@@ -84,26 +70,16 @@ class HostRanks(HostExchange):
         """Run ``work`` on rank 0 of the group; if ``work`` raises, all ranks raise. Collective."""
         self.agree(work if self.rank == 0 else lambda: None, op_name)
 
-    def compare(self, facts: Facts, op_name: str, remedy: Callable[[str], str]) -> None:
-        """Raise ValueError on all ranks if the ranks pass different ``facts``.
-
-        ``facts`` maps names ("the path", for example) to texts that must be equal on all ranks. The
-        message says which name differs, and ends with ``remedy(name)``.
-
-        Collective: all ranks of the group.
-        """
+    def compare(self, facts: Facts, op_name: str, remedy: str) -> None:
+        """Raise ValueError on all ranks if the ranks pass different ``facts``. Collective."""
         # Sort, because ranks may have collected equal facts in a different order.
         different = differing_fact(self.gather(dict(sorted(facts.items())), op_name), self.ranks)
         if different is not None:
-            key, difference = different
-            raise ValueError(f"{op_name}: ranks differ: {difference}. {remedy(key)}")
+            raise ValueError(f"{op_name}: ranks differ: {different[1]}. {remedy}")
 
 
 def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
-    """Return the class and the text that other ranks need to raise the same error.
-
-    Errors other than OSError, ValueError, TypeError and RuntimeError become RuntimeErrors.
-    """
+    """Return what other ranks need to raise the error. A rarer class becomes RuntimeError."""
     if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
         return sendable(error)
     return RuntimeError, f"{type(error).__name__}: {error}"
@@ -125,11 +101,8 @@ def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
 class Training:
     """The model and the optimizers that a call saves or loads, and the ranks that train the model.
 
-    Attributes:
-        optimizers: the optimizers, keyed by name.
-        shards: this rank's shards of the model; None if the model is unwrapped.
-        plain: the model, or the module inside DistributedDataParallel. The parameters of ``plain``
-            have the names of the unwrapped model.
+    ``shards`` is None if the model is unwrapped. ``plain`` is the model, or the module inside
+    DistributedDataParallel: its parameters have the names of the unwrapped model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
@@ -166,11 +139,8 @@ class Training:
 
     def optim_states(self) -> dict[str, dict[str, Any]]:
         """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""
-        with ShardedWrapper.state_dict_type(self.model, "SHARDED_STATE_DICT"):
-            return {
-                name: ShardedWrapper.optim_state_dict(self.plain, one, offload_to_cpu=False)
-                for name, one in self.optimizers.items()
-            }
+        states = {n: OptimState(self.plain, one, self.units) for n, one in self.optimizers.items()}
+        return {name: state.sharded(None, None) for name, state in states.items()}
 
     def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
@@ -179,18 +149,9 @@ class Training:
             for name, state in states.items()
         }
 
-    def unsharded_state(
-        self, states: dict[str, dict[str, Any]]
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """Return each optimizer's class and unsharded state, which must be equal on all ranks.
-
-        See the function ``unsharded_state`` of ``flatshard.state.optim_state``.
-        """
-        units = [] if self.shards is None else [part.unit for part in self.shards.parts]
-        return [
-            (type(one).__name__, unsharded_state(states[name], OptimParams(self.plain, one, units)))
-            for name, one in self.optimizers.items()
-        ]
+    @property
+    def units(self) -> list[Any]:
+        return [] if self.shards is None else self.shards.units
 
 
 def _fqns(state: dict[str, Any]) -> Iterator[str]:
@@ -198,15 +159,7 @@ def _fqns(state: dict[str, Any]) -> Iterator[str]:
 
 
 def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Join the state dicts of several optimizers into one state dict, with parameter names as keys.
-
-    As in torch's ``get_state_dict``, the joined state dict has the groups of all optimizers.
-    Returns None if there is no optimizer.
-
-    Raises:
-        ValueError: a parameter belongs to several optimizers, or an optimizer has state that
-            belongs to no parameter.
-    """
+    """Join the state dicts of several optimizers into one, as in torch's ``get_state_dict``."""
     owner: dict[str, str] = {}
     for name, state in states.items():
         for fqn in _fqns(state):
@@ -230,11 +183,7 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """Return this rank's shards of a sharded model, and an exchange between its ranks. Collective.
-
-    Raises:
-        ValueError: the model is unwrapped.
-    """
+    """Return this rank's shards of a sharded model, and an exchange between its ranks."""
     training = Training(model, None, caller)
     if training.shards is None:
         raise ValueError(
@@ -261,11 +210,9 @@ def pack(value: Any) -> tuple[Any, Form]:
             raise TypeError(
                 "the optimizer keeps a dict with tensors as keys, which a checkpoint cannot restore"
             )
-        is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
-        names = keys if is_plain else [str(number) for number in range(len(keys))]
+        names = _dcp_names(keys)
         packed, forms = zip(*map(pack, values), strict=True) if values else ((), ())
-        is_kept = is_plain and not any(forms)
-        form = None if is_kept else ["dict", keys, list(forms)]
+        form = None if names is keys and not any(forms) else ["dict", keys, list(forms)]
         return dict(zip(names, packed, strict=True)), form
     kind = type(value).__name__
     if type(value) is not _SEQUENCES.get(kind) or (kind != "deque" and not _has_tensors(value)):
@@ -273,6 +220,12 @@ def pack(value: Any) -> tuple[Any, Form]:
     packed, forms = zip(*map(pack, value), strict=True) if value else ((), ())
     length = value.maxlen if kind == "deque" else None
     return {str(number): one for number, one in enumerate(packed)}, [kind, length, list(forms)]
+
+
+def _dcp_names(keys: list[Any]) -> list[str]:
+    """Return the names under which DCP saves the values of a dict: the keys, or numbers."""
+    is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
+    return keys if is_plain else [str(number) for number in range(len(keys))]
 
 
 def _has_tensors(value: Any) -> bool:
@@ -290,11 +243,7 @@ def unpack(packed: Any, form: Form) -> Any:
         return packed
     kind, keys, forms = form
     packed = packed or {}
-    if kind == "dict":
-        is_plain = bool(keys) and all(type(key) is str and "." not in key for key in keys)
-        names = keys if is_plain else map(str, range(len(keys)))
-    else:
-        names = map(str, range(len(forms)))
+    names = _dcp_names(keys) if kind == "dict" else map(str, range(len(forms)))
     values = [unpack(packed.get(name), one) for name, one in zip(names, forms, strict=True)]
     if kind == "dict":
         return dict(zip(keys, values, strict=True))
@@ -302,11 +251,7 @@ def unpack(packed: Any, form: Form) -> Any:
 
 
 def pack_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a sharded state dict of an optimizer into a part that DCP can save, and the rest.
-
-    The rest contains the forms from ``pack``, state whose keys are no parameters, and additional
-    entries of the optimizer's own ``state_dict()``.
-    """
+    """Divide a sharded state dict of an optimizer into a part that DCP can save, and the rest."""
     names = {name for group in state["param_groups"] for name in group["params"]}
     states = {name: pack(one) for name, one in state["state"].items() if name in names}
     groups = [pack(group) for group in state["param_groups"]]

@@ -10,8 +10,9 @@ from torch import nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
+from flatshard.engine.run_state import temporarily
 from flatshard.module.wrappers import state_dicts_in, units_between_steps
-from flatshard.state.model_state import StateDictOptions, UnitStateDict, options_set
+from flatshard.state.model_state import StateDictOptions, UnitStateDict
 from flatshard.tensor.shard_spec import first_of_dtensor
 
 
@@ -20,10 +21,10 @@ class ModelShards:
 
     def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
         self.parts = parts
-        self._model, self._units = model, [part.unit for part in parts]
-        self._handles = [handle for unit in self._units for handle in unit.handles]
+        self._model, self.units = model, [part.unit for part in parts]
+        self._handles = [handle for unit in self.units for handle in unit.handles]
         # The ranks of the largest unit: some units train on fewer ranks.
-        self.world = max((unit.topology.world for unit in self._units), key=lambda one: one.size)
+        self.world = max((unit.topology.world for unit in self.units), key=lambda one: one.size)
 
     def refuse_dtensors(self, caller: str) -> None:
         """Raise NotImplementedError if a parameter was a DTensor."""
@@ -36,11 +37,11 @@ class ModelShards:
                 "the result to torch.distributed.checkpoint.save, or save full_state_dict(model)."
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sharded state dict, whose tensors share memory with the model."""
+    def state_dict(self, options: StateDictOptions | None = None) -> dict[str, Any]:
+        """Return a state dict. By default it is sharded, and shares memory with the model."""
         for handle in self._handles:
             handle.absorb_replaced()
-        with options_set(self.parts, StateDictOptions(is_sharded=True)):
+        with temporarily(self.parts, options=options or StateDictOptions(is_sharded=True)):
             return self._model.state_dict()
 
     def replicas(self) -> dict[int, Communicator]:
@@ -55,7 +56,7 @@ class ModelShards:
 
     def mark_written(self) -> None:
         """Call after writing into the memory of shards: marks unsharded copies as out of date."""
-        for unit in self._units:
+        for unit in self.units:
             unit.count_load("a checkpoint")
         for handle in self._handles:
             # Increase the version counters: reading a file directly into memory leaves them as is.

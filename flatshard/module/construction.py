@@ -1,6 +1,6 @@
 """``wrap`` carries out a ``ModelPlan``: it makes the units, and puts wrappers around their modules.
 
-A unit is one module, or several small ones, whose parameters are sharded together. The steps:
+The steps:
 
 1. Ranks compare their plans, and create the process groups of the sharding strategies.
 2. The range that each rank stores of each flat parameter is computed. Disk space is reserved for
@@ -65,9 +65,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     """Put the planned module into ``root``, a wrapper that has no module yet, and make the units.
 
     The modules of all other units get new wrappers of class ``kind``. Rank 0 issues ``notes`` and
-    the warnings about the plan.
-
-    Collective: all ranks.
+    the warnings about the plan. Collective: all ranks.
     """
     _compare(plan)
     targets = _offload_targets(plan)
@@ -105,14 +103,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
 
 
 def _compare(plan: ModelPlan) -> None:
-    """Check that all ranks plan the same model, and create the strategies' process groups.
-
-    Collective: all ranks of the model.
-
-    Raises:
-        ValueError: the ranks' models or settings differ. All ranks raise, with the first
-            difference.
-    """
+    """Check that all ranks plan the same model, and make the process groups. Collective."""
     ranks = plan.settings.ranks
     # Compare before any other collective: ranks with different plans would deadlock.
     if ranks.world.size > 1:
@@ -125,9 +116,9 @@ def _compare(plan: ModelPlan) -> None:
         # The names of facts contain positions, so that ranks also compare the order.
         facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}
         facts["the list of ignored tensors"] = repr(list(plan.ignored.names))
-        for number, (name, tensor) in enumerate((plan.params | plan.buffers).items()):
-            facts[f"tensor {number}"] = f"{name!r} ({_describe(tensor)})"
-        facts |= {f"unit {number}": unit for number, unit in enumerate(units)}
+        tensors = (f"{n!r} ({_describe(one)})" for n, one in (plan.params | plan.buffers).items())
+        facts |= {f"tensor {number}": text for number, text in enumerate(tensors)}
+        facts |= {f"unit {number}": text for number, text in enumerate(units)}
         remedy = "Every rank must wrap the same modules in the same order with the same settings."
         start = "the ranks build different models. First difference"
         agreed(lambda: (True, facts), [ranks.world], "ShardedWrapper", remedy, differ=start)
@@ -157,23 +148,18 @@ def summary(wrapper: ModuleProxy) -> str:
     numel = sum(handle.layout.numel for handle in unit.handles)
     padding = sum(handle.layout.padding_numel for handle in unit.handles)
     ranks = unit.settings.topology.shard.size
-    over = f"over {ranks} rank{'s' if ranks != 1 else ''}"
-    return f"{strategy}: {numel:,} elements + {padding:,} padding {over}"
+    over = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{strategy}: {numel:,} elements + {padding:,} padding over {over}"
 
 
 def _offload_targets(plan: ModelPlan) -> OffloadTargets:
-    """Compute each rank's ranges of the flat parameters, and choose where to offload shards.
-
-    Collective if the user offloads to disk: all ranks. Raises ValueError if the user's ``boundary``
-    causes too much padding.
-    """
+    """Lay out the flat parameters, and choose where to offload shards. Collective for disks."""
     for planned in plan.units:
         planned.lay_out(planned.settings.topology.shard.size)
     offload = plan.settings.cpu_offload
     if offload.path is None:
         return OffloadTargets.find(offload, plan.settings.device)
-    disk = extra("disk", "CPUOffload(path=...)")
-    return disk.find_targets(plan)  # type: ignore[no-any-return]
+    return extra("disk", "CPUOffload(path=...)").find_targets(plan)  # type: ignore[no-any-return]
 
 
 def _make_units(
@@ -183,10 +169,7 @@ def _make_units(
     initial_values: InitialValues,
     targets: OffloadTargets,
 ) -> list[Unit]:
-    """Make the units, and wrap their modules. Returns the units, beginning with the root unit.
-
-    Collective: all ranks.
-    """
+    """Make the units, and wrap their modules. Returns the units, the root first. Collective."""
     wrappers: dict[nn.Module, ModuleProxy] = {}
     units: list[Unit] = []
     for planned in plan.units:
@@ -241,10 +224,9 @@ def leave_empty(module: nn.Module) -> None:
 class InitialValues:
     """Decides which initial values of parameters and buffers the ranks use.
 
-    The decision is the same on all ranks. All ranks take rank 0's values if ``sync_module_states``
-    is True, or if the keyword is None and the checksums of the values differ between ranks. With
-    ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
-    in DistributedDataParallel.
+    All ranks take rank 0's values if ``sync_module_states`` is True, or if the keyword is None and
+    the checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
+    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
     """
 
     def __init__(self, plan: ModelPlan) -> None:
@@ -288,7 +270,7 @@ class InitialValues:
                     self.take_part(shard, param, param.sharded)
         return shard
 
-    def take_part(self, shard: Tensor, param: OriginalParam, value: Tensor | None) -> None:
+    def take_part(self, shard: Tensor, param: OriginalParam, value: Any) -> None:
         """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
 
         If all ranks take rank 0's values, rank 0 broadcasts its ``value``, and the other ranks may
@@ -300,21 +282,16 @@ class InitialValues:
             # Send one parameter at a time, if possible without a copy on rank 0. A copy of a whole
             # unit may not fit in memory.
             if self.world.rank == 0:
-                assert value is not None, "rank 0 has the values"
                 whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
             else:
                 whole = torch.empty(spec.span.numel, dtype=part.dtype, device=part.device)
             self.world.broadcast(whole, op_name=spec.name)
             part.copy_(whole[spec.offset : spec.offset + spec.numel])
         else:
-            assert value is not None, "every rank has the values"
             part.copy_(spec.slice(value))
 
     def take_buffer(self, buffer: Tensor, name: str) -> Tensor:
-        """Broadcast rank 0's values of ``buffer``, and return a buffer with these values.
-
-        A buffer on the meta device is replaced by a new buffer. Collective: all ranks.
-        """
+        """Broadcast rank 0's values of ``buffer``, and return a buffer with these. Collective."""
         if buffer.is_meta:
             buffer = torch.empty_like(buffer, device=self.settings.device)
         contiguous = buffer.detach().contiguous()
@@ -344,11 +321,7 @@ class InitialValues:
 def names_of_different(
     tensors: Collection[str], sums: Iterable[Checksum | None], world: Communicator
 ) -> list[str]:
-    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks.
-
-    ``tensors``: the names, or a dict whose keys are the names. ``sums``: the checksum of each
-    tensor, in the same order.
-    """
+    """Return the names of tensors whose checksums differ between ranks. Collective: all ranks."""
     # Compare the digests by a maximum over the ranks, because a gather's messages would grow with
     # the number of ranks.
     digests = b"".join(digest_of(repr(one).encode()) for one in sums)
@@ -358,10 +331,7 @@ def names_of_different(
 
 
 def move_buffers(plan: ModelPlan, start: InitialValues) -> None:
-    """Move buffers to the device. If ``start.sends_buffers``, also broadcast rank 0's buffers.
-
-    Collective if ``start.sends_buffers``: all ranks.
-    """
+    """Move buffers to the device. If ``start.sends_buffers``, broadcast rank 0's. Collective."""
     device = plan.settings.device
     # New buffers, keyed by the id of the old buffer, because several modules may share a buffer.
     received: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ Making a plan changes no module and does not communicate, so the model may be on
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -43,14 +43,10 @@ class PlannedUnit:
 
     flats: list[FlatParamPlan] = field(default_factory=list)  # flat parameters, set by `flatten`
 
-    @property
-    def names(self) -> list[str]:
-        return [member.name for member in self.members]
-
-    @property
-    def name(self) -> str:
-        """The unit's name in messages. Empty for the root unit."""
-        return module_tree.name_of(self.names)
+    def __post_init__(self) -> None:
+        self.names = [member.name for member in self.members]
+        # The unit's name in messages. Empty for the root unit.
+        self.name = module_tree.name_of(self.names)
 
     def flatten(self, precision_plan: PrecisionPlan) -> None:
         """Divide the unit's parameters into flat parameters."""
@@ -66,17 +62,12 @@ class PlannedUnit:
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
-            key = (*kind, is_apart and id(param))
-            if key not in plans:
-                plans[key] = FlatParamPlan(self.name, self.settings.device, *kind)
-            plans[key].infos.append(info)
+            new = FlatParamPlan(self.name, self.settings.device, *kind)
+            plans.setdefault((*kind, is_apart and id(param)), new).infos.append(info)
         self.flats = list(plans.values())
 
     def lay_out(self, num_shards: int) -> None:
-        """Compute the layout of the flat parameters over ``num_shards`` ranks.
-
-        Raises ValueError if the user's ``boundary`` causes too much padding.
-        """
+        """Compute the layout of the flat parameters over ``num_shards`` ranks."""
         for plan in self.flats:
             params, itemsize = {one.name: one.param for one in plan.infos}, plan.dtype.itemsize
             plan.layout = FlatLayout.build(params, world_size=num_shards, itemsize=itemsize)
@@ -137,11 +128,8 @@ class ModelPlan:
             module: self.settings.override(member, self.divergent)
             for module, member in members.items()
         }
-        self.precision_plan = PrecisionPlan(
-            self.module,
-            {module: settings.mixed_precision for module, settings in self.settings_of.items()},
-            self.left_alone,
-        )
+        precisions = {module: one.mixed_precision for module, one in self.settings_of.items()}
+        self.precision_plan = PrecisionPlan(self.module, precisions, self.left_alone)
         for info in infos:
             members[info.owner(members)].infos.append(info)
         # The units in registration order, the root last.
@@ -155,8 +143,7 @@ class ModelPlan:
         """Group small neighbouring modules with the same settings and kinds of parameters.
 
         Each group becomes one unit with one all-gather, because small all-gathers are
-        latency-bound, and neighbours usually run one after the other. DeepSpeed has the similar
-        option ``stage3_module_granularity_threshold``.
+        latency-bound, and neighbours usually run one after the other.
         """
         members = {member.module: member for member in self.chosen if member.infos}
 
@@ -164,7 +151,7 @@ class ModelPlan:
             """Return the properties that modules of a group must share. None: do not group."""
             # A module that contains units does not run before or after these units, but meanwhile.
             module = member.module
-            if any(inner in members for inner in module.modules() if inner != module):
+            if any(inner in members and inner != module for inner in module.modules()):
                 return None
             # A unit needs one collective per kind of parameter. So grouping modules with different
             # kinds of parameters would save no collective.
@@ -197,10 +184,7 @@ def _sharded_ids(module: nn.Module) -> set[int]:
 
 
 def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
-    """Raise ValueError if a unit is inside several outermost wrappers, and is not frozen.
-
-    ``shared``: the result of ``other_roots``.
-    """
+    """Raise ValueError if a unit is inside several outermost wrappers, and is not frozen."""
     for unit, others in shared.items():
         params = [param for handle in unit.handles for param in handle.sharded]
         if others and any(param.requires_grad for param in params):
@@ -227,10 +211,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     _check_wrappers(module, given["auto_wrap_policy"])
     units = wrappers.units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
-        raise ValueError(
-            "ShardedWrapper: pass either ignored_modules or ignored_states, not both. "
-            "ignored_states takes modules and parameters."
-        )
+        text = "pass either ignored_modules or ignored_states (modules and parameters), not both."
+        raise ValueError(f"ShardedWrapper: {text}")
     chosen = _read(given, "ignored_modules", nn.Module)
     chosen += _read(given, "ignored_states", nn.Parameter, nn.Module)
     tops = {top for top in chosen if isinstance(top, nn.Module)}
@@ -262,8 +244,7 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         if id(tensor) in sharded:
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} cannot be ignored, because a ShardedWrapper "
-                "inside the model has sharded it already. Let the inner ShardedWrapper ignore the "
-                "parameter, or ignore only modules that contain no ShardedWrapper."
+                "inside the model has sharded it already. Let the inner ShardedWrapper ignore it."
             )
     return ignored
 
@@ -288,9 +269,9 @@ def check_tensors(
 ) -> None:
     """Raise if a tensor cannot be sharded, or parameters are on several devices or share memory."""
     for name, tensor in (*buffers.items(), *params.items()):
-        for error, text in _problems(tensor, name in params, is_sharded):
+        if (problem := _problem(tensor, name in params, is_sharded)) is not None:
             kind = "parameter" if name in params else "buffer"
-            raise error(f"ShardedWrapper: {kind} {name!r} {text}")
+            raise type(problem)(f"ShardedWrapper: {kind} {name!r} {problem}")
     placed = [(name, param.device) for name, param in params.items() if not param.is_meta]
     for name, device in placed:
         first, expected = placed[0]
@@ -302,38 +283,34 @@ def check_tensors(
     _check_shares_no_memory(params)
 
 
-def _problems(
-    tensor: Tensor, is_param: bool, is_sharded: bool
-) -> Iterator[tuple[type[Exception], str]]:
-    """Yield the reasons why a tensor cannot be sharded or broadcast: an error type and a text."""
-    is_plain = type(tensor.data) is Tensor
+def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | None:
+    """Return why a tensor cannot be sharded or broadcast. None: it can be."""
+    kind, remedy = type(tensor.data), "Pass its module in ignored_modules."
     if isinstance(tensor, nn.parameter.UninitializedParameter):
-        text = "is not initialised (a lazy module). Run one forward on the unwrapped model first."
-        yield ValueError, text
+        return ValueError("is not initialised (a lazy module). Run one forward before wrapping.")
     if is_wrapped(tensor):
-        text = f"is already in another ShardedWrapper. Wrap each module once. {SHARED_REMEDY}"
-        yield ValueError, text
+        return ValueError(f"is already in another ShardedWrapper. {SHARED_REMEDY}")
     # A flat parameter stores only elements, and would lose the state and methods of a subclass. The
     # program, such as an optimizer for manifolds, may choose parameters by their class.
-    if is_param and (not is_plain or (is_sharded and type(tensor) is not nn.Parameter)):
-        kind = type(tensor if is_plain else tensor.data).__name__
-        text = f"is a {kind}, but sharding keeps only the elements. Make it a plain nn.Parameter "
-        yield TypeError, f"{text}(its attributes are kept), or pass its module in ignored_modules."
+    loses_class = is_sharded and type(tensor) is not nn.Parameter
+    if is_param and (kind is not Tensor or loses_class):
+        name = (type(tensor) if kind is Tensor else kind).__name__
+        text = f"is a {name}, but sharding keeps only the elements. Make it a plain nn.Parameter"
+        return TypeError(f"{text} (which keeps its attributes). Otherwise: {remedy}")
     what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
     if not what and tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}"
-    elif not what and is_plain and tensor.numel() and not tensor.is_meta:
+    elif not what and kind is Tensor and tensor.numel() and not tensor.is_meta:
         last = tensor.storage_offset() + _extent(tensor)
         # Reading a tensor whose storage was freed would crash the process.
         is_freed = tensor.untyped_storage().nbytes() < last * tensor.element_size()
         what = "freed" if is_freed else ""
     if what:
-        text = f"is {what}, but only dense tensors with memory can be sharded or synchronised. "
-        text += "Convert the tensor (to_dense(), dequantize()), or pass its module in "
-        yield TypeError, f"{text}ignored_modules."
+        needs = "only dense tensors with memory can be sharded or synchronised"
+        return TypeError(f"is {what}, but {needs}. Convert it (to_dense(), dequantize()). {remedy}")
     if is_sharded and tensor.grad is not None and bool(tensor.grad.any()):
-        text = "has a gradient, which would be lost. Wrap the model before backward, or call "
-        yield ValueError, f"{text}zero_grad() before wrapping."
+        return ValueError("has a gradient, which would be lost. Call zero_grad() before wrapping.")
+    return None
 
 
 def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
@@ -351,9 +328,8 @@ def _check_shares_no_memory(params: Mapping[str, nn.Parameter]) -> None:
             if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
                 raise ValueError(
                     f"ShardedWrapper: parameters {name!r} and {other_name!r} are views of the same "
-                    "memory, but would get separate shards. To tie the two weights, assign the "
-                    "same nn.Parameter object to both attributes. To keep two weights, replace "
-                    f"{other_name!r} by nn.Parameter(weight.detach().clone())."
+                    "memory, but would get separate shards. Tie them (one nn.Parameter object), or "
+                    f"replace {other_name!r} by nn.Parameter(weight.detach().clone())."
                 )
 
 
@@ -397,8 +373,6 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
-            f"ShardedWrapper (around a {first.__class__.__name__}; "
-            f"{len(inside)} ShardedWrappers in all). "
-            "Leave out the policy: then the outer wrapper takes all parameters that are not in "
-            "a unit. Or wrap the model once, with the policy."
+            f"ShardedWrapper (around a {first.__class__.__name__}; {len(inside)} ShardedWrappers "
+            "in all). Leave out the policy, or wrap the model once, with the policy."
         )

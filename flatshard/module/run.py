@@ -38,10 +38,7 @@ _num_registered = 0
 
 
 def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
-    """Make the ``RunState`` of a model, which all wrappers of the model share.
-
-    ``number`` identifies the model, and is the same on all ranks. None: use a new number.
-    """
+    """Make the ``RunState`` of a model, which all wrappers of the model share."""
     names: dict[Unit, list[str]] = {}
     for wrapper, name in wrappers.named_wrappers(root).items():
         names.setdefault(wrappers.unit_of(wrapper), []).append(name)
@@ -79,27 +76,20 @@ def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     for unit in units:
         unit.roots.add(root)
         unit.context, unit.state_dict.writes = context, root_checks.writes
-        unit.state_dict.is_apart = unit.settings.ranks.world.size < world.size
 
 
 def _check_ranks(units: Sequence[Unit]) -> None:
-    """Raise ValueError if a unit's ranks or groups do not fit the root unit's ranks or groups.
-
-    A unit's ranks must be a subset of the root's ranks. A unit's shard group must not be the root's
-    replicate group, and the reverse.
-    """
+    """Raise ValueError if a unit's ranks or groups do not fit the root unit's ranks or groups."""
     expected = units[-1].topology.world
-    grids = []
     for unit in units:
-        topology, world = unit.topology, unit.topology.world
+        world = unit.topology.world
         if not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, but "
-                f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
-                "both, or pass a subset of the outer module's ranks to the unit."
+                f"the module around it trains on {expected.ranks_text}. Pass it a subset of these."
             )
-        if topology.intra_group.size > 1 and topology.second_group.size > 1:
-            grids.append((unit, topology.intra_group, topology.second_group))
+    groups = [(unit, unit.topology.intra_group, unit.topology.second_group) for unit in units]
+    grids = [one for one in groups if min(one[1].size, one[2].size) > 1]
     # Ranks need not communicate here: if a unit's groups are the root's groups in reverse order on
     # one rank, then also on every other rank.
     for unit, shard, replicate in grids:
@@ -107,9 +97,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         if [group.ranks for group in its] == [replicate.ranks, shard.ranks]:
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} shards over ranks {shard.ranks_text} and "
-                f"replicates over {replicate.ranks_text}, "
-                f"but {unit_text(outermost.name)}, which contains it, does the opposite. Pass the "
-                "same pair of groups (shard group, replicate group) to both."
+                f"replicates over {replicate.ranks_text}, but {unit_text(outermost.name)} does the "
+                "opposite. Pass the same pair of groups (shard group, replicate group) to both."
             )
 
 
@@ -124,9 +113,8 @@ _NOTES = {
     ),
     "a parametrized element with name": (
         "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
-        "parameters of its own. Register it before wrapping. If a library registers it in forward "
-        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
-        "the parametrized module and its caller."
+        "parameters of its own. Register it before wrapping, or choose units that contain the "
+        "parametrized module and its caller, as auto_wrap_policy='auto' does."
     ),
 }
 
@@ -158,10 +146,7 @@ class RootChecks:
             self.writes.take_over([*self.writes.given.values()])
 
     def shared_buffers(self) -> Buffers:
-        """Return the buffers to broadcast. A buffer that several modules share is returned once.
-
-        The result has no ignored buffers, and no buffers of modules that only some ranks train.
-        """
+        """Return the buffers to broadcast. A buffer that several modules share is returned once."""
         # Do not call ``named_buffers()``: it builds names, which takes too long for every step.
         ignored = self._ignored
         left_alone = ignored.modules.union(self._apart)
@@ -176,11 +161,7 @@ class RootChecks:
         return shared
 
     def check(self) -> None:
-        """Check the model before a forward of its outermost wrapper.
-
-        Raises RuntimeError if the model was changed after wrapping, has tensors without values
-        (``leave_empty``), or is being captured in a CUDA graph.
-        """
+        """Check the model before a forward of its outermost wrapper."""
         if self.writes.lost:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
@@ -199,10 +180,7 @@ class RootChecks:
                 error.add_note(f"{unit_text(unit_name)} {note}")
 
     def _check_modules(self, root: ModuleProxy) -> None:
-        """Raise if a parameter was added after wrapping: its gradients would not be averaged.
-
-        In the first forward, also raise if a tensor has no values (``leave_empty``).
-        """
+        """Raise if a parameter was added after wrapping: its gradients would not be averaged."""
         handles, world = wrappers.handles_in(root), self.context.world
         if not self.context.has_run:
             for unit in wrappers.units_in(root):
@@ -226,8 +204,7 @@ class RootChecks:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
                     "rank's own gradients. Add modules before wrapping, or freeze the parameter. "
-                    "To grow a trained model, call full_state_dict(model) on all ranks, load the "
-                    "values into a larger plain model, and wrap that model."
+                    "To grow a trained model, load its full_state_dict() into a larger plain model."
                 )
 
 
@@ -255,8 +232,7 @@ def _check_not_captured(device: torch.device) -> None:
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would neither unshard parameters nor reduce gradients. Train without the "
-            "graph. To launch fewer kernels, call block.compile() before wrapping."
+            "replays would not communicate. Call block.compile() before wrapping instead."
         )
 
 

@@ -28,10 +28,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 def as_flag(keyword: str, value: object, default: bool | None = None) -> bool | None:
-    """Return ``value`` as a bool, or ``default`` if ``value`` is None. Raises TypeError otherwise.
-
-    The numbers 0 and 1 are accepted, because 0 equals False and 1 equals True.
-    """
+    """Return ``value`` (a bool, 0 or 1) as a bool, or ``default`` if ``value`` is None."""
     # Do not call `bool` on other values: `bool("no")` is True.
     if value is not None and value not in (True, False):
         raise TypeError(f"{keyword}: expected True or False, got {value!r}.")
@@ -108,8 +105,7 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
             f"device_id: there is no {device_id!r} on this host, which has "
-            f"{torch.accelerator.device_count()} accelerators. Pass the index of one of these, a "
-            f"device or 'cpu'. Reported by torch: {error}"
+            f"{torch.accelerator.device_count()} accelerators. Reported by torch: {error}"
         ) from error
 
 
@@ -135,10 +131,7 @@ class Settings:
 
     @classmethod
     def read(cls, module: nn.Module, ignored: Ignored, given: Mapping[str, Any]) -> Settings:
-        """Check the keywords of ``ShardedWrapper``, and return the settings of the outermost unit.
-
-        Without a process group, issues a warning, and only this process trains the model.
-        """
+        """Check the keywords of ``ShardedWrapper``, and return the outermost unit's settings."""
         as_flag("limit_all_gathers", given["limit_all_gathers"])
         values = read_values(given)
         transport = options.as_transport(given["collectives"], given["wire_dtype"])
@@ -173,11 +166,7 @@ class Settings:
         )
 
     def override(self, member: ChosenModule, divergent: Set[nn.Module]) -> Settings:
-        """Return these settings, changed by the keywords that the policy gives for a module.
-
-        ``divergent``: the modules that ranks may skip. ``allow_divergence`` among the policy's
-        keywords for a module takes precedence.
-        """
+        """Return these settings, changed by the keywords that the policy gives for a module."""
         keywords = dict(member.overrides)
         own = {name: keywords.pop(name) for name in _PER_UNIT & keywords.keys()}
         strategy, placement = self.strategy, self.placement
@@ -188,9 +177,8 @@ class Settings:
         if keywords:
             raise ValueError(
                 f"auto_wrap_policy: for {unit_text(member.name)} the policy sets "
-                f"{', '.join(sorted(keywords))}. Units of one model can differ only in "
-                "sharding_strategy, reshard_after_forward, allow_divergence, mixed_precision and "
-                "boundary. Pass all other keywords to the outermost wrapper."
+                f"{', '.join(sorted(keywords))}. Pass these keywords to the outermost wrapper: a "
+                f"policy can set only allow_divergence, {', '.join(sorted(_PER_UNIT))}."
             )
         keeps_secondary = placement.regather_size is not None or placement.over_all
         changed = dataclasses.replace(
@@ -210,13 +198,11 @@ class Settings:
         if self.ranks.grid is not None and not self.placement.hybrid:
             raise ValueError(
                 f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
-                f"strategies, got {self.strategy.name}. Pass one group of all ranks, or a HYBRID "
-                "strategy."
+                f"strategies, got {self.strategy.name}. Pass one group of all ranks."
             )
         asked = self.ranks.mode.needs_gloo
         if asked and self.device.type != "cpu":
             raise ValueError(
                 f"{asked} is for gloo and parameters in host memory, but the parameters are on "
-                f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
-                "MixedPrecision(param_dtype, reduce_dtype)."
+                f"{self.device}. Leave it out. MixedPrecision(param_dtype) sends fewer bytes, too."
             )

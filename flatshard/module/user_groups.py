@@ -22,17 +22,6 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
     If ``process_group`` and ``device_mesh`` are both None, only this rank trains the model.
     Otherwise collective: all ranks of the groups.
-
-    Args:
-        process_group: a process group, a pair (shard group, replicate group), or None.
-        device_mesh: a 1-D mesh, a 2-D mesh (replicate, shard), or None. If the dimensions have
-            these names, their order does not matter.
-        mode: the user's choice of transport.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: both a process group and a mesh were passed, the mesh has wrong dimensions, or
-            the groups of all ranks do not form a grid (``_compare`` defines it).
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -48,59 +37,39 @@ def read_ranks(process_group: Any, device_mesh: Any, *, mode: TransportOptions) 
 
 
 def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups in the user's argument ``process_group``: zero, one or two groups.
-
-    Raises:
-        TypeError: the argument is not None, a process group or a pair of process groups.
-        ValueError: this rank is not a member of a group.
-    """
+    """Return the groups in the user's argument ``process_group``: zero, one or two groups."""
     if process_group is None:
         return ()
     is_pair = isinstance(process_group, tuple | list)
     groups = tuple(process_group) if is_pair else (process_group,)
     # `dist.new_group` returns NON_GROUP_MEMBER on ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
-        raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in this group. Call ShardedWrapper only "
-            "on ranks of the group."
-        )
+        text = f"process_group: rank {dist.get_rank()} is not in this group."
+        raise ValueError(f"{text} Call ShardedWrapper only on ranks of the group.")
     are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
             "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
-            f"got {process_group!r}. Pass a list of devices, DistributedDataParallel's second "
-            "argument, as device_ids=[...]."
+            f"got {process_group!r}. Pass a list of devices, DDP's second argument, as device_ids=."
         )
     return groups
 
 
 def _groups_of_mesh(mesh: Any) -> Any:
-    """Return the group of a 1-D mesh, or the pair (shard group, replicate group) of a 2-D mesh.
-
-    Raises:
-        TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: the mesh has more than two dimensions, or its dimensions have other names.
-    """
+    """Return the group of a 1-D mesh, or the pair (shard group, replicate group) of a 2-D mesh."""
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"device_mesh: expected a DeviceMesh of torch.distributed, got {mesh!r}.")
     if mesh.ndim == 1:
         return mesh.get_group()
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"device_mesh: expected 1 dimension, or 2 for (replicate, shard), got {mesh.ndim}. "
-            "Pass only the dimensions over which the model's inputs are split, such as "
-            'mesh["replicate", "shard"].'
-        )
     # If the dimensions have no names, assume the order of torch's FSDP: (replicate, shard). Refuse
     # others: the ranks of a dimension for tensor parallelism, for example, differ in parameters.
     names = mesh.mesh_dim_names or ("replicate", "shard")
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
-    if kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
+    if mesh.ndim != 2 or kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
         raise ValueError(
-            f"device_mesh: the dimensions are named {names}. Expected names that contain "
-            '"replicate" and "shard", such as "dp_replicate" and "dp_shard". Pass only the '
-            'dimensions over which the model\'s inputs are split, such as mesh["dp"], or '
-            "process_group=(shard_group, replicate_group)."
+            "device_mesh: expected 1 dimension, or 2 with names such as dp_replicate and dp_shard, "
+            f"got {mesh.ndim} named {mesh.mesh_dim_names}. Pass only the dimensions over which "
+            'inputs are split (mesh["dp"]), or process_group=(shard_group, replicate_group).'
         )
     shard_dim = kinds.index(["shard"])
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
@@ -120,11 +89,7 @@ def _ranks_per_node() -> int | None:
 
 
 def _world_of(shard: Communicator, replicate: Communicator, rows: Iterable[_Group]) -> Communicator:
-    """Return the communicator of all ranks of the user's groups, which form a grid.
-
-    Collective: all ranks of the grid. ``shard`` and ``replicate``: the groups of this rank.
-    ``rows``: the ranks of all shard groups.
-    """
+    """Return the communicator of all ranks of the user's groups, which form a grid. Collective."""
     size = shard.size * replicate.size
     for group in (shard, replicate):
         if group.size == size:
@@ -146,20 +111,8 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     """Check that all ranks passed the same options, and that their groups form a grid.
 
     In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
-    sends the members of its replicate group to its shard group, and the reverse. Then each rank
-    checks the groups that share a rank with its own groups. Together, the ranks check all groups.
-
-    Collective: all ranks of the groups.
-
-    Args:
-        groups: this rank's process groups: zero, one, or (shard group, replicate group).
-        mode: the user's choice of transport.
-
-    Returns:
-        The shard groups that this rank knows after the comparison.
-
-    Raises:
-        ValueError: options differ, or the groups form no grid. All ranks of the groups raise.
+    sends the members of its replicate group to its shard group, and the reverse, and checks the
+    groups that it knows. Collective. Returns the shard groups that this rank then knows.
     """
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.

@@ -22,10 +22,7 @@ def unit_of(wrapper: ModuleProxy) -> Unit:
 
 
 def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model.
-
-    ``nested=False``: leave out wrappers that are inside of another wrapper.
-    """
+    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model."""
     # `module.modules()` would take three times as long, because it builds all modules' names.
     found, waiting = dict[ModuleProxy, None](), [module]
     while waiting:
@@ -47,10 +44,7 @@ def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
 
 
 def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
-    """Return the units of a module that also belong to other models.
-
-    The values are the outermost wrappers of the other models, if these wrappers still exist.
-    """
+    """Return the units of a module that also belong to other models."""
     inside = wrappers_in(module)
     # Use a dict, which has the same order on all ranks. Then all ranks' errors name the same unit.
     return {unit: others for unit in units_in(module) if (others := unit.roots.difference(inside))}
@@ -83,15 +77,12 @@ def modules_apart(units: Iterable[Unit], world_size: int) -> set[nn.Module]:
 
 
 def check_not_summoned(units: Iterable[Unit], action: str) -> None:
-    """Raise RuntimeError inside of ``summon_full_params``.
-
-    ``action`` completes the message "the model was ...", with "copied", for example.
-    """
+    """Raise RuntimeError inside of ``summon_full_params``."""
     for unit in units:
         if any(handle.summoned is not None for handle in unit.handles):
             raise RuntimeError(
-                f"{unit_text(unit.name)}: the model was {action} under "
-                "summon_full_params(). Leave the context first."
+                f"{unit_text(unit.name)}: the model was {action} under summon_full_params(). "
+                "Leave the context first."
             )
 
 
@@ -102,9 +93,8 @@ def check_has_all_modules(wrapper: ModuleProxy, action: str) -> None:
         if not inside.issuperset(unit.modules):
             name = own.names[list(own.modules).index(wrapper.module)]
             raise RuntimeError(
-                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: the "
-                "module is small and shares a unit with its neighbours. Use the outermost "
-                "wrapper, or wrap with coalesce_bytes=0."
+                f"{unit_text(unit.name)}: {name!r} cannot be {action} separately: it shares a unit "
+                "with its neighbours. Use the outermost wrapper, or wrap with coalesce_bytes=0."
             )
 
 

@@ -49,7 +49,7 @@ _ELEMENTWISE: set[Any] = set(TORCHS_OWN)
 _FUSED_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
 # For a narrower dtype, the fused kernel computes in float32. The results would then be rounded
 # differently than the results of torch's default kernel.
-_FUSED_DTYPES = torch.float32, torch.float64
+_FUSED_KINDS = {("cpu", dtype, dtype, torch.strided) for dtype in (torch.float32, torch.float64)}
 
 _adapters: weakref.WeakKeyDictionary[Optimizer, OptimizerAdapter] = weakref.WeakKeyDictionary()
 # Optimizers that are in a step, or whose last step raised. Their groups may contain replacements
@@ -64,10 +64,7 @@ class OptimizerExtension:
         """Called before ``step()`` checks gradients, and again after each call of a closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters, and return the ids of parameters for ``step()`` to omit.
-
-        Called at the start of a step of an element-wise optimizer.
-        """
+        """Step some parameters, and return the ids of parameters for ``step()`` to omit."""
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
@@ -123,11 +120,6 @@ def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
 
     The adapter is made at the first step. If the optimizer is not element-wise, the adapter is made
     at the first step with sharded parameters.
-
-    Raises:
-        RuntimeError: the optimizer is SparseAdam, with sharded parameters.
-        MissingExtraError: the optimizer is not element-wise, and the extra ``whole_tensors`` is not
-            installed.
     """
     adapter = _adapters.get(optimizer)
     if adapter is None:
@@ -137,8 +129,7 @@ def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise RuntimeError(
                     "SparseAdam cannot step sharded parameters: their gradients are dense, even "
-                    "with nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as "
-                    "Adam, SGD or Adagrad."
+                    "with nn.Embedding(sparse=True). Use Adam, SGD or Adagrad."
                 )
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             adapter = extra("whole_tensors", asked_for).WholeTensorAdapter()
@@ -166,9 +157,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 def shared_state(optimizer: Optimizer) -> dict[FlatShardTensor, State]:
     """Return optimizer states that only one rank of each parameter has, keyed by parameter.
 
-    State with one value per element is sharded. All other state is equal on all ranks.
-
-    Collective: all ranks that share the optimizer's sharded parameters.
+    State with one value per element is sharded. Collective.
     """
     shared: dict[FlatShardTensor, State] = {}
     for one in with_inner(optimizer):
@@ -184,8 +173,7 @@ class Closure:
         """Store ``run``, which calls the user's closure. With ``is_early``, also call ``run`` now.
 
         The early call shows which parameters have gradients. The optimizer's first call then only
-        returns the loss of the early call. Results are the same, unless the optimizer changes
-        parameters before it calls the closure (SAM).
+        returns its loss. Only optimizers that change parameters before (SAM) notice the difference.
         """
         self._run, self._optimizer = run, optimizer
         self.loss = run() if is_early else None
@@ -227,9 +215,8 @@ class OptimizerAdapter:
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         """Prepare a step, and return the optimizer whose ``step()`` torch shall call.
 
-        Usually returns ``optimizer`` itself. An adapter that steps all parameters in ``begin``
-        returns a dummy optimizer, whose ``step()`` changes nothing. ``begin`` may also replace
-        ``closure.loss``, for example by the average over the ranks.
+        An adapter that steps all parameters in ``begin`` returns a dummy optimizer, whose
+        ``step()`` changes nothing. ``begin`` may also replace ``closure.loss``.
         """
         return optimizer
 
@@ -257,8 +244,8 @@ class BucketAdapter(OptimizerAdapter):
     def __init__(self) -> None:
         # Buckets of earlier steps, keyed by the id of the first member.
         self._known: dict[int, ParamBucket] = {}
-        self._buckets: list[ParamBucket] = []  # buckets of the current step
-        self._undo = ExitStack()  # when closed, restores the optimizer's parameter groups
+        # When closed, puts the sharded parameters and their state back into the optimizer.
+        self._undo = ExitStack()
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         stepped = {ident for one in extensions for ident in one.step_first(optimizer)}
@@ -270,8 +257,7 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move their state to the buckets.
 
-        Also selects torch's fused kernel for groups that the kernel supports. ``stepped``: ids of
-        parameters to leave out, because an extension has stepped them already.
+        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters to omit.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state
@@ -282,7 +268,8 @@ class BucketAdapter(OptimizerAdapter):
                 left = [one for one in before if id(one) not in stepped] if stepped else before
                 for item in find_buckets(left, self._known):
                     buckets = item.swap_in(states, present) if isinstance(item, ParamBucket) else []
-                    self._buckets += buckets
+                    for bucket in buckets:
+                        self._undo.callback(bucket.swap_out, states)
                     new += [bucket.param for bucket in buckets] or [item]
                 if _are_same(new, before):
                     continue  # the group has no sharded parameter with a gradient
@@ -292,11 +279,8 @@ class BucketAdapter(OptimizerAdapter):
                     group["fused"] = True
 
     def undo(self, optimizer: Optimizer) -> None:
-        self._undo.close()
         with torch._C.DisableTorchFunctionSubclass():
-            for bucket in self._buckets:
-                bucket.swap_out(optimizer.state)
-        self._buckets = []
+            self._undo.close()
 
     pause = end = undo
 
@@ -312,14 +296,9 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if not is_open or group["capturable"] or group["differentiable"]:
         return False
     numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
-    return not any(isinstance(number, Tensor) for number in numbers) and all(
-        param.device.type == "cpu"
-        and param.dtype in _FUSED_DTYPES
-        and param.grad.dtype == param.dtype
-        and param.grad.layout is torch.strided
-        for param in group["params"]
-        if param.grad is not None
-    )
+    pairs = [(param, param.grad) for param in group["params"] if param.grad is not None]
+    kinds = {(param.device.type, param.dtype, grad.dtype, grad.layout) for param, grad in pairs}
+    return kinds <= _FUSED_KINDS and not any(isinstance(number, Tensor) for number in numbers)
 
 
 _SHARD_FLAT, _SHARD_SPEC = operator.attrgetter("shard_flat"), operator.attrgetter("shard_spec")
@@ -363,7 +342,7 @@ def shown(state: State) -> State:
     return {k: one.to_local() if isinstance(one, FlatShardTensor) else one for k, one in values}
 
 
-def all_params(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def all_params(optimizer: Optimizer) -> Iterator[Any]:
     """Return the parameters of all groups, in order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
@@ -373,11 +352,8 @@ def find_buckets(
 ) -> Iterator[ParamBucket | nn.Parameter]:
     """Join a group's parameters into buckets where possible, and yield the result in order.
 
-    Yields a bucket in place of its members, and each parameter that belongs to no bucket.
-
-    Args:
-        params: the parameters of the group.
-        known: buckets of earlier steps, keyed by the id of the first member. New buckets are added.
+    Yields a bucket in place of its members, and each parameter that belongs to no bucket. Adds new
+    buckets to ``known``, the buckets of earlier steps, keyed by the id of the first member.
     """
     position = 0
     while position < len(params):
@@ -396,7 +372,7 @@ def find_buckets(
             if bucket is None or not bucket.is_of(members):
                 bucket = known[id(first)] = ParamBucket(members)
         yield bucket
-        position += bucket.num_members
+        position += len(bucket.members)
 
 
 def _neighbours(params: Sequence[Any], position: int) -> list[Any]:
@@ -431,15 +407,13 @@ class ParamBucket:
     """A 1-D parameter, ``param``, that replaces sharded parameters (see [Note: buckets])."""
 
     def __init__(self, params: Sequence[FlatShardTensor]) -> None:
-        first = params[0]
-        self._params, self._flat, self._start = list(params), first.shard_flat, first.spec.start
-        self._specs, self.num_members = [param.spec for param in params], len(params)
-        # State of each member: views of the bucket's state.
-        self._states = [BucketState() for _ in params]
-        self._shared = BucketState()
+        self.members, first = list(params), params[0]
+        self._flat, self._specs = first.shard_flat, [param.spec for param in params]
+        # The members' states are views of the bucket's state, `_shared`.
+        self._states, self._shared = [BucketState() for _ in params], BucketState()
         self._remember()
         # Range of the bucket in the shard.
-        self._range = slice(self._start, self._start + self._part(params[-1]).stop)
+        self._range = slice(first.spec.start, params[-1].spec.range.stop)
         local = first.local.detach() if self._flat is None else self._flat.detach()[self._range]
         self.param = nn.Parameter(local, first.requires_grad)
 
@@ -449,7 +423,7 @@ class ParamBucket:
 
     def _part(self, param: FlatShardTensor) -> slice:
         """Return the range of a member in the bucket's elements."""
-        start = param.spec.start - self._start
+        start = param.spec.start - self._range.start
         return slice(start, start + param.spec.numel)
 
     def begins_at(self, params: Sequence[Any], position: int) -> bool:
@@ -457,15 +431,14 @@ class ParamBucket:
 
         False for a bucket of one parameter, because later parameters may have to join the bucket.
         """
-        members = params[position : position + self.num_members]
-        if self.num_members == 1 or not self.is_of(members):
+        members = params[position : position + len(self.members)]
+        if len(self.members) == 1 or not self.is_of(members):
             return False
         # Use functions written in C (`map`), because this check covers each parameter in each step.
         grads = [*map(get_grad, members)]
         return (
             {*map(type, grads)} == {FlatShardTensor}
             and all(map(operator.is_, map(_SHARD_SPEC, grads), self._specs))
-            and {*map(id, map(_SHARD_FLAT, members))} == {id(self._flat)}
             and len({*map(id, map(_SHARD_FLAT, grads))}) == 1
             and grads[0].shard_flat is not None
         )
@@ -473,7 +446,7 @@ class ParamBucket:
     def is_of(self, params: Sequence[Any]) -> bool:
         """Whether the bucket's members are exactly ``params``, and are still in the same shard."""
         return (
-            _are_same(params, self._params)
+            _are_same(params, self.members)
             and params[0].requires_grad == self.param.requires_grad
             and params[0].shard_flat is self._flat
         )
@@ -481,7 +454,7 @@ class ParamBucket:
     @cached_property
     def divided(self) -> list[ParamBucket]:
         """One bucket per member, for steps in which the members' states cannot be joined."""
-        return [ParamBucket([param]) for param in self._params]
+        return [ParamBucket([param]) for param in self.members]
 
     def swap_in(
         self, states: MutableMapping[Any, State], present: dict[int, State]
@@ -489,22 +462,21 @@ class ParamBucket:
         """Set the bucket's gradient, and move the members' optimizer states to the bucket.
 
         ``states`` is ``optimizer.state``. ``present`` has the same states, keyed by parameter id.
-        Returns the buckets to step: this bucket, or one bucket per member if the members' states
-        cannot be joined, for example because their numbers of steps differ.
+        Returns the buckets to step: one bucket per member if the members' states cannot be joined.
         """
         shared: State | None = self._shared
         # Usually the members' states are the views that `swap_out` made. If not (in the first step,
         # and after the user has assigned or loaded state), join the members' states.
-        found = [*map(present.get, map(id, self._params)), *_values(self._states)]
+        found = [*map(present.get, map(id, self.members)), *_values(self._states)]
         if not _are_same(found, [*self._states, *self._values_made]):
             if (shared := self._join(states)) is None:
                 return [bucket for one in self.divided for bucket in one.swap_in(states, present)]
             # The joined state is a copy. Free the members' states before the step, to save memory.
-            for param in self._params:
+            for param in self.members:
                 states.pop(param, None)
         if shared:
             states[self.param] = shared
-        first = self._params[0]
+        first = self.members[0]
         flat = _flat_grad(first)
         grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
         set_grad(self.param, grad)
@@ -516,7 +488,7 @@ class ParamBucket:
     def swap_out(self, states: MutableMapping[Any, State]) -> None:
         """Give the members their state back after a step, as views of the bucket's state."""
         if self.param.grad is None:
-            for param in self._params:
+            for param in self.members:
                 param.grad = None
         self.param.grad = None
         shared = states.pop(self.param, None)
@@ -525,9 +497,8 @@ class ParamBucket:
         # If the optimizer has updated the state in place, the views of the last step are valid.
         if shared is not self._shared or not _are_same(_values([self._shared]), self._shared_made):
             self._split(shared, states)
-        if states.get(self._params[0]) is not self._states[0]:
-            for number, param in enumerate(self._params):
-                states[param] = self._states[number]
+        if states.get(self.members[0]) is not self._states[0]:
+            states.update(zip(self.members, self._states, strict=False))
 
     def _join(self, states: MutableMapping[Any, State]) -> State | None:
         """Return the members' states, joined into one state, or None if they cannot be joined.
@@ -535,18 +506,18 @@ class ParamBucket:
         The state of padding is zero, so that the optimizer computes no inf or NaN there.
         """
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
-        numbers = _numbers_beside(sizes, states)
+        numbers = numbers_in(states.items()) if 1 in sizes else set[str]()
         own = {
             param: _local_state(param, states[param], numbers)
-            for param in self._params
+            for param in self.members
             if states.get(param) is not None
         }
         if not own:
             return {}
         first = next(iter(own.values()))
-        if len(self._params) == 1:
+        if len(self.members) == 1:
             return apart(first)
-        if len(own) < len(self._params) or any(s.keys() != first.keys() for s in own.values()):
+        if len(own) < len(self.members) or any(s.keys() != first.keys() for s in own.values()):
             return None
         shared: State = {}
         for key, value in first.items():
@@ -563,15 +534,16 @@ class ParamBucket:
 
     def _split(self, shared: State, states: MutableMapping[Any, State]) -> None:
         """Make ``shared`` the bucket's state, and give each member views of that state."""
-        numbers = _numbers_beside([self.param.numel()], {**states, self.param: shared})
-        target = self._params[0].spec.state_target
+        is_small = self.param.numel() == 1
+        numbers = numbers_in([*states.items(), (self.param, shared)]) if is_small else set[str]()
+        target = self.members[0].spec.state_target
         if target is not None:
             target.take_state(shared, self.param.shape)
-        self._shared = BucketState(shared)
-        self._states = []
-        for one in self._params:
-            views = {k: v if k in numbers else self._view(k, v, one) for k, v in shared.items()}
-            self._states.append(BucketState(views))
+        self._shared, items = BucketState(shared), shared.items()
+        self._states = [
+            BucketState({k: v if k in numbers else self._view(k, v, one) for k, v in items})
+            for one in self.members
+        ]
         self._remember()
 
     def _view(self, key: str, value: Any, param: FlatShardTensor) -> Any:
@@ -579,32 +551,18 @@ class ParamBucket:
             return value
         # In a bucket with one member, the state needs no slice. Do not slice it: quantized state
         # cannot be sliced. Return quantized and fake tensors as they are.
-        part = value[self._part(param)] if len(self._params) > 1 else value
+        part = value[self._part(param)] if len(self.members) > 1 else value
         role, is_plain = f"{key} of", type(part) is Tensor
         return FlatShardTensor(part, param.spec, role=role) if is_plain else part
 
 
 def _all_equal(values: Sequence[Any]) -> bool:
-    first = values[0]
-    if isinstance(first, Tensor):
-        return all(isinstance(v, Tensor) and torch.equal(v, first) for v in values)
-    return all(type(value) is type(first) and value == first for value in values)
-
-
-def _numbers_beside(numels: Sequence[int], states: MutableMapping[Any, State]) -> Collection[str]:
-    """Return the names of state that is one number per parameter, if one of ``numels`` is 1.
-
-    Otherwise returns no names, because they are not needed: the shape of a state tensor then shows
-    whether the tensor has one value per element.
-    """
-    return numbers_in(states.items()) if 1 in numels else ()
+    first, equal = values[0], torch.equal if isinstance(values[0], Tensor) else operator.eq
+    return all(type(value) is type(first) and equal(value, first) for value in values)
 
 
 def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str]) -> State:
-    """Replace each full or sharded tensor in ``state`` by this rank's range, and return ``state``.
-
-    ``numbers``: names of state that is one number per parameter.
-    """
+    """Replace full and sharded tensors in ``state`` by this rank's ranges, and return ``state``."""
     spec = param.spec
     for key, value in state.items():
         # `value` may be full (made before the model was wrapped), sharded (Adagrad makes its state
@@ -616,8 +574,7 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
                 f"({spec.numel},) (this rank's part) or {spec.shape} (full), got "
-                f"{tuple(value.shape)}. A plain optimizer.state_dict() contains only one "
-                "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
+                f"{tuple(value.shape)}. Save ShardedWrapper.optim_state_dict(model, optimizer)."
             )
     return state
 
@@ -635,9 +592,6 @@ def part_per_element(
             means of the rows, may have this length by chance.
         is_number: whether to take a tensor of one element for one number per parameter, even if the
             parameter, or this rank's range, has only one element.
-
-    Raises:
-        ValueError: the state is sharded, but in other ranges than the parameter.
     """
     if not isinstance(value, Tensor):
         return None
@@ -645,9 +599,8 @@ def part_per_element(
         if value.spec.place != spec.place:
             raise ValueError(
                 f"state of parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded in another "
-                f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
-                f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load the state "
-                "through torch.distributed.checkpoint, into this model's own sharded state."
+                f"layout: expected {spec.numel} elements from {spec.offset} on, got "
+                f"{value.spec.numel} from {value.spec.offset} on. Load the state through DCP."
             )
         return value.local
     if is_number and value.numel() == 1:
@@ -684,9 +637,8 @@ def named_values(state: State) -> dict[str, Any]:
 def numbers_in(states: Iterable[tuple[Any, State]]) -> set[str]:
     """Return the names of state that is one number per parameter, for parameters of any shape.
 
-    Looks only at parameters with several elements. For a parameter of one element, state with one
-    value per element has one number, too. ``states``: pairs of a parameter (or another object with
-    its ``shape``) and the parameter's state.
+    Looks only at parameters with several elements, because a parameter of one element has one
+    number of each kind of state. ``states``: pairs of a parameter (or its spec) and its state.
     """
     numbers, others = set(ONE_PER_PARAMETER), set[str]()
     for param, state in states:

@@ -14,16 +14,17 @@ import copy
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flatshard.engine.run_state import temporarily
 from flatshard.memory import checksum
 from flatshard.optimizer import adapter
 from flatshard.optimizer.adapter import Optimizer, apart, is_elementwise, map_state, with_inner
@@ -45,10 +46,9 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def torch_request() -> Any:
-    """Return the options of torch's ``get_state_dict``, ``set_state_dict`` or a similar function.
+    """Return the ``StateDictOptions`` of a running ``get_state_dict`` of torch (or ``set``).
 
-    The options are torch's ``StateDictOptions``, from this thread's call stack. Returns None if
-    none of these functions is running.
+    Returns None if no such function is running in this thread.
     """
     return next((f.f_locals["info"] for f in _frames() if "info" in f.f_locals), None)
 
@@ -62,16 +62,12 @@ def is_for_rank_0(asked: Any) -> bool:
 
 
 def check_order(asked: Any, spec: ShardSpec) -> None:
-    """Raise if torch's broadcast would change the order of the parameter's elements.
-
-    ``asked``: the options of torch's call.
-    """
+    """Raise if torch's broadcast would change the order of the parameter's elements."""
     if asked.broadcast_from_rank0 and list(spec.order) != sorted(spec.order):
         raise ValueError(
             f"parameter {spec.name!r}: broadcast_from_rank0 sends elements in memory order, which "
             "is wrong for tensors that are not contiguous (channels_last). Pass full tensors on "
-            "every rank, with StateDictOptions(full_state_dict=True) and without "
-            "broadcast_from_rank0."
+            "every rank, with StateDictOptions(full_state_dict=True)."
         )
 
 
@@ -100,15 +96,11 @@ def with_shards(
 
     Args:
         optimizer: the optimizer that has made the state dict, or loads it.
-        state_dict: the state dict, or the argument of ``optimizer.load_state_dict``.
+        state_dict: the state dict.
         shared: None if the state dict is loaded. For a checkpoint, the result of
             ``adapter.shared_state``. Then sharded tensors share memory with this rank's parts.
-        asked: if the state dict is loaded, the options of the call of torch's ``set_state_dict``.
-            None: the state dict has the parts of this rank.
-
-    Raises:
-        ValueError: state for a checkpoint has neither one value per element nor one value per
-            parameter.
+        asked: if torch's ``set_state_dict`` loads, its options. None: ``state_dict`` has this
+            rank's parts.
     """
     is_saving = shared is not None
     # State without one value per element must be equal on all ranks. For optimizers that are not
@@ -133,8 +125,8 @@ def with_shards(
         if may_differ and isinstance(value, Tensor) and value.numel() > 1:
             raise ValueError(
                 f"state {name!r} of parameter {spec.name!r} ({unit_text(spec.unit)}) has shape "
-                f"{tuple(value.shape)}. Ranks can combine only single numbers and one value per "
-                "element of the parameter. Use optimizer.state_dict() on each rank instead."
+                f"{tuple(value.shape)}, but ranks can combine only single numbers and one value "
+                "per element. Use optimizer.state_dict() on each rank instead."
             )
         return value
 
@@ -145,16 +137,11 @@ def with_shards(
 
 
 def to_full(states: StateDict, device: torch.device | None, only_rank: int | None) -> None:
-    """Replace sharded tensors in ``states`` by full tensors.
+    """Replace sharded tensors in the parameters' ``states`` by full tensors, in place.
 
     Collective: all ranks of the shard groups; for tensor-parallel parameters, all ranks of the
-    mesh.
-
-    Args:
-        states: the state of each parameter, keyed by the parameter's name. Changed in place.
-        device: device of the full tensors. If None, each tensor stays on its device.
-        only_rank: the rank of the default group that gets the full tensors. All other ranks take
-            part in the collectives, but get empty tensors. None: all ranks get the full tensors.
+    mesh. ``only_rank``: the rank of the default group that gets the full tensors; other ranks get
+    empty tensors. None: all ranks get the full tensors.
     """
     # Gather all tensors of a unit and a name (such as "exp_avg") together. Every rank stores about
     # the same part of these tensors, so all ranks send about the same number of bytes.
@@ -213,8 +200,7 @@ def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
                 kind, inner_kind = type(optimizer).__name__, type(inner).__name__
                 raise ValueError(
                     f"{kind} steps {inner_kind}, but {kind}.state_dict() lacks the state {missing} "
-                    f"of {inner_kind}, so a resumed training would differ. Let state_dict() and "
-                    f"load_state_dict() of {kind} call those of {inner_kind}."
+                    f"of {inner_kind}. Let its (load_)state_dict() call those of {inner_kind}."
                 )
 
 
@@ -249,8 +235,7 @@ def check_state(optimizer: Optimizer) -> None:
         if not optimizer.defaults.keys() <= group.keys() and adapter.is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(
-                f"{kind}.step(): a parameter group has no option {missing!r}, only "
-                f"{', '.join(sorted(map(repr, group.keys() - {'params'})))}. The loaded state is "
+                f"{kind}.step(): a parameter group has no option {missing!r}. The loaded state is "
                 f"probably of another class than {kind}. Load state that {kind} has saved."
             )
 
@@ -271,7 +256,7 @@ def watch(optimizer: Optimizer) -> None:
 
 
 def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    if optimizer in _asked_for_shards:
+    if _request.is_ours:
         return
     stamp, asked = _stamp(optimizer), torch_request()
     if is_elementwise(optimizer) and (asked is None or stamp is None):
@@ -293,17 +278,13 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
-_asked_for_shards: list[Optimizer] = []
+_request = SimpleNamespace(is_ours=False)  # whether `parts` calls `state_dict()`
 
 
 def parts(optimizer: Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with sharded tensors, and without a stamp."""
-    asked = with_inner(optimizer)
-    _asked_for_shards.extend(asked)
-    try:
+    with temporarily([_request], is_ours=True):
         return optimizer.state_dict()
-    finally:
-        del _asked_for_shards[-len(asked) :]
 
 
 def is_stamped(state_dict: dict[str, Any]) -> bool:
@@ -335,9 +316,8 @@ def _check_stamp(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         where = f"rank {own['rank']} of {own['world_size']}, which holds other parts"
     raise RuntimeError(
         f"optimizer.state_dict() of rank {saved['rank']} of {saved['world_size']} contains only "
-        f"that rank's parts of the state, and does not fit {where}. Save "
-        "flatshard.checkpoint.full_optim_state_dict(model, optimizer) instead: it can be loaded on "
-        "any number of ranks."
+        f"that rank's parts of the state, and does not fit {where}. Save flatshard.checkpoint."
+        "full_optim_state_dict(model, optimizer), which can be loaded on any number of ranks."
     )
 
 
@@ -367,15 +347,8 @@ def check_same_state(
     Values differ, for example, if the optimizer itself calls collectives, and updates the state of
     each parameter on only one rank.
 
-    Collective: all ranks of ``ranks``.
-
-    Args:
-        values: tensors and other values in an optimizer's state, keyed by a name for the error.
-        gather: the method of the ranks' ``HostExchange``.
-        ranks: the number of each rank, for the error.
-        optimizer: the optimizer's class, for the error.
-        some_may_lack: whether a name may be missing on some ranks. By default, a missing name is
-            an error.
+    Collective: all ranks of ``ranks``. ``values`` is the result of ``comparable``. With
+    ``some_may_lack``, a name may be missing on some ranks.
     """
     mine = {name: _digest(value) for name, value in values.items()}
     everyone = gather(mine, "comparing optimizer state")
@@ -387,10 +360,29 @@ def check_same_state(
             if not _are_close(*pair) and not (some_may_lack and None in pair):
                 raise ValueError(
                     f"{name} differs between ranks {ranks[0]} and {rank}: {optimizer} keeps "
-                    "different state on each rank. Expected equal state, which a checkpoint keeps "
-                    "once for all ranks. Save optimizer.state_dict() of each rank in a file of its "
-                    "own, and load it on the same rank."
+                    "different state on each rank, but a checkpoint keeps it once for all ranks. "
+                    "Save and load optimizer.state_dict() of each rank in a file of its own."
                 )
+
+
+def comparable(
+    states: Iterable[tuple[str, StateDict]], groups: Iterable[tuple[int, StateDict]]
+) -> dict[str, Any]:
+    """Return the values in parameters' states, and the tensors in groups' options."""
+    found = {
+        f"state {name!r} of parameter {fqn!r}": value
+        for fqn, state in states
+        for name, value in adapter.named_values(state).items()
+        if not isinstance(value, FlatShardTensor)
+    }
+    for number, group in groups:  # NorMuon keeps its momenta in a group's options
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found |= {
+            f"option {name!r} of group {number}": value
+            for name, value in adapter.named_values(options).items()
+            if isinstance(value, Tensor)
+        }
+    return found
 
 
 # A text (a tensor's dtype and shape, or another value's `repr`), and sums over the tensor.
@@ -402,9 +394,7 @@ def _digest(value: Any) -> _Digest:
     if not isinstance(value, Tensor):
         return repr(value), ()
     text = f"{value.dtype} {tuple(value.shape)}"
-    if not value.numel():
-        return text, ()
-    if not value.is_floating_point():
+    if not value.numel() or not value.is_floating_point():
         return f"{text} {checksum(value)}", ()
     flat = value.detach().reshape(-1)
     parts = flat[::2], flat[: (len(flat) + 1) // 2]

@@ -82,10 +82,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
     if "flatshard" not in before:
-        # Ignore optimizers without parameters or state of a wrapped model.
         is_stamped = any(STAMP in group for group in optimizer.param_groups)
         if not is_stamped and not any(map(is_wrapped, adapters.all_params(optimizer))):
-            return
+            return  # the optimizer has no parameters and no state of a wrapped model
         watch(optimizer)
         _restore_after_failure(optimizer)
     # Restore optimizers whose last step raised. If an optimizer in `stepping` is calling
@@ -104,10 +103,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 @_restoring
 @untraced
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Replace the optimizer's sharded parameters by plain parameters, for the next step.
-
-    Returns new arguments for torch's call of ``step()``. None: use ``args`` and ``kwargs``.
-    """
+    """Replace the optimizer's sharded parameters by plain parameters, for the next step."""
     if unhooked:
         return None
     if optimizer in stepping:  # `step()` has called `super().step()`, which calls the hooks again
@@ -170,10 +166,7 @@ def _check_params(optimizer: Optimizer) -> None:
 
 
 def _check_assigned(optimizer: Optimizer) -> None:
-    """Raise if the program has assigned different full tensors to ``.grad`` on the ranks.
-
-    Collective: all ranks that train the parameters.
-    """
+    """Raise if the program has assigned different full tensors to ``.grad``. Collective."""
     sums: dict[Communicator, dict[str, object]] = {}
     for param in adapters.all_params(optimizer):
         if param in sharded_tensor.ASSIGNED and type(param.grad) is Tensor:
@@ -185,8 +178,7 @@ def _check_assigned(optimizer: Optimizer) -> None:
         if (name := next(different, None)) is not None:
             raise RuntimeError(
                 f"parameter {name!r}, rank {comm.rank}: step() got different full tensors in .grad "
-                "on the ranks. Average them (dist.all_reduce) before or after the assignment, or "
-                "assign before backward, which averages them."
+                "on the ranks. Average them (dist.all_reduce), or assign them before backward."
             )
 
 
@@ -200,8 +192,7 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model: "
                 f"this unit trains only on ranks {handle.topology.world.ranks_text}, so the total "
-                "norm would differ between ranks. Call clip_grad_norm_() on each inner "
-                "ShardedWrapper instead, or compute a norm yourself, and scale the gradients."
+                "norm would differ between ranks. Clip each inner ShardedWrapper instead."
             )
 
 
@@ -233,12 +224,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """Implement ``ShardedWrapper.clip_grad_norm_`` for the gradients of ``params``.
-
-    ``handles``: the flat parameters that contain the sharded parameters in ``params``.
-
-    Collective: all ranks that share ``params``.
-    """
+    """Implement ``ShardedWrapper.clip_grad_norm_`` for the gradients of ``params``. Collective."""
     sharded = {id(param): param for handle in handles for param in handle.sharded}
     wanted = {id(param): param for param in params}
     # Sort as in the model, so that rounding does not depend on the order of `params`.

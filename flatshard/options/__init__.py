@@ -124,20 +124,16 @@ def resharding(
     if after_forward is None:
         return strategy, placement
     if not isinstance(after_forward, int):
-        raise TypeError(
-            f"reshard_after_forward: expected True, False or a number of ranks, "
-            f"got {after_forward!r}."
-        )
+        expected = "expected True, False or a number of ranks"
+        raise TypeError(f"reshard_after_forward: {expected}, got {after_forward!r}.")
     problem = None
     # Compare by identity: `after_forward != False` would let 0 pass, because 0 == False.
     if after_forward is not False and after_forward < 1:
         problem = "expected a bool or a positive number of ranks."
     elif after_forward and not placement.reshard_after_forward:
-        problem = f"{strategy.name} never reshards after forward. Pass False, or sharding_strategy "
-        problem += "FULL_SHARD or HYBRID_SHARD."
+        problem = f"{strategy.name} never reshards after forward. Use FULL_SHARD or HYBRID_SHARD."
     elif placement.over_all and after_forward > 1:
-        problem = f"{strategy.name} always shards parameters over the ranks of a node, so no other "
-        problem += "number of ranks can be chosen. Use True or False."
+        problem = f"{strategy.name} always shards parameters over the ranks of a node. Use a bool."
     if problem is not None:
         raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
     if after_forward is True:
@@ -177,10 +173,7 @@ class BackwardPrefetch(_SameAsTorchs):
 
 
 def as_strategy(value: object, *, has_grid: bool = False) -> ShardingStrategy:
-    """Convert the user's ``sharding_strategy`` (an enum's member, a name or None).
-
-    ``has_grid``: whether the user passed two process groups or a 2-D mesh.
-    """
+    """Convert the user's ``sharding_strategy`` (an enum's member, a name or None)."""
     if value is None:
         return ShardingStrategy.HYBRID_SHARD if has_grid else ShardingStrategy.FULL_SHARD
     return as_member(ShardingStrategy, value, "sharding_strategy")
@@ -277,10 +270,7 @@ class CPUOffload:
 
 
 def as_cpu_offload(value: object) -> CPUOffload:
-    """Convert the user's ``cpu_offload`` to a ``CPUOffload``.
-
-    ``value``: a ``CPUOffload`` of flatshard or FSDP1, an offload policy of FSDP2, a bool, or None.
-    """
+    """Convert the user's ``cpu_offload`` to a ``CPUOffload``."""
     if isinstance(value, CPUOffload):
         return value
     if value is None or isinstance(value, bool):

@@ -49,10 +49,7 @@ class MissingExtraError(ImportError):
 
 
 def extra(name: str, asked_for: str) -> Any:
-    """Import and return the package of the extra ``name``, or raise MissingExtraError.
-
-    ``asked_for``: the option, method or module that needs the extra, as the user wrote it.
-    """
+    """Import and return the package of the extra ``name``, or raise MissingExtraError."""
     found = default_extra(name)
     if found is None:
         raise MissingExtraError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -108,15 +108,11 @@ class MixedPrecision:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not is_float_dtype(dtype):
-                raise TypeError(
-                    f"MixedPrecision: {name} must be a floating point torch.dtype or None, "
-                    f"got {dtype!r}."
-                )
+                expected = "must be a floating point torch.dtype or None"
+                raise TypeError(f"MixedPrecision: {name} {expected}, got {dtype!r}.")
         if self.gather_dtype is not None and self.gather_dtype not in FLOAT8:
-            raise TypeError(
-                f"MixedPrecision: gather_dtype must be None or one of {', '.join(map(str, FLOAT8))}"
-                f", got {self.gather_dtype!r}."
-            )
+            expected = f"must be None or one of {', '.join(map(str, FLOAT8))}"
+            raise TypeError(f"MixedPrecision: gather_dtype {expected}, got {self.gather_dtype!r}.")
         check_flags(
             self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"
         )
@@ -167,16 +163,11 @@ class ParamPrecision:
         if not dtype.is_floating_point:
             reduce_dtype = dtype
         # Accumulate in the wider dtype: a sum in the narrower dtype would lose small gradients.
-        is_wider = dtype.itemsize > reduce_dtype.itemsize
-        return GradDtypes(
-            reduce_dtype,
-            dtype if is_wider else reduce_dtype,
-            reduce_dtype if self.keeps_reduce_dtype else dtype,
-        )
+        wider = dtype if dtype.itemsize > reduce_dtype.itemsize else reduce_dtype
+        return GradDtypes(reduce_dtype, wider, reduce_dtype if self.keeps_reduce_dtype else dtype)
 
 
-@dataclass(frozen=True)
-class GradDtypes:
+class GradDtypes(NamedTuple):
     """The dtypes of one flat parameter's gradients."""
 
     reduce_dtype: torch.dtype  # dtype in which gradients are collected and sent

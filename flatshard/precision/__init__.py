@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,7 @@ def _cast_arguments(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Arg
     )
 
 
-@dataclass(frozen=True)
-class UnitCasts:
+class UnitCasts(NamedTuple):
     """The dtypes to which a unit's inputs and outputs are cast. None means no cast."""
 
     as_root: torch.dtype | None = None  # dtype of the inputs if the unit is the root
@@ -99,10 +98,7 @@ class UnitCasts:
 
 @dataclass(eq=False)
 class ModuleCasts:
-    """Hooks on a module that computes in another dtype than the parent module.
-
-    See [Note: modules in a dtype of their own].
-    """
+    """Hooks on a module that computes in another dtype than the parent module."""
 
     # Dtype in which the module computes. None means the dtype of the module's parameters, or of its
     # buffers if the module has no parameters.
@@ -167,14 +163,8 @@ def _give_own_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 # torch's optimizers that do not work if gradients have another dtype than the parameter
-# (MixedPrecision(keep_low_precision_grads=True)), and the reasons.
-_NEEDS_SAME_DTYPE = "needs gradients in the parameters' dtype"
-_REFUSALS = {
-    **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam"), _NEEDS_SAME_DTYPE),
-    **dict.fromkeys(
-        ("Adafactor", "LBFGS", "Muon", "Rprop"), "would keep its state in the gradients' dtype"
-    ),
-}
+# (MixedPrecision(keep_low_precision_grads=True)): they raise, or keep state in that dtype.
+_NEED_SAME_DTYPE = set("Adafactor Adam AdamW Adamax LBFGS Muon NAdam RAdam Rprop".split())
 
 
 # Under DisableTorchFunctionSubclass, these functions are three times as fast as attribute access.
@@ -202,20 +192,15 @@ def check_dtype(
     # Find the class that defines `step`, because a subclass may have a `step` that works.
     step = inspect.unwrap(type(optimizer).step)
     kind = step.__qualname__.partition(".")[0] if step.__module__.startswith("torch.") else ""
-    why = _REFUSALS.get(kind)
-    if group.get("fused"):
-        why = f"{_NEEDS_SAME_DTYPE} with fused=True"
-    elif kind == "SGD" and group["momentum"]:
-        why = "would keep its momentum in the gradients' dtype"
-    if why is not None:
+    has_momentum = kind == "SGD" and group["momentum"]
+    if kind in _NEED_SAME_DTYPE or group.get("fused") or has_momentum:
         spec = getattr(param, "shard_spec", None)  # None if the parameter is not sharded
         where = "" if spec is None else f"parameter {spec.name!r}: "
         raise RuntimeError(
             f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
-            "MixedPrecision(keep_low_precision_grads=True), but "
-            f"{type(optimizer).__name__} {why}. Leave keep_low_precision_grads out, or use an "
-            "optimizer that accepts low precision gradients: Adadelta, Adagrad, ASGD, RMSprop, "
-            "SGD without momentum, or your own optimizer."
+            f"MixedPrecision(keep_low_precision_grads=True), but {type(optimizer).__name__} needs "
+            "equal dtypes. Leave keep_low_precision_grads out, or use an optimizer such as Adagrad "
+            "or SGD without momentum, without fused=True."
         )
 
 
@@ -224,10 +209,7 @@ _CONTAINERS = (tuple, list, Mapping)
 
 
 def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
-    """Return the tensors in the arguments or outputs of a module.
-
-    Also finds tensors in containers, and in attributes of objects.
-    """
+    """Return the tensors in the arguments or outputs of a module."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, _CONTAINERS):
@@ -242,8 +224,7 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
     return []
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """A dtype that replaces ``param_dtype`` of the unit's precision for a module or a parameter.
 
     ``dtype=None``: unsharded parameters have the dtype of the sharded parameters.
@@ -285,10 +266,7 @@ class PrecisionPlan:
     def _plan_module(
         self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> None:
-        """Choose the dtypes of ``module``, its parameters, and its submodules, recursively.
-
-        ``precision`` and ``around``: the precision and the override of the parent module.
-        """
+        """Choose the dtypes of ``module``, its parameters, and its submodules, recursively."""
         if module in self._precision_of or isinstance(module, ModuleProxy):
             return
         if (own := self._precisions.get(module, precision)) != precision:
@@ -327,10 +305,7 @@ class PrecisionPlan:
             )
 
     def of_param(self, param: nn.Parameter, precision: MixedPrecision) -> ParamPrecision:
-        """Return the dtypes of ``param`` and its gradient.
-
-        ``precision`` is the precision of the unit that owns ``param``.
-        """
+        """Return the dtypes of ``param`` and its gradient."""
         override = self._override_of_param.get(id(param))
         compute_dtype, reduce_dtype = precision.param_dtype, precision.reduce_dtype
         gather_dtype = None if id(param) in self._not_linear else precision.gather_dtype

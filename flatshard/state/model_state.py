@@ -16,18 +16,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.memory import sample
 from flatshard.optimizer.state_dicts import StateDict, check_order, is_for_rank_0, torch_request
@@ -42,16 +40,14 @@ def gather_full(
 ) -> list[Tensor]:
     """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
 
-    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
-    unsharded buffer already has the values.
+    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
-            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
-            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
+            "summon_full_params(rank0_only=True). Request it on rank 0, or outside of the context."
         )
     # Make ordinary tensors: users could not write to inference tensors outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -82,12 +78,10 @@ def original_of(handle: FlatParamHandle, tensor: Any) -> OriginalParam | None:
 
 def worlds_of(parts: Iterable[FlatParamHandle | Unit]) -> list[Communicator]:
     """Return the groups of ranks that train ``parts``, each group once."""
-    worlds = dict.fromkeys(part.topology.world for part in parts)
-    return list({world.ranks: world for world in worlds}.values())
+    return [*{part.topology.world.ranks: part.topology.world for part in parts}.values()]
 
 
-@dataclass(frozen=True)
-class StateDictOptions:
+class StateDictOptions(NamedTuple):
     """The form and device of state dicts, and the ranks that get them (as in FSDP1's configs)."""
 
     is_sharded: bool = False  # whether values are sharded, for `torch.distributed.checkpoint`
@@ -103,7 +97,6 @@ class UnitStateDict:
     def __init__(self, unit: Unit) -> None:
         self.options = StateDictOptions()
         self.writes = WriteThrough()  # shared by all units of a model
-        self.is_apart = False  # whether only some of the model's ranks train the unit
         self.unit = unit
         # Number of nested calls of `state_dict()`. Only the outermost call replaces values.
         self._depth = 0
@@ -136,12 +129,11 @@ class UnitStateDict:
 
     def check_names(self) -> None:
         """Raise NotImplementedError if only some of the model's ranks train the unit."""
-        if self.is_apart:
+        if self.unit.settings.ranks.world.size < self.unit.context.world.size:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
                 f"{self.unit.topology.world.ranks_text} of the model's ranks. Other ranks may hold "
-                "other parameters of the same names, but a sharded checkpoint keeps one parameter "
-                "per name. Save the unit's state dict separately, under other names."
+                "other parameters of the same names. Save the unit's state dict separately."
             )
 
     def requested(self) -> StateDictOptions:
@@ -192,8 +184,7 @@ def _replace_by_full(
 ) -> dict[OriginalParam, Tensor]:
     """Replace sharded parameters of ``handle`` in ``state_dict`` by full copies, and return these.
 
-    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group, or for
-    tensor-parallel parameters all ranks of the mesh.
+    Removes the parameters unless ``is_saving``. Collective: all ranks of the shard group or mesh.
     """
     found = {key: original_of(handle, value) for key, value in state_dict.items()}
     param_of_key = {key: param for key, param in found.items() if param is not None}
@@ -213,10 +204,7 @@ def _replace_by_full(
 
 
 def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) -> None:
-    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
-
-    The shards share memory with the model, so that a load in place changes the model.
-    """
+    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts."""
     for key, value in list(state_dict.items()):
         if original_of(handle, value) is None:
             continue
@@ -247,11 +235,7 @@ def _treat_rest(state_dict: StateDict, key: str, to_cpu: bool, is_saving: bool) 
 
 
 def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
-    """Return the options that all units of a model share, or default options without units.
-
-    Raises:
-        RuntimeError: the units have different options.
-    """
+    """Return the options that all units of a model share, or default options without units."""
     options = {part.options: part.unit.name for part in parts}
     if len(options) > 1:
         (first, one), (second, other), *_ = options.items()
@@ -260,13 +244,6 @@ def options_of(parts: Sequence[UnitStateDict]) -> StateDictOptions:
             f"{first} and {second}. Set the same type for the whole model."
         )
     return next(iter(options), StateDictOptions())
-
-
-def options_set(
-    parts: Sequence[UnitStateDict], options: StateDictOptions
-) -> AbstractContextManager[None]:
-    """Set the options of ``parts`` inside the context, and restore the old options afterwards."""
-    return temporarily(parts, options=options)
 
 
 def without_ddp_prefix(state_dict: StateDict, children: Iterable[str]) -> dict[str, Any]:
@@ -316,10 +293,7 @@ class WriteThrough:
         return WriteThrough()  # no user has a state dict of the copied model yet
 
     def watch(self, handle: FlatParamHandle, param: OriginalParam, full: Tensor) -> None:
-        """Start copying values that the user writes into ``full`` to the shard.
-
-        ``full``: a full copy of ``param``, which ``state_dict()`` is about to return.
-        """
+        """Start copying values that the user writes into ``full`` to the shard."""
         ref = weakref.ref(full, self._died)
         with torch.inference_mode(False):
             copy = full.detach()
@@ -344,8 +318,7 @@ class WriteThrough:
             raise RuntimeError(
                 f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
                 "had changed after the state_dict() was taken, so the written values are lost. "
-                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
-                "parameter, clone the tensor first."
+                "Write to the parameter, to a new state_dict(), or to a clone of the tensor."
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
@@ -369,10 +342,7 @@ class WriteThrough:
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
-
-    On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
-    """
+    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values."""
     # Most writes increase the version, also under no_grad. But the program's collectives, such as
     # ``dist.all_reduce(value)``, change only the values.
     return copy._version, sample(copy)

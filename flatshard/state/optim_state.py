@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,7 @@ class OptimState:
     def full(
         self, state_dict: StateDict | None, device: torch.device | None, rank0_only: bool
     ) -> StateDict:
-        """Return the full state by parameter name; see ``ShardedWrapper.optim_state_dict``.
-
-        ``device``: device of the result. None: each tensor stays on its device. Collective: all
-        ranks that train the units.
-        """
+        """Return the full state by parameter name, on ``device``. Collective."""
         shared, units = self._shared(), self.units
 
         def prepare() -> tuple[tuple[StateDict, OptimParams], Facts]:
@@ -71,24 +67,17 @@ class OptimState:
         return copied(full, device, shares_memory=True) if is_kept else {}
 
     def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
-        """Return the state by parameter name. State with one value per element is sharded.
-
-        The tensors share memory with the optimizer's state, unless they are copied to the CPU.
-        """
+        """Return the state by parameter name. State with one value per element is sharded."""
         if len(worlds_of(self.units)) > 1:
             raise NotImplementedError(
-                "optim_state_dict: some units train only on some of the model's ranks. Other ranks "
-                "may hold other state under the same names, but a sharded checkpoint keeps one "
-                "state per name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
+                "optim_state_dict: some units train only on some of the model's ranks, so state "
+                "names are ambiguous. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
             )
         named, _ = self._by_name(state_dict, self._shared())
         return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
 
     def to_load(self, state_dict: StateDict, *, by_name: bool) -> StateDict:
-        """Return this rank's part of a full state; see ``ShardedWrapper.optim_state_dict_to_load``.
-
-        Collective: all ranks that train the units.
-        """
+        """See ``ShardedWrapper.optim_state_dict_to_load``. Collective."""
         optimizer = self.optimizer
 
         def prepare() -> tuple[StateDict, Facts]:
@@ -97,6 +86,7 @@ class OptimState:
             _check_form(state_dict, "an optimizer state")
             params = OptimParams(self.model, optimizer, self.units)
             saved = _named(state_dict, params)
+            states = saved["state"]
             group_of = {name: g for g in saved["param_groups"] for name in g["params"]}
             _check_names(group_of, [param.fqn for param in params])
             # Keys of parameters in the result: names if `by_name`, otherwise positions.
@@ -104,23 +94,19 @@ class OptimState:
             position = count()
             elementwise = adapter.is_elementwise(optimizer)
             shapes = {param.fqn: param.original and param.original.spec for param in params}
-            states = saved["state"]
             numbers = adapter.numbers_in((shapes.get(name), one) for name, one in states.items())
             loaded: StateDict = {**copied(_rest(saved)), "state": {}, "param_groups": []}
             facts: Facts = {}
-            for number, group in enumerate(params.groups):
-                own = optimizer.param_groups[number]
+            for group, own in zip(params.groups, optimizer.param_groups, strict=False):
                 keys = [name_of[id(p)] if by_name else next(position) for p in own["params"]]
-                options = _options_of_group(params.fqns(number), group_of, own)
+                options = _options_of_group([param.fqn for param in group], group_of, own)
                 loaded["param_groups"].append({**options, "params": keys})
                 for key, param in zip(keys, group, strict=True):
                     if (fqn := param.fqn) in states:
                         load = partial(_loaded, param, elementwise, numbers)
                         loaded["state"][key] = map_state(load, states[fqn])
                         facts |= _facts(f"of {fqn!r}", states[fqn])
-            for key, value in states.items():
-                if key not in group_of:
-                    loaded["state"][key] = copied(value)
+            loaded["state"] |= {k: copied(v) for k, v in states.items() if k not in group_of}
             return loaded, facts
 
         return agreed(prepare, worlds_of(self.units), "optim_state_dict_to_load", _REMEDY)
@@ -134,11 +120,7 @@ class OptimState:
     ) -> tuple[StateDict, OptimParams]:
         """Return the optimizer's state dict, keyed by parameter name, and the parameters.
 
-        State with one value per element is a sharded tensor.
-
-        Args:
-            state_dict: the result of ``optimizer.state_dict()``. None: the call is made here.
-            shared: the state that only one rank of each parameter has, from `_shared`.
+        State with one value per element is a sharded tensor. ``shared``: the result of `_shared`.
         """
         optimizer = self.optimizer
         _check_optimizer(optimizer)
@@ -152,37 +134,30 @@ class OptimState:
         found = OptimParams(self.model, optimizer, self.units)
         params = found.by_key(own)
         own = state_dicts.with_shards(optimizer, own, shared=shared)
-        groups = [
-            {**_options(group), "params": [params[key].fqn for key in group["params"]]}
-            for group in own["param_groups"]
-        ]
+        name_of = {key: param.fqn for key, param in params.items()}
+        saved = own["param_groups"]
+        groups = [{**_options(one), "params": [name_of[k] for k in one["params"]]} for one in saved]
         # An entry whose key belongs to no parameter is state of the whole optimizer.
         whole = {key: value for key, value in own["state"].items() if key not in params}
         taken = whole.keys() & {param.fqn for param in found}
         _check_whole(optimizer, {**_rest(own), **whole}, taken)
-        state = {params[key].fqn if key in params else key: v for key, v in own["state"].items()}
+        state = {name_of.get(key, key): value for key, value in own["state"].items()}
         return {**_rest(own), "state": state, "param_groups": groups}, found
 
 
 def unsharded_state(state_dict: StateDict, params: OptimParams) -> dict[str, Any]:
     """Return the optimizer state of parameters that are not sharded (NO_SHARD), to compare ranks.
 
-    A checkpoint contains a single copy of this state, so the state must be equal on all ranks. The
-    keys of the result are texts for error messages.
-
+    A checkpoint contains a single copy of this state, so the state must be equal on all ranks.
     ``state_dict``: the optimizer's state dict, keyed by parameter name. ``params``: its parameters.
     """
-    found: dict[str, Any] = {}
-    for number, group in enumerate(params.groups):
-        options = state_dict["param_groups"][number]
-        names = [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
-        for fqn in names:
-            state = named_values(state_dict["state"].get(fqn, {}))
-            found |= {f"state {name!r} of parameter {fqn!r}": one for name, one in state.items()}
-        named = named_values(_options(options) if names else {})
-        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor)}
-        found |= {f"option {name!r} of group {number}": one for name, one in tensors.items()}
-    return found
+    whole = [
+        [p.fqn for p in group if p.original is not None and not p.original.is_sharded]
+        for group in params.groups
+    ]
+    groups = ((n, state_dict["param_groups"][n]) for n, fqns in enumerate(whole) if fqns)
+    states = ((fqn, state_dict["state"].get(fqn, {})) for fqn in chain.from_iterable(whole))
+    return state_dicts.comparable(states, groups)
 
 
 def _rest(state_dict: StateDict) -> StateDict:
@@ -243,14 +218,11 @@ def _named(state_dict: StateDict, params: OptimParams) -> StateDict:
 
 
 def _names(number: int, group: StateDict, params: OptimParams) -> Sequence[str]:
-    """Return the names of the parameters of a saved group.
-
-    If the group has no names, the names come from the optimizer's group ``number``, in order.
-    """
+    """Return the names of a saved group's parameters, or of the optimizer's group ``number``."""
     keys = group["params"]
     if "param_names" in group or all(isinstance(key, str) for key in keys):
         return group.get("param_names", keys)  # type: ignore[return-value]
-    fqns = params.fqns(number) if number < len(params.groups) else []
+    fqns = [param.fqn for group in params.groups[number : number + 1] for param in group]
     if len(fqns) != len(keys):
         raise ValueError(
             f"group {number} of the state has {len(keys)} parameters without names, but group "
@@ -268,29 +240,21 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
         raise ValueError(
             "the state and the optimizer have different parameters. Missing in the state: "
             f"{', '.join(map(repr, missing)) or 'none'}. Unexpected: "
-            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer over the same "
-            "parameters as the saved optimizer."
+            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer as when saving."
         )
 
 
 def _options_of_group(
     fqns: Sequence[str], group_of: dict[str, StateDict], own: StateDict
 ) -> StateDict:
-    """Return the saved options for a group of the optimizer.
-
-    Args:
-        fqns: names of the group's parameters.
-        group_of: for each name, the saved group of the parameter.
-        own: the optimizer's group, whose options are used if the group has no parameters.
-    """
+    """Return the saved options for a group of the optimizer. ``fqns``: the group's parameters."""
     groups = [group_of[fqn] for fqn in fqns] or [own]
     options = _options(groups[0])
     for fqn, group in zip(fqns, groups, strict=False):
         if different := [k for k in options if repr(groups[0][k]) != repr(group.get(k))]:
             raise ValueError(
                 f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but were "
-                f"saved in groups with different {', '.join(different)}. Make the groups as in the "
-                "saved optimizer."
+                f"saved in groups with different {', '.join(different)}. Make the saved groups."
             )
     return options
 
@@ -302,13 +266,7 @@ def _options(group: StateDict) -> StateDict:
 def _loaded(
     param: OptimParam, elementwise: bool, numbers: Collection[str], name: str, value: Any
 ) -> Any:
-    """Return this rank's part of ``value``, which is called ``name`` in a parameter's full state.
-
-    ``numbers``: names of state that is one number per parameter.
-
-    Raises:
-        ValueError: the value's shape differs from the parameter's shape.
-    """
+    """Return this rank's part of ``value``, the entry ``name`` of a parameter's full state."""
     if (original := param.original) is None:
         return copied(value)
     spec, value = original.spec, original.spec.split(value)
@@ -322,8 +280,7 @@ def _loaded(
             return copied(value)
         raise ValueError(
             f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
-            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load a state that was "
-            "saved from the same model."
+            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load the model's own state."
         )
     device = original.sharded.device
     if not original.is_sharded:
@@ -350,8 +307,7 @@ def _fact(value: Any) -> str:
 # ---------------------------------------------------------------- names
 
 
-@dataclass(frozen=True)
-class OptimParam:
+class OptimParam(NamedTuple):
     """A parameter of an optimizer, with its name in the unwrapped model."""
 
     fqn: str
@@ -389,10 +345,6 @@ class OptimParams:
 
     def __iter__(self) -> Iterator[OptimParam]:
         return chain.from_iterable(self.groups)
-
-    def fqns(self, group: int) -> list[str]:
-        """Return the names of the parameters in the optimizer's group number ``group``."""
-        return [param.fqn for param in self.groups[group]]
 
     def by_key(self, state_dict: dict[str, Any]) -> dict[Any, OptimParam]:
         """Return the parameters, keyed as in ``state_dict``, a state dict of the same optimizer."""

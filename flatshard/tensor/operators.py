@@ -28,6 +28,9 @@ from flatshard.tensor.sharded_tensor import Caller, FlatShardTensor, Origin, Sou
 from flatshard.tensor.unsharded import use_outside
 from flatshard.units.module_tree import unit_text
 
+# Dtypes in which elements of narrower dtypes are added.
+_SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
 Comms = Sequence[Communicator]
 aten = torch.ops.aten
 
@@ -45,17 +48,12 @@ _ROLE_LENGTH = 80  # maximum length of the text that `_role_of` returns, without
 
 
 def _local(value: Any, spec: ShardSpec) -> Any:
-    """Return this rank's range of an operand: the same elements as the range in ``spec``.
-
-    Raises:
-        NeedsFullTensor: this rank lacks elements of the range, or the gradient would be wrong.
-    """
+    """Return this rank's range of an operand: the same elements as the range in ``spec``."""
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
-                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
-                f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
-                "operation cannot combine them. Call full_tensor() of both on all ranks.",
+                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} {value.spec.shape}: "
+                "different shapes, strides or ranges. Call full_tensor() of both on all ranks.",
                 spec,
             )
         return value.local
@@ -146,9 +144,7 @@ def _full_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
     """Whether an operand was computed from random numbers (``Origin.is_drawn``).
 
-    Raises:
-        NeedsFullTensor: a sharded operand requires a gradient, so autograd records the operation,
-            and another operand may differ between ranks.
+    Raises if autograd records the operation, and another operand may differ between ranks.
     """
     # Refuse, because the gradient would be wrong. The ranks have different random numbers or plain
     # tensors, and DistributedDataParallel averages the gradients of all ranks. Here, an element's
@@ -167,8 +163,7 @@ def _has_draws(func: Any, operands: Sequence[Any]) -> bool:
 def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
     """Return ``value.full_tensor()`` if ``value`` is sharded in other ranges than ``spec``.
 
-    For example, a momentum encoder may be divided into other units than the trained encoder.
-    Collective if the ranges differ: all ranks of the shard group of ``value``.
+    For example, a momentum encoder may be divided into other units. Collective if ranges differ.
     """
     is_other = isinstance(value, FlatShardTensor) and value.spec.place != spec.place
     if is_other and value.is_alike and value.spec.shape == spec.shape and len(value.spec.comms) < 2:
@@ -180,9 +175,8 @@ def _whole_if_cut_elsewhere(value: Any, spec: ShardSpec) -> Any:
 def _role_of(func: Any, args: Sequence[Any]) -> str:
     """Return the ``role`` of an operation's result, such as ``mul of parameter, 2``.
 
-    The role contains checksums of the plain operands. If plain operands differ between ranks, a
-    later norm or sum of the result raises, because its collective has the role in its name, and
-    ranks compare these names.
+    The role contains checksums of the plain operands. If these differ between ranks, a later norm
+    or sum of the result raises, because ranks compare the names of collectives.
     """
     text = f"{func._schema.name.removeprefix('aten::')} of {', '.join(map(_operand, args))}"
     # Limit the length. For a running average, for example, each step's role contains the role of
@@ -202,10 +196,7 @@ def _operand(value: Any) -> str:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach or fused operation, which combines tensors at the same position in lists.
-
-    For example, ``torch._foreach_add_(params, updates)`` adds ``updates[i]`` to ``params[i]``.
-    """
+    """Run a foreach or fused operation, which combines tensors at the same position in lists."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
     # plain tensors at this position, such as updates of sharded parameters.
@@ -217,14 +208,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(values: Any) -> Any:
         if not isinstance(values, list | tuple) or not any(isinstance(v, Tensor) for v in values):
             return values
-        return [
-            value if spec is None else _local(value, spec)
-            for value, spec in zip(values, specs, strict=False)
-        ]
+        return [v if s is None else _local(v, s) for v, s in zip(values, specs, strict=False)]
 
     is_mutable = func._schema.is_mutable
     if not is_mutable:
-        operands = [*tensors_in((args, kwargs))]
+        operands: list[Any] = tensors_in((args, kwargs))
         caller = sharded_tensor.caller_of_operator()
         origin = sharded_tensor.origin_of(operands, caller)
         if _needs_full(func, operands, origin, caller) is not None:
@@ -233,7 +221,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value, spec in zip(args[0] if is_mutable else (), specs, strict=False):
         if spec is not None and not isinstance(value, FlatShardTensor):
             spec.refuse(f"writing into a plain tensor with {func._schema.name}")
-    result = func(*(local(value) for value in args), **{key: local(v) for key, v in kwargs.items()})
+    result = func(*map(local, args), **{key: local(v) for key, v in kwargs.items()})
     if not is_mutable:
         role = f"{func._opname} of {first_sharded(args, kwargs).shard_role}"
         return [
@@ -334,9 +322,8 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard
 def _refuse_draws(*args: Any, **kwargs: Any) -> Any:
     """Raise NeedsFullTensor for dropout on a trained sharded parameter.
 
-    The gradients for the random numbers of different ranks would not be averaged. Raises before a
-    number is drawn, so that the function can run again with full tensors. For other tensors,
-    returns NotImplemented, and torch's function runs.
+    The gradients for the ranks' random numbers would not be averaged. Raises before a number is
+    drawn, so that the function can run again with full tensors.
     """
     tensor = first_sharded(args, kwargs)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -376,11 +363,7 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
 
 
 def own_part(tensor: FlatShardTensor) -> Tensor:
-    """Return this rank's elements of a sharded tensor.
-
-    Raises:
-        RuntimeError: the tensor is a gradient that is not yet reduced over all ranks.
-    """
+    """Return this rank's elements of a sharded tensor. Raises for an unreduced gradient."""
     unit = sharded_tensor.UNREDUCED.get(tensor)
     if unit is not None:
         where = f"{unit_text(unit)}, {tensor.spec.name!r}, rank {tensor.spec.comm.rank}"
@@ -388,17 +371,8 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
     return tensor.local
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which elements of ``dtype`` are added. None: ``dtype`` itself."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-
-
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator, keyed by name.
-
-    Raises:
-        NeedsFullTensor: no handler in this file implements an argument, such as ``dim``.
-    """
+    """Return an operator's arguments by name. Refuses ``dim``, for example."""
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
@@ -414,12 +388,7 @@ def norms(
     """Return the p-norm of each tensor. The norms have the same dtypes and devices as in torch.
 
     Collective: all ranks that share ``tensors``. One collective reduces the norms of all tensors
-    that have the same communicators.
-
-    Args:
-        tensors: plain or sharded tensors.
-        order: the p of the norm.
-        dtype: dtype in which to compute the norms. None: the dtype of each tensor.
+    that have the same communicators. ``dtype``: dtype in which to compute the norms.
     """
     results: dict[int, Tensor] = {}
     positions_of: dict[tuple[Communicator, ...], list[int]] = {}
@@ -451,15 +420,9 @@ def joined_norms(
 ) -> Tensor:
     """Return the norms of several tensors, in float64, ``(len(parts),)``.
 
-    Collective: all ranks of ``comms``.
-
-    Args:
-        parts: this rank's elements of each tensor.
-        names: descriptions of the tensors. Ranks compare these texts.
-        order: the p of the norms.
-        dtype: dtype in which to compute the norms of the parts. None: the dtype of each part, but
-            at least float32.
-        comms: the communicators of the tensors. Their ranks together hold all elements.
+    Collective: all ranks of ``comms``, which together hold all elements. ``parts``: this rank's
+    elements of each tensor. ``names``: texts that ranks compare. ``dtype``: dtype in which to
+    compute the norms of the parts. None: the dtype of each part, but at least float32.
     """
     # Use absolute values, on which a norm depends only: for complex numbers and order 0, torch
     # would warn.
@@ -472,7 +435,7 @@ def joined_norms(
     found = dict.fromkeys(range(len(parts)), nothing)
     for kind in {part.dtype for part in parts}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == kind and p.numel() > 0}
-        sums = dtype or _sum_dtype(kind)
+        sums = dtype or _SUM_DTYPES.get(kind)
         norms = torch._foreach_norm([*some.values()], order, sums) if some else []
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
     # Use float64, because powers of the norms are added: the square of 1e20 overflows float32.
@@ -500,11 +463,11 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = given["self"]
     spec, part = tensor.spec, own_part(tensor).to(given.get("dtype") or tensor.dtype)
     # Round to float16 or bfloat16 only once, after adding the sums of all ranks.
-    total = part.sum(dtype=_sum_dtype(part.dtype))
+    total = part.sum(dtype=_SUM_DTYPES.get(part.dtype))
     name = func._schema.name.removeprefix("aten::")
     _reduced(total, spec.comms, "SUM", f"{name} of {tensor.described}")
     total = total / math.prod(spec.whole.shape) if name == "mean" else total
-    return total if _sum_dtype(part.dtype) is None else total.to(part.dtype)
+    return total.to(part.dtype) if part.dtype in _SUM_DTYPES else total
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -529,11 +492,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extremes(values: Tensor, comms: Comms, *, largest: bool, op_name: str) -> Tensor:
-    """Return the maximum or minimum over the ranks, for each element of ``values``.
-
-    An element of the result is NaN if it is NaN on at least one rank. Collective: all ranks of
-    ``comms``.
-    """
+    """Return the maximum or minimum over the ranks, for each element of ``values``. Collective."""
     op = "MAX" if largest else "MIN"
     if not values.is_floating_point():
         return _reduced(values, comms, op, op_name)
@@ -589,9 +548,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad`` and ``backward`` if ``inputs`` contains sharded parameters.
 
     Only calls of ``grad`` in the backward of a user's ``torch.autograd.Function`` (a checkpoint, or
-    the adjoint method of an ODE) are supported. The graph of a loss leads to the full parameters,
-    so return their gradients for this rank's batch. When the user's function returns the gradients
-    to autograd, a hook averages them (``average_full_gradients``).
+    the adjoint method of an ODE) are supported. They return this rank's gradients of the full
+    parameters. When the user's function returns them, ``average_full_gradients`` averages them.
     """
     given = sharded_tensor.sharded_in((*args[1:], *kwargs.values()))
     params = {id(t): t.spec.original for t in given if _is_leaf_of_parameter(t)}
@@ -602,9 +560,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             f"parameter {next(iter(params.values())).name!r} is sharded: torch.autograd.grad(loss, "
             "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
             "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model). "
-            "For one layer, such as the last layer of a decoder (VQGAN's adaptive weight), do not "
-            "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
-            "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
+            "For one layer (VQGAN's adaptive weight), do not shard the layer: CustomPolicy(lambda "
+            "module: {'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
     # A graph may use the full parameter, the sharded parameter, or both. So ask torch for both
     # gradients, and allow None. If both are None, raise below.
@@ -617,10 +574,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
     of_full = dict(zip(params, found[len(edges) :], strict=False))
     pairs: Any = [(grad, of_full.get(id(t))) for t, grad in zip(args[1], found, strict=False)]
     if not allow_unused and any(g is f is None for g, f in pairs):
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. Set "
-            "allow_unused=True if this is the desired behavior."
-        )
+        text = "One of the differentiated Tensors appears to not have been used in the graph."
+        raise RuntimeError(f"{text} Set allow_unused=True if this is the desired behavior.")
     return tuple(g if f is None else f if g is None else f + g.full_tensor() for g, f in pairs)
 
 

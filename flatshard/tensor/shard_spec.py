@@ -18,8 +18,7 @@ from flatshard.units.module_tree import unit_text
 class ParamOwner:
     """Interface of a model to operations on its sharded parameters.
 
-    This base class does nothing. It is used for copies of parameters, and for parameters whose
-    model was deleted.
+    This base class does nothing: it serves copies, and parameters whose model was deleted.
     """
 
     is_in_forward = False  # whether a forward of the model is running
@@ -33,10 +32,7 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Notify the model that a backward reaches a use of a parameter outside of forward.
-
-        Called before the gradient of this use is averaged.
-        """
+        """Notify the model that a backward reaches a use of a parameter outside of forward."""
 
     def bring_back(self, spec: ShardSpec) -> bool:
         """Unshard a parameter's unit again for a read in backward, if possible. Returns whether."""
@@ -63,10 +59,7 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """The position of a parameter in a flat parameter, and the range that this rank stores.
-
-    The parameter's gradients and optimizer state share this object.
-    """
+    """The position of a parameter in a flat parameter, and the range that this rank stores."""
 
     name: str  # name of the parameter in the unwrapped model
     unit: str  # name of the parameter's unit
@@ -111,9 +104,6 @@ class ShardSpec:
         """Return this rank's range of a full tensor, as a 1-D tensor.
 
         ``tensor`` may have any strides, and any shape that broadcasts to the parameter's shape.
-
-        Raises:
-            NeedsFullTensor: the shape does not broadcast to the parameter's shape.
         """
         if tuple(tensor.shape) != self.shape:
             try:
@@ -178,9 +168,8 @@ class ShardSpec:
         if len(self.comms) > 1:
             raise NotImplementedError(
                 f"{self.where()}: {operation} would see only this rank's part {self.shape} of a "
-                f"DTensor of shape {self.tensor_parallel.shape}. Initialize before "
-                "ShardedWrapper(model), read values from model.state_dict(), and edit with "
-                "p.copy_(...)."
+                f"DTensor of shape {self.tensor_parallel.shape}. Initialize before wrapping, read "
+                "values from model.state_dict(), and edit with p.copy_(...)."
             )
 
     def where(self, described: str | None = None) -> str:
@@ -191,8 +180,7 @@ class ShardSpec:
     def refuse(self, operation: object, described: str | None = None) -> NoReturn:
         """Raise NeedsFullTensor, because ``operation`` needs more than this rank's elements.
 
-        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter. Then
-        the message advises to use the parameter in the forward of its module.
+        ``described``: the tensor, such as ``gradient of 'fc1.weight'``. None: the parameter.
         """
         refuse_foreign_wrapper()
         remedy = (

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass
 from functools import cached_property, partialmethod
 from operator import add, attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,6 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, boxes_of
 from flatshard.units.module_proxy import callers, refuse_foreign_wrapper
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -212,10 +207,7 @@ _NUM_REFERENCES = _count_references()  # count for a tensor to which only a loca
 
 
 class LocalView(Tensor):
-    """This rank's elements of a parameter or of its optimizer state, as a view for users.
-
-    Operations on the view return plain tensors.
-    """
+    """This rank's elements of a parameter or of its optimizer state, as a view for users."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -350,10 +342,7 @@ class FlatShardTensor(torch.Tensor):
 
     @classmethod
     def parameter(cls, flat: Tensor, spec: ShardSpec, requires_grad: bool) -> FlatShardTensor:
-        """Make a sharded parameter in the memory of ``flat``.
-
-        ``flat``: this rank's shard of the flat parameter, ``(shard_numel,)``.
-        """
+        """Make a sharded parameter in the memory of ``flat``."""
         local = flat[spec.range]
         origin = Origin(Source.PARAMETERS, is_fixed=True)
         self = cls(
@@ -364,11 +353,7 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the ranges of all ranks are certainly parts of the same full tensor.
-
-        True for parameters, averaged gradients, and tensors computed only from these and from
-        Python numbers.
-        """
+        """Whether the ranges of all ranks are certainly parts of the same full tensor."""
         is_unreduced = bool(UNREDUCED) and self in UNREDUCED
         return self.shard_origin.source is not Source.OTHER and not is_unreduced
 
@@ -539,7 +524,7 @@ class FlatShardTensor(torch.Tensor):
     # Each rank lists the boxes (rectangular blocks) of the full tensor that its range consists of.
     # DCP gets the boxes as views of the range, so that loading writes in place.
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         # Slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
@@ -558,20 +543,20 @@ class FlatShardTensor(torch.Tensor):
             for chunk in chunks
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[Any]:
         # After a load, the next unshard must all-gather again, on all ranks. A changed version
         # counter causes this. But on a rank without elements, the load writes nothing, so increase
         # the counter here: DCP calls this method on all ranks before it loads.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
+    def _chunks(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         size = torch.Size
         return [ChunkStorageMetadata(size(b.offsets), size(b.sizes)) for b in self._boxes()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
         # The dimensions may have another order in memory (channels_last, for example).
@@ -654,10 +639,7 @@ class FlatShardTensor(torch.Tensor):
 
 
 def _has_out(given: dict[str, Any]) -> bool:
-    """Whether keyword arguments contain ``out`` or a sharded tensor.
-
-    Handlers write only to the first positional argument, so no handler can run such a call.
-    """
+    """Whether keyword arguments contain ``out`` or a sharded tensor."""
     # ``any(sharded_in(...))`` would fail: it evaluates the truth value of tensors.
     return "out" in given or next(sharded_in((*given.values(),)), None) is not None
 
@@ -681,8 +663,7 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
     name = func.__name__.removesuffix(".default")
     raise RuntimeError(
         f"{tensor.spec.where(tensor.text)} is sharded: {name}() would send only this rank's "
-        f"range, or write to a temporary copy. {remedy} To read values, call full_tensor() on all "
-        "ranks and communicate the result. [FS-COLLECTIVE]"
+        f"range, or write to a temporary copy. {remedy} full_tensor() reads values. [FS-COLLECTIVE]"
     )
 
 
@@ -752,10 +733,9 @@ ATTRIBUTES = frozenset({"__get__", "__set__"})
 def is_counted() -> bool:
     """Whether this code runs inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
 
-    There, torch counts the tensors that autograd saves, and raises if the recomputation saves more
-    or fewer tensors than the forward. But a parameter may be sharded in the forward and unsharded
-    in the recomputation. So operations on the sharded parameter must save as many tensors as
-    torch's operations on the unsharded parameter.
+    There, torch raises if the recomputation saves more or fewer tensors than the forward. But a
+    parameter may be sharded in the forward and unsharded in the recomputation. So operations on
+    the sharded parameter must save as many tensors as operations on the unsharded parameter.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -784,9 +764,8 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     if num_boxes > 1 or not writer.save_distributed:
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
-            f"{num_boxes} blocks of the tensor, but the writer writes at most one block per rank "
-            "(one in total without save_distributed=True). Call "
-            "flatshard.checkpoint.save_safetensors(model, path) instead."
+            f"{num_boxes} blocks of the tensor, but the writer writes at most one per rank, or one "
+            "in total. Call flatshard.checkpoint.save_safetensors(model, path) instead."
         )
 
 

@@ -46,11 +46,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` if it reads no values, or if the model can unshard the unit now.
-
-        Raises:
-            RuntimeError: ``func`` needs values, and the unit cannot be unsharded.
-        """
+        """Run ``func`` if it reads no values, or if the model can unshard the unit now."""
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -66,14 +62,12 @@ class FreedParameter(nn.Parameter):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         # If the program uses an attribute, ``func`` is `__get__` or `__set__` of ``func.__self__``.
-        is_property = name in ("__get__", "__set__")
+        used = f".{func.__self__.__name__}" if name in sharded_tensor.ATTRIBUTES else f"{name}()"
         raise RuntimeError(
-            f"parameter {where}: the program used "
-            f"{f'.{func.__self__.__name__}' if is_property else f'{name}()'} on an unsharded "
-            "parameter that was kept from a forward, after its unit was resharded. Compute with "
-            "the parameter inside of forward, or keep a clone(). Outside of forward, read the "
-            "sharded parameter from its module: norms, sums and element-wise operations work, and "
-            "full_tensor(), called on all ranks, returns the full tensor. [FS-FREED]"
+            f"parameter {where}: the program used {used} on an unsharded parameter that was kept "
+            "from a forward, after its unit was resharded. Compute with the parameter inside of "
+            "forward, or keep a clone(). Outside of forward, read the sharded parameter from its "
+            "module, and call full_tensor() on all ranks for its values. [FS-FREED]"
         )
 
 
@@ -137,10 +131,9 @@ class OutsideUse(torch.autograd.Function):
 def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], Tensor]) -> Tensor:
     """Return ``function(tensor)``, recorded for backward as ``OutsideUse``.
 
-    Raises:
-        NotImplementedError: the gradient would go to a leaf that the program has made, such as
-            ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, such a leaf gets
-            this rank's full gradient, but a sharded leaf can store only a range of the gradient.
+    Raises if the gradient would go to a leaf that the program has made, such as
+    ``p.detach().clone().requires_grad_()``. Under DistributedDataParallel, such a leaf gets this
+    rank's full gradient, but a sharded leaf can store only a range of the gradient.
     """
     # Do not raise inside of a `torch.autograd.Function`, such as a fused loss that computes its
     # gradient in forward: the gradient that the function returns goes to `_averaged`.
@@ -148,25 +141,23 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
     if is_of_program and (leaf := _leaf_of_program(tensor)) is not None:
         raise NotImplementedError(
             f"{leaf.spec.where()}: a tensor computed from the parameter ({leaf.text}) requires a "
-            "gradient. The tensor is sharded, so it cannot hold this rank's gradient. Make it from "
-            "the full parameter, on all ranks: p.full_tensor().detach().requires_grad_()."
+            "gradient, which a sharded tensor cannot hold for this rank. Make the tensor on all "
+            "ranks from the full parameter: p.full_tensor().detach().requires_grad_()."
         )
     return OutsideUse.apply(tensor, function)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
     """Return a sharded leaf of the tensor's autograd graph that is not a parameter, or None."""
-    if tensor.grad_fn is None:
-        return None if tensor.is_unit_parameter else tensor
-    # The search is short, because the graph has only operations on sharded tensors.
-    waiting, seen = [tensor.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
+    with torch._C.DisableTorchFunctionSubclass():
+        nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(tensor).node]
+    # The loop also visits the nodes that it adds. It is short, because the graph has only
+    # operations on sharded tensors.
+    for node in nodes:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, FlatShardTensor) and not leaf.is_unit_parameter:
             return leaf
-        seen.add(node)
-        waiting += [one for one, _ in node.next_functions if one is not None and one not in seen]
+        nodes += {one for one, _ in node.next_functions if one is not None}.difference(nodes)
     return None
 
 
@@ -177,14 +168,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
     Collective: all ranks that train the parameter, unless ``gradient`` is already averaged (an
     earlier call of this function returned it, or autograd computed it from such a result).
 
-    Args:
-        spec: describes the parameter.
-        gradient: gradient of the full parameter, or a tensor that broadcasts to the parameter's
-            shape. None: the user's function returned no gradient.
-
-    Raises:
-        RuntimeError: ``gradient`` is a sharded tensor whose ranges come from different gradients,
-            or the program has registered a hook on the parameter.
+    ``gradient``: gradient of the full parameter, or a tensor that broadcasts to the parameter's
+    shape. None: the user's function returned no gradient.
     """
     if gradient is None:
         return None
@@ -194,17 +179,16 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
-            "the parameter inside of forward, or remove the hook and change p.grad after backward."
+            "it inside of forward, or remove the hook and change p.grad after backward."
         )
     if isinstance(gradient, FlatShardTensor):
         if gradient.shard_origin.is_arriving and gradient.is_alike:
             return gradient  # averaged already
         if not gradient.is_alike:
             raise RuntimeError(
-                f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient. "
-                "It has this rank's values only for this rank's range, so it cannot be averaged. "
-                "Expected a full gradient. In a torch.autograd.Function, compute the gradient from "
-                "weight.new_zeros(weight.shape), and compute with full tensors outside of it."
+                f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient, "
+                "which cannot be averaged. Expected a full gradient. In a torch.autograd.Function, "
+                "compute it from weight.new_zeros(weight.shape); outside, from full tensors."
             )
         gradient = gradient.full_tensor()  # equal on all ranks, so the average is the same
     spec.owner.start_backward()
@@ -219,11 +203,7 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
-    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``.
-
-    A user's ``torch.autograd.Function`` returns a full gradient for this rank's batch. All other
-    gradients of sharded parameters are averaged already.
-    """
+    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``."""
     with torch._C.DisableTorchFunctionSubclass():
         register_hook(param, Tensor.register_hook, partial(_averaged, param.spec))
 

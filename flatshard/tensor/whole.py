@@ -37,14 +37,10 @@ def start_gather(
     Collective: all ranks of the parameters' shard groups. If ranks gather different tensors, all
     ranks raise CollectiveError before any value is sent.
 
-    Args:
-        parts: for each tensor, the parameter's spec, this rank's elements, and the owner: the rank
-            of ``spec.comm`` that gets the full tensor. None: every rank gets the full tensor.
-        op_name: name of the operation, which ranks compare.
-
-    Returns:
-        A function that waits, and returns the full tensors in the order of ``parts``. It returns
-        None for tensors that this rank does not get. Full tensors share no memory with the parts.
+    ``parts``: for each tensor, the parameter's spec, this rank's elements, and the owner: the rank
+    of ``spec.comm`` that gets the full tensor (None: every rank). Returns a function that waits,
+    and returns the full tensors in the order of ``parts``, or None for tensors that this rank does
+    not get. Full tensors share no memory with the parts.
     """
     moved = [
         Moved(spec, part, spec.empty(part) if owner in (None, spec.comm.rank) else None, owner)
@@ -61,10 +57,7 @@ def start_gather(
 
 
 def scatter(moved: Sequence[Moved], op_name: str) -> None:
-    """Overwrite this rank's part of each tensor with values of the owner's full tensor. Collective.
-
-    If every rank has the full tensor, nothing is sent.
-    """
+    """Overwrite this rank's part of each tensor with the owner's values. Collective."""
     for spec, part, full, owner in moved:
         if owner is None and full is not None:
             part.copy_(spec.slice(full))

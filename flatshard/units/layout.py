@@ -102,10 +102,7 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
-
-    Some backends do not support complex tensors.
-    """
+    """Return a view of a complex tensor as real numbers, or a real tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -151,10 +148,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order.
-
-        The original parameter ``index`` comes after this padding.
-        """
+        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order."""
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])
@@ -211,14 +205,11 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
 
-def boxes_of(
-    shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None
-) -> Iterator[Box]:
+def boxes_of(shape: Sequence[int], start: int, stop: int, order: Sequence[int]) -> Iterator[Box]:
     """Split the elements ``[start, stop)`` of an n-D tensor into at most ``2n - 1`` boxes.
 
-    ``order``: dimensions from the outermost in memory to the innermost. None: contiguous.
+    ``order``: dimensions from the outermost in memory to the innermost.
     """
-    order = range(len(shape)) if order is None else order
     strides, at = strides_of(shape, order), start
     while at < stop:
         # The largest box that begins at element `at` consists of whole slices along one dimension.

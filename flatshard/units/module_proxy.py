@@ -27,8 +27,7 @@ class _Parameters(dict[str, Any]):
     def __missing__(self, name: str) -> NoReturn:
         raise RuntimeError(
             f"parameter {name!r} of a unit was to be replaced (by torch.nn.utils.prune or "
-            "weight_norm, for example), but the unit computes with the all-gathered parameter. "
-            "Call such functions before wrapping."
+            "weight_norm, for example). Call such functions before wrapping."
         )
 
     __delitem__ = __missing__
@@ -94,16 +93,14 @@ class ModuleProxy(nn.Module):
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
-                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
-                "would belong to the wrapper, and the wrapped module would not see it. Assign the "
-                "value before wrapping."
+                f"a {type(value).__name__} was assigned to {name!r} of a sharded module, which "
+                "would not see the wrapper's attribute. Assign the value before wrapping."
             )
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(
                 f"parameter {name!r} of a unit ({module.__class__.__name__}) was replaced by a "
                 "tensor (by torch.func.functional_call(), for example), but the unit computes with "
-                "the all-gathered parameter. Assign values with p.copy_(...), or call the "
-                "unwrapped model."
+                "the all-gathered parameter. Use p.copy_(...), or call the unwrapped model."
             )
         is_own = module is None or self._has(name) or hasattr(type(self), name)
         if is_own:
@@ -263,10 +260,7 @@ _MAKERS = {
 
 
 def refuse_foreign_wrapper() -> None:
-    """Raise ValueError if another wrapper of torch is being applied to sharded parameters.
-
-    Looks for the wrapper's functions on the call stack.
-    """
+    """Raise ValueError if another wrapper of torch is being applied to sharded parameters."""
     frame = sys._getframe(1)
     while frame is not None:  # not `callers`, because each `model.parameters()` runs this loop
         place = frame.f_globals.get("__name__", ""), frame.f_code.co_name

@@ -74,10 +74,7 @@ NOTHING = Ignored()
 
 
 def places_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, attribute and tensor of each parameter and buffer in each module.
-
-    A tensor that several modules share is yielded several times.
-    """
+    """Yield name, module, attribute and tensor of each parameter and buffer in each module."""
     for path, inner in module.named_modules():
         for attribute, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None:
@@ -107,11 +104,7 @@ class ModuleTree:
         return visit(self.module)
 
     def open_children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the children that may be units or contain units, with their attribute names.
-
-        The result has no ignored children, no children whose weights other modules read, and no
-        children without parameters to shard.
-        """
+        """Return the children that may be units or contain units, with their attribute names."""
         return [
             (name, child)
             for name, child in module.named_children()
@@ -139,10 +132,7 @@ def numel(params: Iterable[nn.Parameter]) -> int:
 def paths(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield every path from ``module`` to an inner module: the name, and the modules on the path.
-
-    A shared module has several paths.
-    """
+    """Yield every path from ``module`` to an inner module: the name, and the path's modules."""
     modules = (*above, module)
     yield name, modules
     # Names do not contain the attribute `module` of a `ModuleProxy`.
@@ -182,10 +172,7 @@ class ParamInfo:
 
 
 def find_params(module: nn.Module, left_alone: Collection[int] = ()) -> list[ParamInfo]:
-    """Return the parameters of a model in registration order.
-
-    Parameters whose ids are in ``left_alone`` are left out.
-    """
+    """Return the parameters of a model in registration order."""
     found: dict[int, ParamInfo] = {}
     for path, modules in paths(module):
         inner = modules[-1]
@@ -215,10 +202,7 @@ def _read_by_others(module: nn.Module) -> set[nn.Module]:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the name of a unit whose modules have the FQNs ``names``.
-
-    A unit has several modules if small neighbouring units were joined (``coalesce_bytes``).
-    """
+    """Return the name of a unit whose modules have the FQNs ``names``."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
@@ -228,10 +212,7 @@ def unit_text(name: str) -> str:
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return the new name of a parameter whose model is wrapped again inside a larger module.
-
-    ``before`` and ``after``: the old and the new names of the unit's modules.
-    """
+    """Return the new name of a parameter whose model is wrapped again inside a larger module."""
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name

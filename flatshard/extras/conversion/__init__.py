@@ -31,10 +31,7 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 
 
 def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None:
-    """Convert a sharded model, by converting the shards instead of the parameters.
-
-    ``fn`` is the function of a tensor that ``.to()`` or ``.double()`` passes to ``Module._apply``.
-    """
+    """Convert a sharded model, by converting the shards instead of the parameters."""
     context = unit_of(root).context
     # If an outer wrapper's `_apply` has called this wrapper, the outer wrapper converts all shards.
     if context.is_converting:
@@ -84,10 +81,7 @@ def _changes(shard: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> None:
-    """Replace the shard and the gradients of ``handle`` with the tensors that ``fn`` returns.
-
-    ``fn`` takes a tensor; ``model.to()`` passes this function to ``Module._apply``.
-    """
+    """Replace the shard and the gradients of ``handle`` with the tensors that ``fn`` returns."""
     handle.reshard()
     # Wait for the all-gather that refreshes the secondary shard. In this all-gather, other ranks
     # read the memory of this rank's shard, which the code below frees.
@@ -107,40 +101,24 @@ def _convert_handle(handle: FlatParamHandle, fn: Callable[[Tensor], Tensor]) -> 
         if converted.device != handle.flat_param.device:
             handle.device = converted.device
         handle.gather.move_to(handle.device, converted.dtype)
-        grads = _take_off(handle)
+        handle.grads.take_all_back()
+        if handle.grads.was_edited:
+            raise edited(handle.unit_name)
+        grads = [param.grad for param in handle.sharded]
+        for param in handle.sharded:
+            param.grad = None
         handle.adopt(converted)
         handle.page_out()
         take_in = handle.plan.targets.gradient.take_in
-        _put_back(handle, grads, lambda grad: take_in(fn(grad)))
+        for original, grad in zip(handle.params, grads, strict=True):
+            if isinstance(grad, FlatShardTensor):
+                local, origin = take_in(fn(grad.local)), grad.shard_origin
+                role = grad.shard_role
+                twin = FlatShardTensor(local, original.spec, role=role, origin=origin)
+                set_grad(original.sharded, twin)
+            elif grad is not None:
+                set_grad(original.sharded, take_in(fn(grad)))
     handle.grads.use(handle.plan_gradients(converted.dtype, handle.grads.plan.comm_hook))
-
-
-def _take_off(handle: FlatParamHandle) -> list[Tensor | None]:
-    """Remove and return every ``.grad``, before the parameters are converted.
-
-    Raises:
-        RuntimeError: gradients accumulated under ``no_sync`` were edited.
-    """
-    handle.grads.take_all_back()
-    if handle.grads.was_edited:
-        raise edited(handle.unit_name)
-    grads = [param.grad for param in handle.sharded]
-    for param in handle.sharded:
-        param.grad = None
-    return grads
-
-
-def _put_back(
-    handle: FlatParamHandle, grads: list[Tensor | None], fn: Callable[[Tensor], Tensor]
-) -> None:
-    """Put ``grads``, the result of ``_take_off``, back into ``.grad``, converted with ``fn``."""
-    for param, grad in zip(handle.params, grads, strict=True):
-        if isinstance(grad, FlatShardTensor):
-            local, origin = fn(grad.local), grad.shard_origin
-            twin = FlatShardTensor(local, param.spec, role=grad.shard_role, origin=origin)
-            set_grad(param.sharded, twin)
-        elif grad is not None:
-            set_grad(param.sharded, fn(grad))
 
 
 def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
@@ -154,7 +132,7 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
         units = [unit for unit in units_in(root) if id(unit) not in memo]
     for unit in units:
         unit.context.forward.recover()
-        # Hooks of copied modules refer to the copied unit, which `_fill` fills later.
+        # Hooks of copied modules refer to the copied unit, which is filled below.
         memo[id(unit)] = Unit.__new__(Unit)
     twin: ModuleProxy = type(root).__new__(type(root))
     memo[id(root)] = twin
@@ -168,8 +146,13 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
     with temporarily([Communicator], is_copying=True):
         for unit in units:
             handles = [_copied(handle, memo) for handle in unit.handles]
-            copied = memo[id(unit)]
-            _fill(copied, unit, memo)
+            # A copy of the unit, without a running step's state.
+            copied, ignored = memo[id(unit)], copy.deepcopy(unit.ignored, memo)
+            casts = {memo[id(module)]: casts for module, casts in unit.casts.items()}
+            Unit.__init__(copied, casts, unit.names, unit.settings, ignored)
+            copied.state_dict = copy.deepcopy(unit.state_dict, memo)
+            copied.reasons, copied.check_loaded = unit.reasons, unit.check_loaded
+            copied.loads, copied.loads_sum = unit.loads.copy(), unit.loads_sum
             copied.own(handles, Backward.receive)
             # `deepcopy` drops a module's compiled call, which runs flatshard's hooks. Add new ones.
             for module in copied.modules:
@@ -179,15 +162,6 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
         # only this rank makes a copy: a new number would shift the numbers of later models here.
         start_run(twin, number=unit_of(root).context.number)
     return twin
-
-
-def _fill(copied: Unit, unit: Unit, memo: dict[int, Any]) -> None:
-    """Make ``copied`` a copy of ``unit``, without parameters and without a running step's state."""
-    casts = {memo[id(module)]: casts for module, casts in unit.casts.items()}
-    Unit.__init__(copied, casts, unit.names, unit.settings, copy.deepcopy(unit.ignored, memo))
-    copied.state_dict = copy.deepcopy(unit.state_dict, memo)
-    copied.reasons, copied.check_loaded = unit.reasons, unit.check_loaded
-    copied.loads, copied.loads_sum = unit.loads.copy(), unit.loads_sum
 
 
 def _copied(handle: FlatParamHandle, memo: dict[int, Any]) -> FlatParamHandle:

@@ -24,11 +24,12 @@ from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
+from flatshard.engine.run_state import temporarily
 from flatshard.extras.model_shards import model_shards
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory import BufferCache, Checksum, checksum
 from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
-from flatshard.state.model_state import StateDictOptions, options_set
+from flatshard.state.model_state import StateDictOptions
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import view_of
@@ -162,14 +163,8 @@ def read(
     If a rank stops early, the rank still takes part in the remaining collectives, and at the end
     the other ranks raise RuntimeError. Until the end, forwards of the model raise RuntimeError.
 
-    Args:
-        model: the model.
-        caller: the function that the user called, for errors.
-        options: the user's arguments.
-        units: yields a list of items for each flat parameter, and a list for the tensors outside of
-            units. Its arguments: the options, the chosen parameters by flat parameter, and all
-            other tensors.
-        finish: makes an item for the consumer from an item of ``units``. May fail on some ranks.
+    ``units`` yields a list of items for each flat parameter, and a list for the tensors outside of
+    units. ``finish`` makes an item for the consumer from such an item, and may fail on some ranks.
     """
     shards = model_shards(model, caller)
     world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
@@ -179,11 +174,10 @@ def read(
         options.check(world.size)
         if any(_refuse in one._forward_pre_hooks.values() for one in wrappers):
             raise ValueError(
-                f"another {caller} of this model is not finished. First read that iterator to "
-                "the end, or call its close(), on every rank."
+                f"another {caller} of this model is not finished. Read or close() it on every rank."
             )
         lora = MergedLora(model) if options.merge_lora else None
-        with options_set(parts, StateDictOptions()):
+        with temporarily(parts, options=StateDictOptions()):
             flats, rest = _choose(model, options.names, lora)
         order = [*(name for some in flats.values() for name, _ in some), *(one[0] for one in rest)]
         return (flats, rest, lora), {"the call": f"{options}", "the list of tensors": repr(order)}
@@ -245,10 +239,7 @@ def read(
 
 
 def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flats, list[Item]]:
-    """Return the chosen parameters by flat parameter, and all other chosen tensors.
-
-    The order is the same on all ranks. Raises ValueError if the user asked for an unknown name.
-    """
+    """Return the chosen parameters by flat parameter, and all other chosen tensors."""
     known: dict[Tensor, TensorName] = {}
     # With `keep_vars`, the state dict contains the sharded parameters, without an all-gather.
     for text, value in model.state_dict(keep_vars=True).items():
@@ -284,8 +275,8 @@ def _choose(model: nn.Module, names: Any, lora: MergedLora | None) -> tuple[Flat
 def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]]:
     """Group the items of ``units``, in order, into lists of at most ``options.bucket_bytes``.
 
-    Sizes are counted after the cast to ``options.dtype``. A tensor above the limit gets a list for
-    itself. Without a limit, each list contains one item. The last list may be empty.
+    Sizes are counted after the cast to ``options.dtype``. Without a limit, each list contains one
+    item. The last list may be empty.
     """
     bucket: list[Item] = []
     size, limit = 0, options.bucket_bytes
@@ -305,10 +296,9 @@ def _items(units: Iterable[list[Item]], options: Options) -> Iterator[list[Item]
 def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[Item]]:
     """Yield one list of chosen tensors per flat parameter, then the list of copies of ``rest``.
 
-    Collective. The all-gather of the next flat parameter starts before the tensors of the current
-    flat parameter are yielded, at the same item on all ranks. If ranks started an all-gather at
-    different items, a collective that the user's program runs between two items could come before
-    the all-gather on one rank and after the all-gather on another rank, and NCCL would deadlock.
+    Collective. The next all-gather starts before the tensors of the current flat parameter are
+    yielded, at the same item on all ranks: otherwise a collective that the user's program runs
+    between two items could come before the all-gather on only some ranks, and NCCL would deadlock.
     """
     # Memory for the previous, the current and the next flat parameter. A cache does not reuse
     # memory while the consumer keeps a tensor in this memory.
@@ -333,10 +323,9 @@ def _units(options: Options, flats: Flats, rest: list[Item]) -> Iterator[list[It
 def _start(
     handle: FlatParamHandle, cache: BufferCache, asked: torch.dtype | None
 ) -> tuple[Tensor, AsyncWork | None]:
-    """Start to all-gather a flat parameter. Collective: all ranks of the shard group.
+    """Start to all-gather a flat parameter into memory of ``cache``. Collective: shard group.
 
-    Returns a pair: the full flat parameter, ``(padded_numel,)``, in memory of ``cache``, and the
-    work that fills the flat parameter, or None if no all-gather was needed.
+    Returns the flat parameter, and the work that fills it; None if no all-gather was needed.
     """
     with torch.inference_mode(False), torch.no_grad():
         shard, buffer, gather = handle.flat_param.detach(), handle.buffer, handle.gather
@@ -553,8 +542,7 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
             if digest is not None and digest != checksum(target.to(values.dtype, copy=True)):
                 raise ValueError(
                     f"apply_changes: {name!r} differs from the trained model after the change. "
-                    "Expected the weights of the previous pass before the change. Pass the changes "
-                    "of every pass, in order, or those of a new WeightChanges, from its first pass."
+                    "Pass the changes of every pass of a WeightChanges, in order."
                 )
 
 
@@ -570,12 +558,7 @@ class MergedLora:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the adapters of ``model``.
-
-        Raises:
-            ModuleNotFoundError: PEFT is not installed.
-            NotImplementedError: an adapter is not plain LoRA (it is DoRA or IA3, for example).
-        """
+        """Find the adapters of ``model``. Raises if an adapter is not plain LoRA (DoRA, IA3)."""
         # Paths in the model, mapped to paths in the merged model. The path of a PEFT module is
         # mapped to None, because in the merged model an inner module takes the place of the PEFT
         # module. Paths are "" or end with ".".
@@ -630,8 +613,7 @@ def _active(layer: Any) -> list[str]:
 def _taking_the_place_of(module: Any, path: str) -> str | None:
     """Return the path of the submodule that takes the place of ``module`` in the merged model.
 
-    The path is relative to ``module``. Returns None if ``module`` is not a PEFT module. Raises
-    NotImplementedError if ``module`` has adapters that cannot be merged.
+    Returns None if ``module`` is not a PEFT module. Raises if its adapters cannot be merged.
     """
     peft = import_module("peft")
     tuners, others = peft.tuners.tuners_utils, peft.utils.other
@@ -655,6 +637,5 @@ def _taking_the_place_of(module: Any, path: str) -> str | None:
     else:
         return "base_layer"
     raise NotImplementedError(
-        f"merge_lora=True: {path!r} {why}. Read the tensors with merge_lora=False, and merge the "
-        "adapters in the program that reads them."
+        f"merge_lora=True: {path!r} {why}. Pass merge_lora=False, and merge adapters afterwards."
     )

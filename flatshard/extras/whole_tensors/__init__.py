@@ -16,7 +16,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,28 +28,13 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import Facts, agreed, raise_everywhere
 from flatshard.extras.partial_steps import step_groups
 from flatshard.extras.whole_tensors.trial import StepMode, find_step_mode, without_params
-from flatshard.optimizer.adapter import (
-    Closure,
-    OptimizerAdapter,
-    State,
-    all_params,
-    map_state,
-    named_values,
-    put_others,
-    stepping,
-    with_inner,
-)
-from flatshard.optimizer.state_dicts import check_same_state
+from flatshard.optimizer import adapter as adapters
+from flatshard.optimizer.adapter import Optimizer, all_params, map_state, named_values, with_inner
+from flatshard.optimizer.state_dicts import check_same_state, comparable
 from flatshard.precision import set_grad
-from flatshard.tensor import operators, whole
+from flatshard.tensor import operators, sharded_tensor, whole
 from flatshard.tensor.shard_spec import ShardSpec, first_of_dtensor
-from flatshard.tensor.sharded_tensor import (
-    UNREDUCED,
-    FlatShardTensor,
-    check_data,
-    local_grad,
-    wrote,
-)
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_grad
 from flatshard.tensor.whole import Moved
 
 __all__ = ["WholeTensorAdapter"]
@@ -67,7 +52,7 @@ OP = "optimizer.step()"
 REMEDY = "Every rank must step the same optimizer, with gradients of the same parameters."
 
 
-def sharded_params(optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
+def sharded_params(optimizer: Optimizer) -> list[FlatShardTensor]:
     return [param for param in all_params(optimizer) if isinstance(param, FlatShardTensor)]
 
 
@@ -77,31 +62,26 @@ def _random_state(params: Sequence[FlatShardTensor]) -> Tensor:
     return torch.cuda.get_rng_state(params[0].device) if on_gpu else torch.get_rng_state()
 
 
-def _others(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for param in all_params(optimizer) if not isinstance(param, FlatShardTensor)]
-
-
 def swap_full_in(
-    optimizer: torch.optim.Optimizer,
-    full: dict[FlatShardTensor, nn.Parameter],
-    others: Collection[Any],
+    optimizer: Optimizer, full: dict[FlatShardTensor, nn.Parameter], *, with_plain: bool
 ) -> ExitStack:
     """Replace an optimizer's sharded parameters by full parameters, until the stack is closed.
 
     ``full`` maps sharded parameters to full parameters, which also get the optimizer's state. All
-    other parameters are removed from the optimizer, except ``others``.
+    other sharded parameters are removed from the optimizer, and unless ``with_plain`` also
+    parameters that are not sharded.
     """
     undo = ExitStack()
-    kept = {id(param) for param in others}
     lists = (group["params"] for one in with_inner(optimizer) for group in one.param_groups)
     for params in {id(params): params for params in lists}.values():
-        put_others(undo, params, [full.get(p, p) for p in params if p in full or id(p) in kept])
+        kept = [p for p in params if p in full or (with_plain and type(p) is not FlatShardTensor)]
+        adapters.put_others(undo, params, [full.get(p, p) for p in kept])
     _move_state(optimizer, full.items())
     undo.callback(_move_state, optimizer, [(new, sharded) for sharded, new in full.items()])
     return undo
 
 
-def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Move the state of the first tensor of each pair to the second tensor."""
     states = [one.state for one in with_inner(optimizer)]
     for old, new in pairs:
@@ -110,7 +90,7 @@ def _move_state(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, 
                 state[new] = state.pop(old)
 
 
-class WholeTensorAdapter(OptimizerAdapter):
+class WholeTensorAdapter(adapters.OptimizerAdapter):
     """Steps an optimizer that may need whole parameters. Trials find the right ``StepMode``."""
 
     def __init__(self) -> None:
@@ -129,11 +109,11 @@ class WholeTensorAdapter(OptimizerAdapter):
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
         self._swap = ExitStack()
 
-    def begin(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
+    def begin(self, optimizer: Optimizer, closure: adapters.Closure | None) -> Any:
         self._find_mode(optimizer)
         # Register this step in `stepping` again: a trial may have all-gathered parameters, and an
         # all-gather ends all registered steps.
-        stepping[optimizer] = self
+        adapters.stepping[optimizer] = self
         if self.mode is StepMode.ON_SHARDS:
             # Do not compile the step, unless a closure may run a compiled model.
             if closure is None:
@@ -151,7 +131,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             self._step(optimizer, [] if closure is None else [_once(optimizer, closure.loss)])
         return without_params(optimizer)  # torch calls this copy's ``step()``: no effect
 
-    def needs_loss(self, optimizer: torch.optim.Optimizer) -> bool:
+    def needs_loss(self, optimizer: Optimizer) -> bool:
         # Call the closure before the step in two cases: for torch's optimizers, which all begin
         # with the closure, and if there are no reduced gradients yet.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
@@ -162,7 +142,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         return self.mode in (StepMode.IN_PARTS, StepMode.ON_OWNERS)
 
     @torch.no_grad()
-    def pause(self, optimizer: torch.optim.Optimizer) -> None:
+    def pause(self, optimizer: Optimizer) -> None:
         """Write the new values to the shards, and restore the sharded parameters. Collective."""
         for param, full in self._full.items():
             if full.grad is None:  # the step has set the gradient to None, on all ranks
@@ -171,21 +151,18 @@ class WholeTensorAdapter(OptimizerAdapter):
             self._scatter([*self._params], self._full)
         self._swap.close()
 
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         self.pause(optimizer)
         self.undo(optimizer)
 
-    def undo(self, optimizer: torch.optim.Optimizer) -> None:
+    def undo(self, optimizer: Optimizer) -> None:
         self._swap.close()
         self._full = {}
         if self._compile_again is not None:
             self._compile_again()
 
-    def _find_mode(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set ``mode`` by a trial, if parameters have gradients that were not in a trial before.
-
-        Collective: all ranks of the optimizer's sharded parameters.
-        """
+    def _find_mode(self, optimizer: Optimizer) -> None:
+        """Set ``mode`` by a trial, if gradients were not in a trial before. Collective."""
         sharded = sharded_params(optimizer)
         some = [p for p in sharded if p.grad is not None and id(p) not in self._tried]
         if self.mode is not StepMode.ON_SHARDS or not some:
@@ -225,7 +202,7 @@ class WholeTensorAdapter(OptimizerAdapter):
         replicas = (spec.replicas for spec in self._params.values())
         return [*dict.fromkeys((*self._comms(), *replicas))]
 
-    def _choose_owners(self, optimizer: torch.optim.Optimizer) -> None:
+    def _choose_owners(self, optimizer: Optimizer) -> None:
         """Choose an owner for each parameter that has none, if the parameters have changed."""
         params = {param: param.spec for param in sharded_params(optimizer)}
         if params == self._params:
@@ -239,16 +216,13 @@ class WholeTensorAdapter(OptimizerAdapter):
             owners = choose_owners([p.spec.shape for p in some], held, comm.size, known)
             self._owners.update(zip(some, owners, strict=True))
 
-    def _step(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
-        """Step each parameter that has a gradient, on the parameter's owner.
+    def _step(self, optimizer: Optimizer, arguments: Sequence[Any]) -> None:
+        """Step each parameter that has a gradient, on the parameter's owner. Collective.
 
         If the step raises on a rank, all ranks raise the error, and no parameter has changed.
-
-        Collective: all ranks of the optimizer's sharded parameters.
         """
         params = self._agree_on_gradients(optimizer)
         parts = (self._parts(params) if self.mode is StepMode.IN_PARTS else None) or [params]
-        others = _others(optimizer)
         random = _random_state(params)
         error: Exception | None = None
         done: dict[FlatShardTensor, Tensor] = {}
@@ -261,7 +235,7 @@ class WholeTensorAdapter(OptimizerAdapter):
             if error is not None:
                 continue  # step no further part, but keep gathering: other ranks need the data
             try:
-                with swap_full_in(optimizer, full, others if number == 0 else ()):
+                with swap_full_in(optimizer, full, with_plain=number == 0):
                     groups = optimizer.param_groups
                     # Leave out groups without parameters, because some optimizers raise for these.
                     if self.mode is StepMode.IN_PARTS:
@@ -269,18 +243,19 @@ class WholeTensorAdapter(OptimizerAdapter):
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
-                        f"{type(optimizer).__name__}.step() changes its parameter groups. "
-                        "flatshard calls step() once for each part of the parameters, so the "
-                        "groups would change several times. Change them after step() returns."
+                        f"{type(optimizer).__name__}.step() changes its parameter groups, but "
+                        "flatshard calls step() once for each part of the parameters. Change the "
+                        "groups after step() returns."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
                         raise NotImplementedError(
                             f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
-                            "sets the gradient to None, but only on the rank that steps the "
-                            "parameter. Call zero_grad() after step() instead."
+                            "sets the gradient to None. Call zero_grad() after step() instead."
                         )
-                    check_data(f"{OP}: parameter {param.spec.name!r}", param, stepped.data)
+                    sharded_tensor.check_data(
+                        f"{OP}: parameter {param.spec.name!r}", param, stepped.data
+                    )
                     done[param] = stepped.detach()
             except Exception as raised:
                 error = raised
@@ -297,12 +272,8 @@ class WholeTensorAdapter(OptimizerAdapter):
                 stacklevel=2,
             )
 
-    def _agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> list[FlatShardTensor]:
-        """Return the parameters that have gradients, in the optimizer's order. Collective.
-
-        Raises:
-            ValueError: ranks have gradients of different parameters. All ranks raise.
-        """
+    def _agree_on_gradients(self, optimizer: Optimizer) -> list[FlatShardTensor]:
+        """Return the parameters that have gradients, in the optimizer's order. Collective."""
 
         def prepare() -> tuple[list[FlatShardTensor], Facts]:
             params = [param for param in self._params if param.grad is not None]
@@ -327,12 +298,9 @@ class WholeTensorAdapter(OptimizerAdapter):
         return [parts[number] for number in sorted(parts)]
 
     def _start_gather(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[FlatShardTensor]
+        self, optimizer: Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
-        """Start to gather values, gradients and loaded state on the owners.
-
-        Returns a function that waits, and returns the full parameters of this rank.
-        """
+        """Start to gather values, gradients and loaded state on the owners."""
         parts = [
             (param.spec, part, self._owners.get(param))
             for param in params
@@ -383,12 +351,12 @@ class WholeTensorAdapter(OptimizerAdapter):
             full = None if full is None else full.detach()
             moved.append(Moved(param.spec, part, full, self._owners.get(param)))
         whole.scatter(moved, "optimizer step, to the shards")
-        wrote(params)
+        sharded_tensor.wrote(params)
 
     # ------------------------------------------------------------ on every rank
 
     @torch.no_grad()
-    def _swap_in(self, optimizer: torch.optim.Optimizer) -> None:
+    def _swap_in(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's sharded parameters by full parameters. Collective."""
         self._agree_on_gradients(optimizer)
         for param, full in self._start_gather(optimizer, [*self._params])().items():
@@ -397,19 +365,16 @@ class WholeTensorAdapter(OptimizerAdapter):
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
-        self._swap = swap_full_in(optimizer, self._full, _others(optimizer))
+        self._swap = swap_full_in(optimizer, self._full, with_plain=True)
 
     # ------------------------------------------------------------ state
 
-    def shared_state(self, optimizer: torch.optim.Optimizer) -> dict[FlatShardTensor, State]:
-        """Send the owners' optimizer state to all ranks, and return the state. Collective.
-
-        State with one value per element is sharded. All other state is equal on all ranks.
-        """
+    def shared_state(self, optimizer: Optimizer) -> dict[FlatShardTensor, adapters.State]:
+        """Send the owners' optimizer state to all ranks, and return the state. Collective."""
         if self._params and self.mode is StepMode.ON_EVERY_RANK:
             self._check_same_state(optimizer)
             return {}
-        shared: dict[FlatShardTensor, State] = {}
+        shared: dict[FlatShardTensor, adapters.State] = {}
         moved: list[Moved] = []
         for comm in self._comms():
             params = [param for param, spec in self._params.items() if spec.comm is comm]
@@ -426,7 +391,7 @@ class WholeTensorAdapter(OptimizerAdapter):
                 owner = self._owners[param]
                 state = everyone[owner].get(number, {})
                 mine = named_values(optimizer.state.get(param, {}))
-                sharded: State = {}
+                sharded: adapters.State = {}
                 for name, value in named_values(state).items():
                     if isinstance(value, Tensor) and value.is_meta:
                         part = param.local.detach().new_empty(param.spec.numel, dtype=value.dtype)
@@ -437,24 +402,10 @@ class WholeTensorAdapter(OptimizerAdapter):
         whole.scatter(moved, "optimizer state, to the shards")
         return shared
 
-    def _check_same_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
-
-        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
-        """
-        values = {
-            f"state {name!r} of parameter {param.spec.name!r}": value
-            for param in self._params
-            for name, value in named_values(optimizer.state.get(param, {})).items()
-            if not isinstance(value, FlatShardTensor)  # from a checkpoint
-        }
-        for number, group in enumerate(optimizer.param_groups):  # NorMuon keeps its momenta here
-            options = {name: value for name, value in group.items() if name != "params"}
-            values |= {
-                f"option {name!r} of group {number}": value
-                for name, value in named_values(options).items()
-                if isinstance(value, Tensor)
-            }
+    def _check_same_state(self, optimizer: Optimizer) -> None:
+        """Raise ValueError on all ranks unless all ranks have the same state. Collective."""
+        states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
+        values = comparable(states, enumerate(optimizer.param_groups))
         for comm in self._all_comms():
             check_same_state(values, comm.host.gather, comm.ranks, type(optimizer).__name__)
 
@@ -480,14 +431,12 @@ def choose_owners(
 ) -> list[int]:
     """Choose an owner for each parameter: the rank that steps the parameter. Returns the owners.
 
-    Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
-    choose the same owners.
+    Each rank gets about an equal share of the work and memory, and few elements are sent.
 
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
-    parameter, this rank becomes the owner. All other parameters get owners in order of decreasing
-    cost. Candidates are the ranks that have elements of the parameter (``held``: how many), and the
-    rank with the smallest share so far. Of the candidates whose share stays below ``ABOUT_EQUAL``,
-    the rank with most elements is chosen; if there are none, the rank with the smallest share.
+    parameter, this rank becomes the owner. The others get owners in order of decreasing cost:
+    of the ranks that have elements of the parameter (``held``: how many), and whose share stays
+    below ``ABOUT_EQUAL``, the rank with most elements, or else the rank with the smallest share.
     """
     works = [step_cost(shape) for shape in shapes]
     numels = [math.prod(shape) for shape in shapes]
@@ -495,33 +444,26 @@ def choose_owners(
     costs = [w / all_work + n / all_numel for w, n in zip(works, numels, strict=True)]
     most = ABOUT_EQUAL * sum(costs) / size
     taken = [0.0] * size
-    owners = [0] * len(shapes)
-
-    def give(index: int, rank: int) -> None:
-        owners[index] = rank
-        taken[rank] += costs[index]
-
-    divided = []
+    owners: list[Any] = list(known or [None] * len(shapes))
     for index, parts in enumerate(held):
-        owner = known[index] if known else None
-        if owner is not None:
-            give(index, owner)
-        elif len(parts) == 1:
-            give(index, next(iter(parts)))
-        else:
-            divided.append(index)
+        if owners[index] is None and len(parts) == 1:
+            owners[index] = next(iter(parts))
+        if owners[index] is not None:
+            taken[owners[index]] += costs[index]
+    divided = [index for index, owner in enumerate(owners) if owner is None]
     for index in sorted(divided, key=lambda index: -costs[index]):
         least = min(range(size), key=taken.__getitem__)
         parts = {least: 0, **held[index]}
         fits = [rank for rank in parts if taken[rank] + costs[index] <= most] or [least]
-        give(index, max(fits, key=lambda rank: (parts[rank], -taken[rank], -rank)))
+        owners[index] = max(fits, key=lambda rank: (parts[rank], -taken[rank], -rank))
+        taken[owners[index]] += costs[index]
     return owners
 
 
 # ------------------------------------------------------------ one step
 
 
-def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
+def _once(optimizer: Optimizer, loss: Any) -> Callable[[], Any]:
     """Return a closure that returns ``loss`` at its first call, and then raises an error."""
     losses = [loss]
 
@@ -548,7 +490,7 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
     return map_state(described, state)
 
 
-def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> list[Tensor]:
+def _local_parts(optimizer: Optimizer, param: FlatShardTensor) -> list[Tensor]:
     """Return this rank's parts of the parameter, its gradient, and state from a checkpoint."""
     parts = [param.local.detach()]
     if param.grad is not None:
@@ -557,7 +499,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, param: FlatShardTensor) -> li
     return [*parts, *(loaded[key].local for key in sorted(loaded))]
 
 
-def _sharded_state(state: State) -> dict[str, FlatShardTensor]:
+def _sharded_state(state: adapters.State) -> dict[str, FlatShardTensor]:
     """Return the sharded values in a parameter's state, which come from a checkpoint."""
     values = named_values(state).items()
     return {name: value for name, value in values if isinstance(value, FlatShardTensor)}

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flatshard.extras.partial_steps import step_unhooked
-from flatshard.optimizer.adapter import all_params, with_inner
+from flatshard.optimizer.adapter import Optimizer, all_params, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
@@ -46,10 +46,9 @@ _SCALES = (1.0, 1e-3, 1e3)
 class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
-    Such an optimizer (distributed Muon, for example) itself divides the parameters among the ranks.
-    So every rank must step all parameters: otherwise the collective would mix values of different
-    parameters. flatshard's own collectives do not raise, because they run inside operations on
-    sharded tensors, in which torch turns this mode off.
+    Such an optimizer (distributed Muon) itself divides the parameters among the ranks, so every
+    rank must step all parameters. flatshard's own collectives do not raise, because they run
+    inside operations on sharded tensors, in which torch turns this mode off.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,11 +57,8 @@ class _NoCollectives(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
-    """Find the ``StepMode`` of an optimizer, without changing its state and parameters.
-
-    Collective: all ranks of the optimizer's sharded parameters.
-    """
+def find_step_mode(optimizer: Optimizer) -> StepMode:
+    """Find an optimizer's ``StepMode``, without changing its state and parameters. Collective."""
     # Trials must not change the random number generators, and must not take time for compilation.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
@@ -84,7 +80,7 @@ def find_step_mode(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 @contextlib.contextmanager
-def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _same_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Undo a trial's writes to gradients, if the optimizer keeps modules (K-FAC)."""
     kept = []
     with torch.no_grad():
@@ -98,7 +94,7 @@ def _same_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 param.grad = grad.copy_(values)
 
 
-def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+def _modules_of(optimizer: Optimizer) -> Iterator[nn.Module]:
     hidden = ("state", "param_groups")
     attributes = [
         v for one in with_inner(optimizer) for k, v in vars(one).items() if k not in hidden
@@ -106,14 +102,8 @@ def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
     return (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, nn.Module))
 
 
-def copy_with_params(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Params]
-) -> torch.optim.Optimizer:
-    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks.
-
-    The new parameters also replace the old parameters in attributes of the optimizer. Inner
-    optimizers are copied, too.
-    """
+def copy_with_params(optimizer: Optimizer, groups: Sequence[Params]) -> Optimizer:
+    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks."""
     # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
     # optimizer's class, and without `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
@@ -140,9 +130,9 @@ def copy_with_params(
     return twins[optimizer]
 
 
-def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def without_params(optimizer: Optimizer) -> Optimizer:
     """Return a shallow copy without parameter groups, whose ``step()`` changes nothing."""
-    empty: torch.optim.Optimizer = object.__new__(type(optimizer))
+    empty: Optimizer = object.__new__(type(optimizer))
     empty.__dict__.update(optimizer.__dict__)
     empty.state, empty.param_groups = defaultdict(dict), []
     return empty
@@ -151,7 +141,7 @@ def without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # ------------------------------------------------------------ on sharded parameters
 
 
-def _works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+def _works_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives correct results on sharded parameters. Tried with copies."""
     groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
     try:
@@ -185,9 +175,8 @@ def _copied(param: Tensor) -> Tensor:
         if not isinstance(param, FlatShardTensor):
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
         else:
-            spec, local = param.spec.detached(), param.local.detach().clone()
-            spec = replace(spec, local=spec.local._replace(start=0))
-            twin = FlatShardTensor.parameter(local, spec, param.requires_grad)
+            spec = replace(param.spec.detached(), local=param.spec.local._replace(start=0))
+            twin = FlatShardTensor.parameter(param.local.clone(), spec, param.requires_grad)
         if isinstance(grad := param.grad, FlatShardTensor):
             # `twin.spec` belongs to no model, so an operation that needs the full gradient raises.
             twin.grad = FlatShardTensor(grad.local.clone(), twin.spec, role=grad.shard_role)  # type: ignore[attr-defined]
@@ -200,11 +189,8 @@ def _copied(param: Tensor) -> Tensor:
 # ------------------------------------------------------------ on full parameters
 
 
-def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
-
-    A step replaces only the parameters in ``param_groups`` by full parameters.
-    """
+def _check_attributes(optimizer: Optimizer) -> None:
+    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute."""
     found = with_inner(optimizer)
     known = {id(group["params"]) for one in found for group in one.param_groups}
     known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
@@ -215,13 +201,12 @@ def _check_attributes(optimizer: torch.optim.Optimizer) -> None:
             if param is not None:
                 raise NotImplementedError(
                     f"{type(optimizer).__name__} keeps parameter {param.spec.name!r} in attribute "
-                    f"{name!r} (perhaps in a module), where it would stay sharded during a step: "
-                    "flatshard puts full parameters only into param_groups. Let step() read "
-                    "parameters and gradients from param_groups."
+                    f"{name!r} (perhaps in a module), where it would stay sharded during a step. "
+                    "Let step() read parameters and gradients from param_groups."
                 )
 
 
-def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
+def _try_full_params(optimizer: Optimizer) -> StepMode:
     """Find the ``StepMode`` by trial steps of small full parameters.
 
     Different ranks may step the parameters if two optimizers, each with half of the parameters,
@@ -236,7 +221,8 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
         before = together.shared_values()
         for trial in (together, *apart, empty):
             trial.step(scale)
-        if any(not together.agrees_with(trial) for trial in apart):
+        halves = chain.from_iterable(trial.params.items() for trial in apart)
+        if not all(torch.equal(together.params[key], param) for key, param in halves):
             return StepMode.ON_EVERY_RANK
         if together.shared_values() != before:
             if any(trial.shared_values() != together.shared_values() for trial in (*apart, empty)):
@@ -246,10 +232,7 @@ def _try_full_params(optimizer: torch.optim.Optimizer) -> StepMode:
 
 
 def _small_shapes(params: Params) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return small shapes for trials, two for each number of dimensions among the parameters.
-
-    Each shape is paired with a parameter that has this number of dimensions.
-    """
+    """Return small shapes for trials, two for each number of dimensions among the parameters."""
     found: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
     for param in params:
         shape = tuple(min(size, _LONGEST) for size in param.shape)
@@ -266,7 +249,7 @@ class _Trial:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         shapes: Sequence[Sequence[tuple[tuple[int, ...], Tensor]]],
         parities: Collection[int],
     ) -> None:
@@ -303,7 +286,3 @@ class _Trial:
         rest["state"] = [v for k, v in self._twin.state.items() if not isinstance(k, Tensor)]
         leaves = (one for one in pytree.tree_leaves(rest) if not isinstance(one, nn.Parameter))
         return repr((groups, [one for one in leaves if isinstance(one, int | float | Tensor)]))
-
-    def agrees_with(self, other: _Trial) -> bool:
-        """Whether the parameters of ``other`` have bitwise the same values as in this trial."""
-        return all(torch.equal(self.params[key], param) for key, param in other.params.items())
