@@ -79,8 +79,10 @@ def describe(path: str) -> str:
     source = open_source(path)
     if source.incomplete:
         missing = ", ".join(source.incomplete)
-        text = f"{path} is incomplete: its files lack values of {missing:.300}."
-        raise ValueError(f"{text} Use another checkpoint.")
+        raise ValueError(
+            f"{path} is incomplete: its files lack values of {missing:.300}. Use another "
+            "checkpoint."
+        )
     lines = [f"{name}: {value}" for name, value in {"format": source.kind, **source.facts}.items()]
     named = {".".join(names): one for names, one in source.tensors.items()}
     width = max(map(len, named), default=0)

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
 from flatshard.wrapper import ShardedWrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 StateDict = dict[str, Any]
 
@@ -89,11 +92,12 @@ def load(
     def own_file(rank: int) -> StateDict:
         return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Any, StateDict, StateDict, dict[str, list[Any]]]:
+    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
         if not is_given:
             raise FileNotFoundError(
-                "there is no checkpoint to load: the path is None. Then train from the start: call "
-                "load() only if checkpoint.latest() returned a path."
+                "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
+                "None if a directory has no complete checkpoint. Then train from the start: call "
+                "load() only if latest() returned a path."
             )
         marker = _require_complete(path)
         # Check the metadata even without ``verify``: with a flipped bit, metadata may parse and
@@ -168,7 +172,9 @@ def _check_optimizers(
     )
 
 
-def _targets(path: Path, found: Any, wanted: StateDict, incomplete: Iterable[str]) -> StateDict:
+def _targets(
+    path: Path, found: Metadata, wanted: StateDict, incomplete: Iterable[str]
+) -> StateDict:
     """Return the tensors that ``dcp_files.read`` overwrites, keyed by DCP's flat names.
 
     If a tensor in ``wanted``, the program's own state dicts, has the saved shape, the values are
@@ -184,7 +190,8 @@ def _targets(path: Path, found: Any, wanted: StateDict, incomplete: Iterable[str
     if incomplete := [key for key in incomplete if key.startswith(asked)]:
         raise ValueError(
             f"{path} is incomplete: its files lack values of {', '.join(incomplete):.300}. "
-            "Load another checkpoint, or pass no optimizer, to load only the model."
+            "When the checkpoint was saved, only some ranks had optimizer state for some "
+            "parameters. Load another checkpoint, or pass no optimizer, to load only the model."
         )
     missing = {fqn for fqn, value in wanted["model"].items() if isinstance(value, Tensor)}
     missing |= {"the optimizer"} if wanted["optimizer"] is not None else set()
@@ -230,12 +237,17 @@ def _require_complete(path: Path) -> Marker:
             is_begun = folders.incomplete(path).exists() or path.exists()
             state = "is incomplete: its save did not finish" if is_begun else "does not exist"
             raise FileNotFoundError(f"the checkpoint {path} {state}. {remedy}")
-        kind = "no checkpoint, but a directory of checkpoints"
-        if inside is None:
-            kind = "files of an unknown format"
-            with contextlib.suppress(ValueError, OSError):
-                kind = f"files of {open_source(path).kind}"
-        raise ValueError(f"{path}: expected a {folders.MARKER}, got {kind}. {remedy}")
+        if inside is not None:
+            raise ValueError(
+                f"{path} is not a checkpoint, but a directory of checkpoints. {remedy}"
+            )
+        kind = "files of an unknown format"
+        with contextlib.suppress(ValueError, OSError):
+            kind = f"files of {open_source(path).kind}"
+        raise ValueError(
+            f"{path} was not saved by flatshard.checkpoint.save: expected a {folders.MARKER}, got "
+            f"{kind}. {remedy}"
+        )
     remedy = "Load another checkpoint. All hosts must share its file system."
     folders.check_lengths(path, marker.lengths, remedy)
     return marker
@@ -252,7 +264,11 @@ def _restore_generators(found: StateDict, device: torch.device) -> None:
 
 
 def _seed_generators(rank: int, found: StateDict) -> None:
-    """Seed the random number generators of a rank whose states were not saved."""
+    """Seed the random number generators of a rank whose states were not saved.
+
+    The seed depends on rank 0's saved state and on this rank. So ranks have different seeds, and a
+    rank has the same seed in each run that resumes from the checkpoint.
+    """
     seed = zlib.crc32(bytes(found["torch"].tolist())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

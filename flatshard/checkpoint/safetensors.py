@@ -127,7 +127,13 @@ class Plan:
             sync(Path(path))
 
     def commit(self) -> None:
-        """Rename the temporary files to their final names, and delete files of an older save."""
+        """Rename the temporary files to their final names, and delete files of an older save.
+
+        All bytes must already be on the disk.
+
+        Raises:
+            OSError: a file cannot be renamed or deleted.
+        """
         index = self.folder / _INDEX
         if self.index:
             self.temporary(_INDEX).write_text(self.index)
@@ -236,7 +242,8 @@ def find_tensors(path: str | os.PathLike[str]) -> Found:
         files = {name: _read_header(path.parent / name) for name in set(weight_map.values())}
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is not an index of safetensors files: it has no 'weight_map'. Pass the folder."
+            f"{path} is not an index of safetensors files: expected JSON with a 'weight_map'. Pass "
+            "the folder of the files, or one .safetensors file."
         ) from error
     found = Found({}, {})
     for name, file in weight_map.items():

@@ -48,6 +48,11 @@ _REMEDY = (
     "Pass equal values on every rank, and step the same optimizer, with the same options. To save "
     "values that differ, gather them into a list."
 )
+_TENSORS = (
+    "Each rank saves its part of every sharded tensor, and a part is missing. An optimizer that "
+    "keeps the state of a parameter on only some ranks cannot be saved: use an optimizer that "
+    "steps all parameters on every rank, such as torch.optim.Muon."
+)
 
 
 def save(
@@ -349,8 +354,7 @@ class Save:
             if missing := dcp_files.incomplete_tensors(metadata):
                 raise ValueError(
                     f"checkpoint {self.path} is incomplete: the ranks did not save all values of "
-                    f"{', '.join(missing):.300}. Use an optimizer that keeps each rank's part of "
-                    "all parameters' state, such as torch.optim.Muon."
+                    f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}
             marker = Marker(len(ranks.ranks), self.step, files)

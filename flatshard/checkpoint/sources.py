@@ -92,7 +92,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             return _dcp(path)
         if any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt")):
             raise ValueError(
-                f"{path} is DeepSpeed's. Run DeepSpeed's script zero_to_fp32.py in the folder with "
+                f"{path}: DeepSpeed wrote this folder, and flatshard does not read it. Run "
+                "DeepSpeed's script zero_to_fp32.py, which is beside the checkpoint, with "
                 "--safe_serialization, and convert the files that it writes."
             )
         if not list(path.glob("*.safetensors")):
@@ -276,8 +277,10 @@ def convert(
     final = Path(destination)
     is_torchs = final.suffix in _TORCH_SUFFIXES
     if max_shard_size is not None and is_torchs:
-        text = f"max_shard_size is only for safetensors files, not for {final.name}. Leave it out."
-        raise ValueError(text)
+        raise ValueError(
+            f"max_shard_size is only for safetensors files, but the destination is {final.name}. "
+            "Leave max_shard_size out."
+        )
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)

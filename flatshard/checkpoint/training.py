@@ -38,6 +38,7 @@ class HostRanks(HostExchange):
     """Exchanges Python objects between the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Make the exchange. No other code may run collectives on ``group``."""
         super().__init__(group, torch.device("cpu"))
         self.process_group, self.ranks = group, self._ranks
         self.rank = 0 if group is None else group.rank()
@@ -183,7 +184,11 @@ def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
-    """Return this rank's shards of a sharded model, and an exchange between its ranks."""
+    """Return this rank's shards of a sharded model, and an exchange between its ranks. Collective.
+
+    Raises:
+        ValueError: the model is unwrapped.
+    """
     training = Training(model, None, caller)
     if training.shards is None:
         raise ValueError(

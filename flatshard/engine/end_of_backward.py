@@ -66,7 +66,8 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     handles = state.handles
     # Other parts of the engine add votes to the message: `BufferSync` and the extensions. The order
     # of these parts is the same on all ranks.
-    voters: list[BufferSync | StepExtension] = [*filter(None, [state.buffers]), *state.extensions]
+    buffers = [state.buffers] if state.buffers else []
+    voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
     # Collect votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
     # Units in which this rank's program edited accumulated gradients, or parameters in forward. Do

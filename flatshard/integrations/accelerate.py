@@ -98,10 +98,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, unless it is already wrapped. Collective.
+        """Shard a model; a model that is already wrapped is not wrapped again.
 
         The model may be on the CPU or on the meta device: only the shards move to the accelerator's
-        device. With ``evaluation_mode``, or in a single process, the model is not sharded.
+        device. With ``evaluation_mode``, the model is not sharded, but replicated. In a single
+        process the model is not sharded.
+
+        Collective: all ranks.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if is_prepared or evaluation_mode or self.distributed_type is DistributedType.NO:
@@ -194,7 +197,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Load a folder of ``save_state``, on any number of ranks. Collective."""
+        """Load a folder of ``save_state``, on any number of ranks. Collective.
+
+        Raises:
+            FileNotFoundError: accelerate's own ``Accelerator`` saved the folder. Nothing is loaded.
+        """
         found: list[str] = []
 
         def check(_: Any, folder: str) -> None:
@@ -202,10 +209,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if trained and not (Path(folder) / f"{_FOLDER}_0").is_dir():
                 raise FileNotFoundError(
                     f"load_state: {folder} has no folder {_FOLDER}_0: accelerate's own Accelerator "
-                    "saved it. After prepare(), load model.safetensors with flatshard.checkpoint."
-                    "load_safetensors(model, path), and optimizer.bin with ShardedWrapper."
-                    "optim_state_dict_to_load(model, optimizer.optimizer, torch.load(path), "
-                    "load_directly=True)."
+                    "saved it (under DistributedDataParallel, for example). After prepare(), "
+                    "load model.safetensors with flatshard.checkpoint.load_safetensors(model, "
+                    "path), and optimizer.bin with ShardedWrapper.optim_state_dict_to_load("
+                    "model, optimizer.optimizer, torch.load(path), load_directly=True)."
                 )
 
         hook = self.register_load_state_pre_hook(check)

@@ -41,7 +41,11 @@ class PipelineStage(TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run the backward of a micro-batch. Raises if the schedule splits a backward in two."""
+        """Run the backward of a micro-batch.
+
+        Raises:
+            NotImplementedError: the schedule splits a backward in two (zero bubble).
+        """
         model = self.submod
         if isinstance(model, ShardedWrapper):
             if backward_type != "full":

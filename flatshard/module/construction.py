@@ -224,9 +224,10 @@ def leave_empty(module: nn.Module) -> None:
 class InitialValues:
     """Decides which initial values of parameters and buffers the ranks use.
 
-    All ranks take rank 0's values if ``sync_module_states`` is True, or if the keyword is None and
-    the checksums of the values differ between ranks. With ``broadcast_buffers=False`` and
-    ``sync_module_states=None``, each rank keeps its own buffers, as in DistributedDataParallel.
+    The decision is the same on all ranks. All ranks take rank 0's values if ``sync_module_states``
+    is True, or if the keyword is None and the checksums of the values differ between ranks. With
+    ``broadcast_buffers=False`` and ``sync_module_states=None``, each rank keeps its own buffers, as
+    in DistributedDataParallel.
     """
 
     def __init__(self, plan: ModelPlan) -> None:
@@ -270,7 +271,7 @@ class InitialValues:
                     self.take_part(shard, param, param.sharded)
         return shard
 
-    def take_part(self, shard: Tensor, param: OriginalParam, value: Any) -> None:
+    def take_part(self, shard: Tensor, param: OriginalParam, value: Tensor | None) -> None:
         """Copy this rank's part of ``value``, the full tensor of ``param``, into ``shard``.
 
         If all ranks take rank 0's values, rank 0 broadcasts its ``value``, and the other ranks may
@@ -282,12 +283,14 @@ class InitialValues:
             # Send one parameter at a time, if possible without a copy on rank 0. A copy of a whole
             # unit may not fit in memory.
             if self.world.rank == 0:
+                assert value is not None, "rank 0 has the values"
                 whole = value.permute(spec.order).reshape(-1).to(part.device, part.dtype)
             else:
                 whole = torch.empty(spec.span.numel, dtype=part.dtype, device=part.device)
             self.world.broadcast(whole, op_name=spec.name)
             part.copy_(whole[spec.offset : spec.offset + spec.numel])
         else:
+            assert value is not None, "every rank has the values"
             part.copy_(spec.slice(value))
 
     def take_buffer(self, buffer: Tensor, name: str) -> Tensor:

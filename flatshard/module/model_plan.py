@@ -174,7 +174,7 @@ class ModelPlan:
 # ------------------------------------------------------------ checks of the module
 
 SHARED_REMEDY = (
-    "Use one wrapper for two models that share modules: models = "
+    "Wrap each module once. Use one wrapper for two models that share modules: models = "
     "ShardedWrapper(nn.ModuleList([first, second])). Then call models[0] and models[1]."
 )
 
@@ -211,8 +211,10 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     _check_wrappers(module, given["auto_wrap_policy"])
     units = wrappers.units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
-        text = "pass either ignored_modules or ignored_states (modules and parameters), not both."
-        raise ValueError(f"ShardedWrapper: {text}")
+        raise ValueError(
+            "ShardedWrapper: pass ignored_modules or ignored_states, not both. The second keyword "
+            "takes modules and parameters."
+        )
     chosen = _read(given, "ignored_modules", nn.Module)
     chosen += _read(given, "ignored_states", nn.Parameter, nn.Module)
     tops = {top for top in chosen if isinstance(top, nn.Module)}
@@ -244,7 +246,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
         if id(tensor) in sharded:
             raise ValueError(
                 f"ShardedWrapper: parameter {name!r} cannot be ignored, because a ShardedWrapper "
-                "inside the model has sharded it already. Let the inner ShardedWrapper ignore it."
+                "inside the model has sharded it already. Let the inner ShardedWrapper ignore the "
+                "parameter, or ignore only modules that contain no ShardedWrapper."
             )
     return ignored
 
@@ -285,7 +288,7 @@ def check_tensors(
 
 def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | None:
     """Return why a tensor cannot be sharded or broadcast. None: it can be."""
-    kind, remedy = type(tensor.data), "Pass its module in ignored_modules."
+    kind, remedy = type(tensor.data), "pass its module in ignored_modules."
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         return ValueError("is not initialised (a lazy module). Run one forward before wrapping.")
     if is_wrapped(tensor):
@@ -296,7 +299,7 @@ def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | No
     if is_param and (kind is not Tensor or loses_class):
         name = (type(tensor) if kind is Tensor else kind).__name__
         text = f"is a {name}, but sharding keeps only the elements. Make it a plain nn.Parameter"
-        return TypeError(f"{text} (which keeps its attributes). Otherwise: {remedy}")
+        return TypeError(f"{text} (which keeps its attributes), or {remedy}")
     what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
     if not what and tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}"
@@ -307,9 +310,11 @@ def _problem(tensor: Tensor, is_param: bool, is_sharded: bool) -> Exception | No
         what = "freed" if is_freed else ""
     if what:
         needs = "only dense tensors with memory can be sharded or synchronised"
-        return TypeError(f"is {what}, but {needs}. Convert it (to_dense(), dequantize()). {remedy}")
+        return TypeError(f"is {what}, but {needs}. Call to_dense() or dequantize(), or {remedy}")
     if is_sharded and tensor.grad is not None and bool(tensor.grad.any()):
-        return ValueError("has a gradient, which would be lost. Call zero_grad() before wrapping.")
+        return ValueError(
+            "has a gradient, which would be lost. Wrap before backward, or call zero_grad() first."
+        )
     return None
 
 
@@ -374,5 +379,6 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
         raise ValueError(
             f"ShardedWrapper: auto_wrap_policy cannot be applied, because the module {where} a "
             f"ShardedWrapper (around a {first.__class__.__name__}; {len(inside)} ShardedWrappers "
-            "in all). Leave out the policy, or wrap the model once, with the policy."
+            "in all). Leave out the policy: then the outer wrapper takes all parameters that are "
+            "not in a unit. Or wrap the model once, with the policy."
         )

@@ -86,7 +86,8 @@ def _check_ranks(units: Sequence[Unit]) -> None:
         if not set(world.ranks) <= set(expected.ranks):
             raise ValueError(
                 f"ShardedWrapper: {unit_text(unit.name)} trains on ranks {world.ranks_text}, but "
-                f"the module around it trains on {expected.ranks_text}. Pass it a subset of these."
+                f"the module around it trains on {expected.ranks_text}. Pass the same ranks to "
+                "both, or pass a subset of the outer module's ranks to the unit."
             )
     groups = [(unit, unit.topology.intra_group, unit.topology.second_group) for unit in units]
     grids = [one for one in groups if min(one[1].size, one[2].size) > 1]
@@ -113,8 +114,9 @@ _NOTES = {
     ),
     "a parametrized element with name": (
         "registered a parametrization on the ShardedWrapper of an inner unit, which has no "
-        "parameters of its own. Register it before wrapping, or choose units that contain the "
-        "parametrized module and its caller, as auto_wrap_policy='auto' does."
+        "parameters of its own. Register it before wrapping. If a library registers it in forward "
+        "(LoRA on target_parameters), pass auto_wrap_policy='auto', or choose units that contain "
+        "the parametrized module and its caller."
     ),
 }
 
@@ -204,7 +206,8 @@ class RootChecks:
                 raise RuntimeError(
                     f"parameter {name!r} was added after wrapping: it would be trained on each "
                     "rank's own gradients. Add modules before wrapping, or freeze the parameter. "
-                    "To grow a trained model, load its full_state_dict() into a larger plain model."
+                    "To grow a trained model, call full_state_dict(model) on all ranks, load the "
+                    "values into a larger plain model, and wrap that model."
                 )
 
 
@@ -232,7 +235,8 @@ def _check_not_captured(device: torch.device) -> None:
     if is_current and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ShardedWrapper: the forward of a sharded model cannot be captured in a CUDA graph: "
-            "replays would not communicate. Call block.compile() before wrapping instead."
+            "replays would neither unshard parameters nor reduce gradients. Train without the "
+            "graph. To launch fewer kernels, call block.compile() before wrapping."
         )
 
 

@@ -105,7 +105,8 @@ def _read_device(device_id: int | str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
             f"device_id: there is no {device_id!r} on this host, which has "
-            f"{torch.accelerator.device_count()} accelerators. Reported by torch: {error}"
+            f"{torch.accelerator.device_count()} accelerators. Pass the index of one of these, a "
+            f"device or 'cpu'. Reported by torch: {error}"
         ) from error
 
 
@@ -198,11 +199,13 @@ class Settings:
         if self.ranks.grid is not None and not self.placement.hybrid:
             raise ValueError(
                 f"ShardedWrapper: a pair of process groups or a 2-D device_mesh is for HYBRID "
-                f"strategies, got {self.strategy.name}. Pass one group of all ranks."
+                f"strategies, got {self.strategy.name}. Pass one group of all ranks, or a HYBRID "
+                "strategy."
             )
         asked = self.ranks.mode.needs_gloo
         if asked and self.device.type != "cpu":
             raise ValueError(
                 f"{asked} is for gloo and parameters in host memory, but the parameters are on "
-                f"{self.device}. Leave it out. MixedPrecision(param_dtype) sends fewer bytes, too."
+                f"{self.device}. Leave the keyword out. To send fewer bytes, pass "
+                "MixedPrecision(param_dtype, reduce_dtype)."
             )

@@ -44,13 +44,16 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     groups = tuple(process_group) if is_pair else (process_group,)
     # `dist.new_group` returns NON_GROUP_MEMBER on ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
-        text = f"process_group: rank {dist.get_rank()} is not in this group."
-        raise ValueError(f"{text} Call ShardedWrapper only on ranks of the group.")
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} is not in this group. Call ShardedWrapper only "
+            "on ranks of the group."
+        )
     are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(
             "process_group: expected a ProcessGroup, or a pair (shard group, replicate group), "
-            f"got {process_group!r}. Pass a list of devices, DDP's second argument, as device_ids=."
+            f"got {process_group!r}. Pass a list of devices, DistributedDataParallel's second "
+            "argument, as device_ids=[...]."
         )
     return groups
 
@@ -67,9 +70,10 @@ def _groups_of_mesh(mesh: Any) -> Any:
     kinds = [[kind for kind in ("replica", "shard") if kind in name] for name in names]
     if mesh.ndim != 2 or kinds not in ([["replica"], ["shard"]], [["shard"], ["replica"]]):
         raise ValueError(
-            "device_mesh: expected 1 dimension, or 2 with names such as dp_replicate and dp_shard, "
-            f"got {mesh.ndim} named {mesh.mesh_dim_names}. Pass only the dimensions over which "
-            'inputs are split (mesh["dp"]), or process_group=(shard_group, replicate_group).'
+            'device_mesh: expected 1 dimension, or 2 dimensions whose names contain "replicate" '
+            f'and "shard" (such as dp_shard), got {mesh.ndim} named {mesh.mesh_dim_names}. Pass '
+            "only the dimensions over which the model's inputs are split, such as "
+            'mesh["dp"], or process_group=(shard_group, replicate_group).'
         )
     shard_dim = kinds.index(["shard"])
     return mesh.get_group(shard_dim), mesh.get_group(1 - shard_dim)
@@ -111,8 +115,11 @@ def _compare(groups: Sequence[dist.ProcessGroup], mode: TransportOptions) -> Set
     """Check that all ranks passed the same options, and that their groups form a grid.
 
     In a grid of ranks, each row is a shard group, and each column is a replicate group. Each rank
-    sends the members of its replicate group to its shard group, and the reverse, and checks the
-    groups that it knows. Collective. Returns the shard groups that this rank then knows.
+    sends the members of its replicate group to its shard group, and the reverse. Then each rank
+    checks the groups that share a rank with its own groups. Together, the ranks check all groups,
+    and all ranks of the groups raise. Returns the shard groups that this rank then knows.
+
+    Collective: all ranks of the groups.
     """
     # Compare the transport options before making communicators: with different options, some ranks
     # would make fewer process groups, and the other ranks would wait forever.

@@ -18,11 +18,15 @@ from flatshard.units.module_tree import paths, unit_text
 
 
 def unit_of(wrapper: ModuleProxy) -> Unit:
-    return wrapper.__dict__["_sharded_unit"]  # type: ignore[no-any-return]
+    unit: Unit = wrapper.__dict__["_sharded_unit"]
+    return unit
 
 
 def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model."""
+    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model.
+
+    ``nested=False``: leave out wrappers that are inside of another wrapper.
+    """
     # `module.modules()` would take three times as long, because it builds all modules' names.
     found, waiting = dict[ModuleProxy, None](), [module]
     while waiting:

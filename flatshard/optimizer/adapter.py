@@ -129,7 +129,8 @@ def adapter_of(optimizer: Optimizer) -> OptimizerAdapter:
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise RuntimeError(
                     "SparseAdam cannot step sharded parameters: their gradients are dense, even "
-                    "with nn.Embedding(sparse=True). Use Adam, SGD or Adagrad."
+                    "with nn.Embedding(sparse=True). Use an optimizer for dense gradients, such as "
+                    "Adam, SGD or Adagrad."
                 )
             asked_for = f"{type(optimizer).__name__}.step() (not declared element-wise)"
             adapter = extra("whole_tensors", asked_for).WholeTensorAdapter()
@@ -244,8 +245,8 @@ class BucketAdapter(OptimizerAdapter):
     def __init__(self) -> None:
         # Buckets of earlier steps, keyed by the id of the first member.
         self._known: dict[int, ParamBucket] = {}
-        # When closed, puts the sharded parameters and their state back into the optimizer.
-        self._undo = ExitStack()
+        self._buckets: list[ParamBucket] = []  # buckets of the current step
+        self._undo = ExitStack()  # when closed, restores the optimizer's parameter groups
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         stepped = {ident for one in extensions for ident in one.step_first(optimizer)}
@@ -268,8 +269,7 @@ class BucketAdapter(OptimizerAdapter):
                 left = [one for one in before if id(one) not in stepped] if stepped else before
                 for item in find_buckets(left, self._known):
                     buckets = item.swap_in(states, present) if isinstance(item, ParamBucket) else []
-                    for bucket in buckets:
-                        self._undo.callback(bucket.swap_out, states)
+                    self._buckets += buckets
                     new += [bucket.param for bucket in buckets] or [item]
                 if _are_same(new, before):
                     continue  # the group has no sharded parameter with a gradient
@@ -279,8 +279,11 @@ class BucketAdapter(OptimizerAdapter):
                     group["fused"] = True
 
     def undo(self, optimizer: Optimizer) -> None:
+        self._undo.close()
         with torch._C.DisableTorchFunctionSubclass():
-            self._undo.close()
+            # In order, so that `optimizer.state` has the same order on all ranks.
+            while self._buckets:
+                self._buckets.pop(0).swap_out(optimizer.state)
 
     pause = end = undo
 
@@ -439,6 +442,7 @@ class ParamBucket:
         return (
             {*map(type, grads)} == {FlatShardTensor}
             and all(map(operator.is_, map(_SHARD_SPEC, grads), self._specs))
+            and {*map(id, map(_SHARD_FLAT, members))} == {id(self._flat)}
             and len({*map(id, map(_SHARD_FLAT, grads))}) == 1
             and grads[0].shard_flat is not None
         )
@@ -506,6 +510,7 @@ class ParamBucket:
         The state of padding is zero, so that the optimizer computes no inf or NaN there.
         """
         sizes = [size for spec in self._specs for size in (spec.numel, math.prod(spec.shape))]
+        # If several elements are here, the shape of state shows whether it has a value per element.
         numbers = numbers_in(states.items()) if 1 in sizes else set[str]()
         own = {
             param: _local_state(param, states[param], numbers)
@@ -557,7 +562,8 @@ class ParamBucket:
 
 
 def _all_equal(values: Sequence[Any]) -> bool:
-    first, equal = values[0], torch.equal if isinstance(values[0], Tensor) else operator.eq
+    first = values[0]
+    equal = torch.equal if isinstance(first, Tensor) else operator.eq
     return all(type(value) is type(first) and equal(value, first) for value in values)
 
 
@@ -574,7 +580,8 @@ def _local_state(param: FlatShardTensor, state: State, numbers: Collection[str])
             raise RuntimeError(
                 f"optimizer state {key!r} of parameter {spec.name!r}: expected shape "
                 f"({spec.numel},) (this rank's part) or {spec.shape} (full), got "
-                f"{tuple(value.shape)}. Save ShardedWrapper.optim_state_dict(model, optimizer)."
+                f"{tuple(value.shape)}. A plain optimizer.state_dict() contains only one "
+                "rank's part: save ShardedWrapper.optim_state_dict(model, optimizer) instead."
             )
     return state
 
@@ -599,8 +606,9 @@ def part_per_element(
         if value.spec.place != spec.place:
             raise ValueError(
                 f"state of parameter {spec.name!r} ({unit_text(spec.unit)}) is sharded in another "
-                f"layout: expected {spec.numel} elements from {spec.offset} on, got "
-                f"{value.spec.numel} from {value.spec.offset} on. Load the state through DCP."
+                f"layout: expected elements [{spec.offset}, {spec.offset + spec.numel}), got "
+                f"[{value.spec.offset}, {value.spec.offset + value.spec.numel}). Load the state "
+                "through torch.distributed.checkpoint, into this model's own sharded state."
             )
         return value.local
     if is_number and value.numel() == 1:

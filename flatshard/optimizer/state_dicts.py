@@ -67,7 +67,8 @@ def check_order(asked: Any, spec: ShardSpec) -> None:
         raise ValueError(
             f"parameter {spec.name!r}: broadcast_from_rank0 sends elements in memory order, which "
             "is wrong for tensors that are not contiguous (channels_last). Pass full tensors on "
-            "every rank, with StateDictOptions(full_state_dict=True)."
+            "every rank, with StateDictOptions(full_state_dict=True) and without "
+            "broadcast_from_rank0."
         )
 
 
@@ -200,7 +201,8 @@ def check_inner(optimizer: Optimizer, state_dict: StateDict) -> None:
                 kind, inner_kind = type(optimizer).__name__, type(inner).__name__
                 raise ValueError(
                     f"{kind} steps {inner_kind}, but {kind}.state_dict() lacks the state {missing} "
-                    f"of {inner_kind}. Let its (load_)state_dict() call those of {inner_kind}."
+                    f"of {inner_kind}, so a resumed training would differ. Let state_dict() and "
+                    f"load_state_dict() of {kind} call those of {inner_kind}."
                 )
 
 
@@ -235,7 +237,8 @@ def check_state(optimizer: Optimizer) -> None:
         if not optimizer.defaults.keys() <= group.keys() and adapter.is_torchs_own(optimizer):
             missing, kind = min(optimizer.defaults.keys() - group.keys()), type(optimizer).__name__
             raise RuntimeError(
-                f"{kind}.step(): a parameter group has no option {missing!r}. The loaded state is "
+                f"{kind}.step(): a parameter group has no option {missing!r}, only "
+                f"{', '.join(sorted(map(repr, group.keys() - {'params'})))}. The loaded state is "
                 f"probably of another class than {kind}. Load state that {kind} has saved."
             )
 
@@ -360,8 +363,9 @@ def check_same_state(
             if not _are_close(*pair) and not (some_may_lack and None in pair):
                 raise ValueError(
                     f"{name} differs between ranks {ranks[0]} and {rank}: {optimizer} keeps "
-                    "different state on each rank, but a checkpoint keeps it once for all ranks. "
-                    "Save and load optimizer.state_dict() of each rank in a file of its own."
+                    "different state on each rank. Expected equal state, which a checkpoint keeps "
+                    "once for all ranks. Save optimizer.state_dict() of each rank in a file of its "
+                    "own, and load it on the same rank."
                 )
 
 

@@ -103,7 +103,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 @_restoring
 @untraced
 def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Replace the optimizer's sharded parameters by plain parameters, for the next step."""
+    """Replace the optimizer's sharded parameters by plain parameters, for the next step.
+
+    Returns new arguments for torch's call of ``step()``. None: use ``args`` and ``kwargs``.
+    """
     if unhooked:
         return None
     if optimizer in stepping:  # `step()` has called `super().step()`, which calls the hooks again
@@ -178,7 +181,8 @@ def _check_assigned(optimizer: Optimizer) -> None:
         if (name := next(different, None)) is not None:
             raise RuntimeError(
                 f"parameter {name!r}, rank {comm.rank}: step() got different full tensors in .grad "
-                "on the ranks. Average them (dist.all_reduce), or assign them before backward."
+                "on the ranks. Average them (dist.all_reduce) before or after the assignment, or "
+                "assign before backward, which averages them."
             )
 
 
@@ -192,7 +196,8 @@ def check_alike(handles: Sequence[FlatParamHandle], world: Communicator) -> None
             raise RuntimeError(
                 f"{unit_text(handle.unit_name)}: clip_grad_norm_() cannot clip the whole model: "
                 f"this unit trains only on ranks {handle.topology.world.ranks_text}, so the total "
-                "norm would differ between ranks. Clip each inner ShardedWrapper instead."
+                "norm would differ between ranks. Call clip_grad_norm_() on each inner "
+                "ShardedWrapper instead, or compute a norm yourself, and scale the gradients."
             )
 
 

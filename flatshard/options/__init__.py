@@ -131,9 +131,11 @@ def resharding(
     if after_forward is not False and after_forward < 1:
         problem = "expected a bool or a positive number of ranks."
     elif after_forward and not placement.reshard_after_forward:
-        problem = f"{strategy.name} never reshards after forward. Use FULL_SHARD or HYBRID_SHARD."
+        problem = f"{strategy.name} never reshards after forward. Pass False, or sharding_strategy "
+        problem += "FULL_SHARD or HYBRID_SHARD."
     elif placement.over_all and after_forward > 1:
-        problem = f"{strategy.name} always shards parameters over the ranks of a node. Use a bool."
+        problem = f"{strategy.name} always shards parameters over the ranks of a node, so no other "
+        problem += "number of ranks can be chosen. Use True or False."
     if problem is not None:
         raise ValueError(f"reshard_after_forward={after_forward}: {problem}")
     if after_forward is True:

@@ -98,7 +98,10 @@ class UnitCasts(NamedTuple):
 
 @dataclass(eq=False)
 class ModuleCasts:
-    """Hooks on a module that computes in another dtype than the parent module."""
+    """Hooks on a module that computes in another dtype than the parent module.
+
+    See [Note: modules in a dtype of their own].
+    """
 
     # Dtype in which the module computes. None means the dtype of the module's parameters, or of its
     # buffers if the module has no parameters.
@@ -199,8 +202,9 @@ def check_dtype(
         raise RuntimeError(
             f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
             f"MixedPrecision(keep_low_precision_grads=True), but {type(optimizer).__name__} needs "
-            "equal dtypes. Leave keep_low_precision_grads out, or use an optimizer such as Adagrad "
-            "or SGD without momentum, without fused=True."
+            "equal dtypes, or would keep its state in the gradients' dtype. Leave "
+            "keep_low_precision_grads out, or use Adadelta, Adagrad, ASGD, RMSprop, SGD without "
+            "momentum, or your own optimizer, without fused=True."
         )
 
 

@@ -40,14 +40,16 @@ def gather_full(
 ) -> list[Tensor]:
     """Return copies of all original parameters of ``handle``, on ``device``, in full shapes.
 
-    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group.
+    Returns an empty list unless ``is_kept``. Collective: all ranks of the shard group, unless the
+    unsharded buffer already has the values.
     """
     summoned = handle.summoned
     if summoned is not None and not summoned.is_held and not handle.is_whole:
         rank = handle.topology.world.global_rank
         raise RuntimeError(
             f"{unit_text(handle.unit_name)}, rank {rank}: a full state dict was requested under "
-            "summon_full_params(rank0_only=True). Request it on rank 0, or outside of the context."
+            "summon_full_params(rank0_only=True). In this context only rank 0 has full tensors, "
+            "and no all-gather runs. Request the state dict on rank 0, or outside of the context."
         )
     # Make ordinary tensors: users could not write to inference tensors outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -133,7 +135,8 @@ class UnitStateDict:
             raise NotImplementedError(
                 f"{unit_text(self.unit.name)} trains only on ranks "
                 f"{self.unit.topology.world.ranks_text} of the model's ranks. Other ranks may hold "
-                "other parameters of the same names. Save the unit's state dict separately."
+                "other parameters of the same names, but a sharded checkpoint keeps one parameter "
+                "per name. Save the unit's state dict separately, under other names."
             )
 
     def requested(self) -> StateDictOptions:
@@ -204,7 +207,10 @@ def _replace_by_full(
 
 
 def _keep_sharded(handle: FlatParamHandle, state_dict: StateDict, to_cpu: bool) -> None:
-    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts."""
+    """Replace parameters of ``handle`` by shards that ``torch.distributed.checkpoint`` accepts.
+
+    The shards share memory with the model, so that a load in place changes the model.
+    """
     for key, value in list(state_dict.items()):
         if original_of(handle, value) is None:
             continue
@@ -318,7 +324,8 @@ class WriteThrough:
             raise RuntimeError(
                 f"parameter {lost!r}: a tensor of a state_dict() was written, but the parameter "
                 "had changed after the state_dict() was taken, so the written values are lost. "
-                "Write to the parameter, to a new state_dict(), or to a clone of the tensor."
+                "Write to the parameter, or to a new state_dict(). To change a tensor without the "
+                "parameter, clone the tensor first."
             )
 
     def take_over(self, some: Sequence[WatchedCopy]) -> None:
@@ -342,7 +349,10 @@ class WriteThrough:
 
 
 def _state(copy: Tensor) -> tuple[int, list[int]]:
-    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values."""
+    """Return the version counter of ``copy`` and, if ``copy`` is on the CPU, some values.
+
+    On an accelerator, ``flatshard/extras/device_checks`` finds writes that change only values.
+    """
     # Most writes increase the version, also under no_grad. But the program's collectives, such as
     # ``dist.all_reduce(value)``, change only the values.
     return copy._version, sample(copy)

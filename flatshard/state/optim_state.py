@@ -67,11 +67,15 @@ class OptimState:
         return copied(full, device, shares_memory=True) if is_kept else {}
 
     def sharded(self, state_dict: StateDict | None, device: torch.device | None) -> StateDict:
-        """Return the state by parameter name. State with one value per element is sharded."""
+        """Return the state by parameter name. State with one value per element is sharded.
+
+        The tensors share memory with the optimizer's state, unless they are copied to the CPU.
+        """
         if len(worlds_of(self.units)) > 1:
             raise NotImplementedError(
-                "optim_state_dict: some units train only on some of the model's ranks, so state "
-                "names are ambiguous. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
+                "optim_state_dict: some units train only on some of the model's ranks. Other ranks "
+                "may hold other state under the same names, but a sharded checkpoint keeps one "
+                "state per name. Call set_state_dict_type(model, 'FULL_STATE_DICT') first."
             )
         named, _ = self._by_name(state_dict, self._shared())
         return copied(named, device, shares_memory=True)  # type: ignore[no-any-return]
@@ -240,7 +244,8 @@ def _check_names(saved: Collection[str], own: Sequence[str]) -> None:
         raise ValueError(
             "the state and the optimizer have different parameters. Missing in the state: "
             f"{', '.join(map(repr, missing)) or 'none'}. Unexpected: "
-            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer as when saving."
+            f"{', '.join(map(repr, unexpected)) or 'none'}. Make the optimizer over the same "
+            "parameters as the saved optimizer."
         )
 
 
@@ -254,7 +259,8 @@ def _options_of_group(
         if different := [k for k in options if repr(groups[0][k]) != repr(group.get(k))]:
             raise ValueError(
                 f"parameters {fqns[0]!r} and {fqn!r} are in one group of the optimizer, but were "
-                f"saved in groups with different {', '.join(different)}. Make the saved groups."
+                f"saved in groups with different {', '.join(different)}. Make the groups as in the "
+                "saved optimizer."
             )
     return options
 
@@ -280,7 +286,8 @@ def _loaded(
             return copied(value)
         raise ValueError(
             f"state {name!r} of parameter {param.fqn!r} ({unit_text(spec.unit)}): expected the "
-            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load the model's own state."
+            f"parameter's shape {spec.shape}, got {tuple(value.shape)}. Load a state that was "
+            "saved from the same model."
         )
     device = original.sharded.device
     if not original.is_sharded:

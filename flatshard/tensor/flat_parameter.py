@@ -32,7 +32,11 @@ from flatshard.units.module_tree import ParamInfo, unit_text
 
 @dataclass(eq=False)
 class FlatParamPlan:
-    """How to make one flat parameter: its layout, process groups, devices and dtypes."""
+    """How to make one flat parameter: its layout, process groups, devices and dtypes.
+
+    A conversion (``model.to(...)``) does not change the plan. ``unit_name`` and ``pending_sends``
+    change if the user later wraps a module around the unit.
+    """
 
     unit_name: str  # name of the unit, for errors
     device: torch.device  # device on which modules compute
@@ -115,8 +119,10 @@ class OriginalParam:
     Attributes:
         index: number of the parameter within the flat parameter.
         span: range of the parameter's elements in the flat parameter. The same on all ranks.
-        spec: ``span``, and this rank's part of ``span``.
-        locations: the modules and attributes that refer to the parameter.
+        spec: ``span``, and this rank's part of ``span``. The parameter's sharded tensor, gradients
+            and optimizer state share this object.
+        locations: the modules and attributes that refer to the parameter. The name of the first
+            location is the parameter's name.
         sharded: the parameter object for users and optimizers. If the model is sharded, a
             ``FlatShardTensor`` that is a view of this rank's chunk. If this rank stores all
             elements, a plain parameter.
@@ -240,7 +246,8 @@ class OriginalParam:
                 return self._swap_into(view, tries=tries - 1)
             raise RuntimeError(
                 f"parameter {self.span.name!r} cannot be sharded: an autograd graph, a view or a "
-                f"weak reference still refers to the parameter. Delete the reference. ({error})"
+                "weak reference still refers to the parameter (for example a loss from before "
+                f"wrapping). Delete the reference, or wrap the model earlier. ({error})"
             ) from error
         param.__dict__.update(attributes)
         if not self.is_sharded:
@@ -249,7 +256,11 @@ class OriginalParam:
             self._move_hooks(param)
 
     def _move_hooks(self, full: nn.Parameter) -> None:
-        """Move hooks that users registered before wrapping to the objects that now call them."""
+        """Move hooks that users registered before wrapping to the objects that now call them.
+
+        Tensor hooks move to ``full``, and get this rank's gradient before the reduction.
+        Post-accumulate-grad hooks are called once the reduced gradient is in ``.grad``.
+        """
         tensor_hooks, post_hooks = self._waiting_hooks or (None, None)
         self._waiting_hooks = None
         if tensor_hooks is not None:

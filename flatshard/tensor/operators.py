@@ -52,8 +52,9 @@ def _local(value: Any, spec: ShardSpec) -> Any:
     if isinstance(value, FlatShardTensor):
         if value.spec.place != spec.place:
             raise NeedsFullTensor(
-                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} {value.spec.shape}: "
-                "different shapes, strides or ranges. Call full_tensor() of both on all ranks.",
+                f"parameter {spec.name!r} {spec.shape} and {value.spec.name!r} "
+                f"{value.spec.shape} are sharded with different shapes, strides or ranges, so one "
+                "operation cannot combine them. Call full_tensor() of both on all ranks.",
                 spec,
             )
         return value.local
@@ -560,8 +561,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> Any:
             f"parameter {next(iter(params.values())).name!r} is sharded: torch.autograd.grad(loss, "
             "inputs) and backward(inputs=...) do not support sharded parameters. Call loss."
             "backward() and read p.grad, or work under ShardedWrapper.summon_full_params(model). "
-            "For one layer (VQGAN's adaptive weight), do not shard the layer: CustomPolicy(lambda "
-            "module: {'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
+            "For one layer, such as the last layer of a decoder (VQGAN's adaptive weight), do not "
+            "shard the layer: auto_wrap_policy=CustomPolicy(lambda module: "
+            "{'sharding_strategy': 'NO_SHARD'} if module is layer else False)."
         )
     # A graph may use the full parameter, the sharded parameter, or both. So ask torch for both
     # gradients, and allow None. If both are None, raise below.

@@ -32,7 +32,10 @@ class ParamOwner:
         return NotImplemented
 
     def start_backward(self) -> None:
-        """Notify the model that a backward reaches a use of a parameter outside of forward."""
+        """Notify the model that a backward reaches a use of a parameter outside of forward.
+
+        Called before the gradient of this use is averaged.
+        """
 
     def bring_back(self, spec: ShardSpec) -> bool:
         """Unshard a parameter's unit again for a read in backward, if possible. Returns whether."""
@@ -59,7 +62,10 @@ class NeedsFullTensor(RuntimeError):
 
 @dataclass(eq=False)
 class ShardSpec:
-    """The position of a parameter in a flat parameter, and the range that this rank stores."""
+    """The position of a parameter in a flat parameter, and the range that this rank stores.
+
+    The parameter's gradients and optimizer state share this object.
+    """
 
     name: str  # name of the parameter in the unwrapped model
     unit: str  # name of the parameter's unit

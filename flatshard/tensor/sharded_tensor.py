@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass
 from functools import cached_property, partialmethod
 from operator import add, attrgetter
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ from flatshard.tensor import whole
 from flatshard.tensor.shard_spec import NeedsFullTensor, ShardSpec
 from flatshard.units.layout import Box, boxes_of
 from flatshard.units.module_proxy import callers, refuse_foreign_wrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -207,7 +212,10 @@ _NUM_REFERENCES = _count_references()  # count for a tensor to which only a loca
 
 
 class LocalView(Tensor):
-    """This rank's elements of a parameter or of its optimizer state, as a view for users."""
+    """This rank's elements of a parameter or of its optimizer state, as a view for users.
+
+    Operations on the view return plain tensors.
+    """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -353,7 +361,11 @@ class FlatShardTensor(torch.Tensor):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the ranges of all ranks are certainly parts of the same full tensor."""
+        """Whether the ranges of all ranks are certainly parts of the same full tensor.
+
+        True for parameters, averaged gradients, and tensors computed only from these and from
+        Python numbers.
+        """
         is_unreduced = bool(UNREDUCED) and self in UNREDUCED
         return self.shard_origin.source is not Source.OTHER and not is_unreduced
 
@@ -524,7 +536,7 @@ class FlatShardTensor(torch.Tensor):
     # Each rank lists the boxes (rectangular blocks) of the full tensor that its range consists of.
     # DCP gets the boxes as views of the range, so that loading writes in place.
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         # Slow to import.
         from torch.distributed.checkpoint import metadata, planner
 
@@ -543,20 +555,20 @@ class FlatShardTensor(torch.Tensor):
             for chunk in chunks
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # After a load, the next unshard must all-gather again, on all ranks. A changed version
         # counter causes this. But on a rank without elements, the load writes nothing, so increase
         # the counter here: DCP calls this method on all ranks before it loads.
         torch.autograd.graph.increment_version(self.local)
         return self._chunks()
 
-    def _chunks(self) -> list[Any]:
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         size = torch.Size
         return [ChunkStorageMetadata(size(b.offsets), size(b.sizes)) for b in self._boxes()]
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if box.offsets == tuple(index.offset or ()))
         part = self.local.detach()[box.position : box.position + box.numel]
         # The dimensions may have another order in memory (channels_last, for example).
@@ -663,7 +675,8 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
     name = func.__name__.removesuffix(".default")
     raise RuntimeError(
         f"{tensor.spec.where(tensor.text)} is sharded: {name}() would send only this rank's "
-        f"range, or write to a temporary copy. {remedy} full_tensor() reads values. [FS-COLLECTIVE]"
+        f"range, or write to a temporary copy. {remedy} To read values, call full_tensor() on all "
+        "ranks and communicate the result. [FS-COLLECTIVE]"
     )
 
 
@@ -764,8 +777,9 @@ def _check_writer(fqn: str, num_boxes: int) -> None:
     if num_boxes > 1 or not writer.save_distributed:
         raise RuntimeError(
             f"{fqn!r}: HuggingFaceStorageWriter would lose a part of this tensor. This rank holds "
-            f"{num_boxes} blocks of the tensor, but the writer writes at most one per rank, or one "
-            "in total. Call flatshard.checkpoint.save_safetensors(model, path) instead."
+            f"{num_boxes} blocks of the tensor, but the writer writes at most one block per rank "
+            "(one in total without save_distributed=True). Call "
+            "flatshard.checkpoint.save_safetensors(model, path) instead."
         )
 
 

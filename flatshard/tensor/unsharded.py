@@ -67,7 +67,8 @@ class FreedParameter(nn.Parameter):
             f"parameter {where}: the program used {used} on an unsharded parameter that was kept "
             "from a forward, after its unit was resharded. Compute with the parameter inside of "
             "forward, or keep a clone(). Outside of forward, read the sharded parameter from its "
-            "module, and call full_tensor() on all ranks for its values. [FS-FREED]"
+            "module: norms, sums and element-wise operations work, and full_tensor(), called on "
+            "all ranks, returns the full tensor. [FS-FREED]"
         )
 
 
@@ -179,16 +180,17 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
         raise RuntimeError(
             f"{spec.where()}: a hook on the parameter (register_hook) would get only a part of the "
             "gradient, because the loss also uses the parameter outside of its unit's forward. Use "
-            "it inside of forward, or remove the hook and change p.grad after backward."
+            "the parameter inside of forward, or remove the hook and change p.grad after backward."
         )
     if isinstance(gradient, FlatShardTensor):
         if gradient.shard_origin.is_arriving and gradient.is_alike:
             return gradient  # averaged already
         if not gradient.is_alike:
             raise RuntimeError(
-                f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient, "
-                "which cannot be averaged. Expected a full gradient. In a torch.autograd.Function, "
-                "compute it from weight.new_zeros(weight.shape); outside, from full tensors."
+                f"{spec.where()}: backward got a sharded tensor ({gradient.text}) as the gradient. "
+                "It has this rank's values only for this rank's range, so it cannot be averaged. "
+                "Expected a full gradient. In a torch.autograd.Function, compute the gradient from "
+                "weight.new_zeros(weight.shape), and compute with full tensors outside of it."
             )
         gradient = gradient.full_tensor()  # equal on all ranks, so the average is the same
     spec.owner.start_backward()
@@ -203,7 +205,11 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Any:
 
 
 def average_full_gradients(param: FlatShardTensor) -> None:
-    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``."""
+    """Register a hook that averages a full gradient before autograd adds it to ``param.grad``.
+
+    A user's ``torch.autograd.Function`` returns a full gradient for this rank's batch. All other
+    gradients of sharded parameters are averaged already.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         register_hook(param, Tensor.register_hook, partial(_averaged, param.spec))
 

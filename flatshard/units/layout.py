@@ -102,7 +102,10 @@ def view_of(flat: Tensor, span: ParamSpan) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers, or a real tensor unchanged."""
+    """Return a view of a complex tensor as real numbers, or a real tensor unchanged.
+
+    Some backends do not support complex tensors.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -148,7 +151,10 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order."""
+        """Ranges of padding in the flat parameter: ``(index, start, end)``, in ascending order.
+
+        The original parameter ``index`` comes after this padding.
+        """
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), self.padded_numel]
         return tuple((i, start, ends[i]) for i, start in enumerate(starts) if start < ends[i])

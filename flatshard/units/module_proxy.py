@@ -27,7 +27,8 @@ class _Parameters(dict[str, Any]):
     def __missing__(self, name: str) -> NoReturn:
         raise RuntimeError(
             f"parameter {name!r} of a unit was to be replaced (by torch.nn.utils.prune or "
-            "weight_norm, for example). Call such functions before wrapping."
+            "weight_norm, for example), but the unit computes with the all-gathered parameter. "
+            "Call such functions before wrapping."
         )
 
     __delitem__ = __missing__
@@ -93,8 +94,8 @@ class ModuleProxy(nn.Module):
             return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
-                f"a {type(value).__name__} was assigned to {name!r} of a sharded module, which "
-                "would not see the wrapper's attribute. Assign the value before wrapping."
+                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
+                "would be hidden from the wrapped module. Assign the value before wrapping."
             )
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(

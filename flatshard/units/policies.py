@@ -242,7 +242,11 @@ class CustomPolicy:
 
 
 def find_units(tree: ModuleTree, policy: Policy) -> list[ChosenModule]:
-    """Return the modules below ``tree.module`` that become units, children before parents."""
+    """Return the modules below ``tree.module`` that become units, children before parents.
+
+    Only a module with parameters that are not ignored can be a unit. Some modules are never units,
+    see the note in ``flatshard.units.module_tree``.
+    """
     reasons: dict[nn.Module, str] = {}
     chosen: dict[nn.Module, Keywords]
     if isinstance(policy, str):
@@ -372,7 +376,8 @@ def as_policy(policy: Any) -> Policy | None:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"auto_wrap_policy: {expected}, got {show(policy)}, which cannot be called with the "
-            f"keywords module, recurse and nonwrapped_numel ({error}). Use functools.partial."
+            f"keywords module, recurse and nonwrapped_numel ({error}). Bind all other arguments "
+            "with functools.partial."
         ) from error
     return policy
 

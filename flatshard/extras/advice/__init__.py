@@ -38,20 +38,23 @@ def about(plan: ModelPlan) -> list[str]:
     if ignored.is_elsewhere:
         found.append(
             "ignored_modules, ignored_states: none of the given modules and parameters is in the "
-            f"wrapped {type(module).__name__}, so nothing is ignored."
+            f"wrapped {type(module).__name__}, so nothing is ignored. Pass modules of the wrapped "
+            "model."
         )
     if isinstance(module, ModuleProxy):
         found.append(
             f"ShardedWrapper: the module, a {module.module.__class__.__name__}, is in a "
-            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once."
+            "ShardedWrapper already, and the outer wrapper adds nothing. Wrap the module once, "
+            "with all settings."
         )
     if offload.is_on and not offload.path and settings.device.type == "cpu":
         found.append("cpu_offload has no effect on parameters in CPU memory. Omit cpu_offload.")
     # Read the topology of the root unit, not `settings.topology`, which may create process groups
     # (with `allow_divergence=True`). That is collective, but this function runs only on rank 0.
-    num_shards, auto_wrap = plan.units[-1].settings.topology.shard.size, default_extra("auto_wrap")
-    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers and auto_wrap:
-        found += auto_wrap.one_unit_warning(plan.tree)
+    num_shards = plan.units[-1].settings.topology.shard.size
+    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
+        if auto_wrap := default_extra("auto_wrap"):
+            found += auto_wrap.one_unit_warning(plan.tree)
     return found
 
 

@@ -95,7 +95,8 @@ def move(layout: FlatLayout, boundary: Boundary, itemsize: int, first: int = 0) 
             tried = shard_length(numel, multiple, itemsize=itemsize)
             if tried > shard_numel:
                 break
-            if in_order := _in_order(spans, blocks, tried, world_size, align):
+            in_order = _in_order(spans, blocks, tried, world_size, align)
+            if in_order is not None:
                 starts, shard_numel = in_order, tried
                 break
     moved = [

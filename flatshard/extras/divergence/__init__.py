@@ -57,7 +57,11 @@ def find_divergent(root: nn.Module, allowed: Divergence) -> Set[nn.Module]:
 
 
 class DivergentUnits(StepExtension):
-    """Keeps divergent units unsharded until the outermost backward ends."""
+    """Keeps divergent units unsharded until the outermost backward ends.
+
+    The units are all-gathered when the outermost forward begins. Divergent units are the units that
+    some ranks may skip, or run in a different order.
+    """
 
     name, is_made_anew = "divergence", True
 

@@ -56,8 +56,10 @@ def joining(
     context = unit.context.check_between_steps("join()")
     _check(unit)
     join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
-    before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-    hooks = before(join.before_step), after(join.after_step)
+    hooks = (
+        register_optimizer_step_pre_hook(join.before_step),
+        register_optimizer_step_post_hook(join.after_step),
+    )
     context.extend(join)
     histories = [group.history for group in context.gather_groups]
     try:

@@ -96,7 +96,8 @@ def _find_resets(plan: ModelPlan, start: InitialValues) -> Resets:
             "ShardedWrapper: these tensors are on the meta device, and their modules have no "
             f"reset_parameters(): {', '.join(unknown)}. Pass a param_init_fn that gives a module's "
             "own tensors memory (module.to_empty(device=..., recurse=False)) and values, or "
-            "flatshard.leave_empty before load_state_dict(), or sync_module_states=True."
+            "param_init_fn=flatshard.leave_empty if load_state_dict() follows, or "
+            "sync_module_states=True if rank 0 has the weights."
         )
     elif mixed:
         problem = (

@@ -204,9 +204,11 @@ class OutOfForwardUse(ParamOwner):
         """
         _, handle, param = self._places[tensor.spec]
         last, self._loop_last = self._loop_last, param
+        shows_shard = (
+            tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
+        )
         loop_flat, self._loop_flat = self._loop_flat, None
-        shown, shard = (t.untyped_storage()._cdata for t in (tensor.local, handle.flat_param))
-        if shown != shard:  # an operation computed the tensor from a parameter
+        if not shows_shard:  # an operation computed the tensor from a parameter
             return tensor.full_tensor()
         if loop_flat is None or loop_flat[:2] != (handle, handle.version):
             if param.index == 0 or last is not handle.params[param.index - 1]:

@@ -21,6 +21,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -36,9 +37,12 @@ _CHUNK_BYTES = 1 << 20
 _MAX_CHUNKS = 1 << 13
 
 
-# Three numbers: the address of a chunk's pages while the chunk is idle; the address, in the buffer,
-# of the first bytes of these pages during the lease; and the number of these bytes.
-PageLease = tuple[int, int, int]
+class PageLease(NamedTuple):
+    chunk: int  # address at which the chunk's pages lie while the chunk is idle
+
+    # Address, in the buffer, of the first ``nbytes`` of the chunk's pages during the lease.
+    place: int
+    nbytes: int
 
 
 class PagePool:
@@ -62,7 +66,7 @@ class PagePool:
             if not _move_pages(chunk, place, nbytes):
                 self._idle.append(chunk)
                 break
-            leases.append((chunk, place, nbytes))
+            leases.append(PageLease(chunk, place, nbytes))
             place += nbytes
         return place
 
@@ -93,7 +97,7 @@ class PagePool:
         """
         while leases:
             # `lend` takes chunks from the back, so put chunks without pages at the front.
-            self._idle.insert(0, leases.pop()[0])
+            self._idle.insert(0, leases.pop().chunk)
 
     def give_back(self) -> None:
         """Free the pages of idle chunks, so that other programs can use the memory."""
@@ -153,6 +157,7 @@ class PooledBuffer(BufferMemory):
     def take(self) -> None:
         if self._is_taken:
             return
+        # Set the flag first, so that `free` returns the pages if taking more pages fails.
         self._is_taken = True
         for start, end in self._rooms:
             # The system provides new pages for the rest of the range, at the first access.

@@ -302,8 +302,9 @@ def _measure(wrapper: Any, optimizer: Optimizer | None) -> dict[str, int]:
     found = {"parameters": storage_bytes(handle.flat_param for handle in handles)}
     if grads := [p.grad for handle in handles for p in handle.sharded if p.grad is not None]:
         found["gradients"] = _local_bytes(grads)
-    if states := [*optimizer.state.values()] if optimizer else []:
-        found["optimizer"] = _local_bytes(value for one in states for value in one.values())
+    if optimizer is not None and optimizer.state:
+        states = (value for one in optimizer.state.values() for value in one.values())
+        found["optimizer"] = _local_bytes(states)
     with contextlib.suppress(RuntimeError):  # `step_report` raises if no step was recorded
         report = wrapper.step_report()
         found["unsharded"] = report.peak_gathered_bytes

@@ -188,9 +188,9 @@ class StepRecorder(StepExtension):
 
     def leave_forward(self, unit: Unit) -> None:
         self._look_at([unit])
-        # There is no entry if the recording began inside this forward.
-        for call in [one for one in self._doing if one.is_call and one.unit == unit.index][-1:]:
-            self._end(call)
+        calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
+        if calls:  # there is no entry if the recording began inside this forward
+            self._end(calls[-1])
 
     def enter_backward(self, unit: Unit) -> None:
         self.leave_backward(unit)
@@ -209,9 +209,11 @@ class StepRecorder(StepExtension):
 
     def _end(self, doing: _Doing) -> None:
         """End the work ``doing``: remove the last entry of ``_doing`` that equals ``doing``."""
-        if doing in self._doing:
-            self._switch()
-            del self._doing[~self._doing[::-1].index(doing)]
+        for position in reversed(range(len(self._doing))):
+            if self._doing[position] == doing:
+                self._switch()
+                del self._doing[position]
+                return
 
     def _switch(self) -> None:
         """Record the time since the last switch as time of the innermost work of the thread."""

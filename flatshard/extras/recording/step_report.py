@@ -33,7 +33,11 @@ class MemoryTimeline:
     samples: tuple[MemorySample, ...]  # a unit without an earlier sample has zero bytes
 
     def totals(self) -> list[tuple[float, int, int]]:
-        """Return a time, and the bytes of parameters and of gradients of all units, per sample."""
+        """Return the memory of all units together, after each sample.
+
+        Each element has three values: the time of the sample, the bytes of unsharded parameters and
+        secondary shards, and the bytes of gradients.
+        """
         held: dict[int, list[int]] = {}
         found = []
         for seconds, unit, *nbytes in self.samples:
@@ -44,7 +48,14 @@ class MemoryTimeline:
 
 
 class Range(NamedTuple):
-    """A range of time in a step."""
+    """A range of time in a step.
+
+    Attributes:
+        kind: the work that took the time.
+        unit: the unit's index; None if the work is for all units.
+        begin: seconds since the step began.
+        end: seconds since the step began.
+    """
 
     kind: Kind  # the work that took the time
     unit: int | None  # the unit's index; None if the work is for all units
@@ -111,7 +122,7 @@ class StepReport:
         peak_gradient_bytes: peak memory of gradients before their reduction.
         peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
-        peak_resident_bytes: peak RSS of the process since the start.
+        peak_resident_bytes: peak RSS of the process since the start; None if not known.
         memory: memory over time, by unit.
         ranges: ranges of time, in the order of their ends. A range is work of the training thread,
             or a collective from its start to its end.
@@ -130,7 +141,7 @@ class StepReport:
     peak_gradient_bytes: int
     peak_held_bytes: int
     peak_allocated_bytes: int | None
-    peak_resident_bytes: int
+    peak_resident_bytes: int | None
     memory: MemoryTimeline = dataclasses.field(repr=False)
     ranges: tuple[Range, ...] = dataclasses.field(repr=False)
 
@@ -234,7 +245,9 @@ class StepReport:
         ]
         if self.peak_allocated_bytes is not None:
             lines.append(f"peak allocated: {show_bytes(self.peak_allocated_bytes)}")
-        return [*lines, f"peak RSS: {show_bytes(self.peak_resident_bytes)}"]
+        if self.peak_resident_bytes is not None:
+            lines.append(f"peak RSS: {show_bytes(self.peak_resident_bytes)}")
+        return lines
 
 
 # The kinds of time and the purposes of bytes in a `UnitReport`, in the order of fields.

@@ -70,7 +70,8 @@ def register(root: ModuleProxy, state: Any, hook: Any) -> None:
         if context.has_run and context.root is not outermost:
             raise RuntimeError(
                 f"register_comm_hook() of {unit_text(outermost.name)} came after the model's first "
-                "forward. Call it before the first forward, or call it on the outermost wrapper."
+                "forward. Register the hook of an inner wrapper before the first forward, or "
+                "register one hook for all units on the outermost wrapper."
             )
         planned = _plan([unit for unit in units_in(root) if unit.handles], state, hook, world)
         return planned, {
@@ -193,12 +194,14 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
     where, name, precision = unit_text(unit.name), _name(hook), unit.settings.mixed_precision
     if any(handle.grads.plan.comm_hook is not None for handle in unit.handles):
         raise RuntimeError(
-            f"{where} already has a hook, perhaps from a call for a wrapper around it. Call "
-            "register_comm_hook() once for each wrapper."
+            f"{where} already has a hook, which cannot be replaced. register_comm_hook() of a "
+            "wrapper also sets the hook of all wrappers inside, so call register_comm_hook() only "
+            "once for each wrapper."
         )
     if any(handle.grads.waits_for(GradSync.FULL) for handle in unit.handles):
         raise RuntimeError(
-            f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync."
+            f"{where} holds gradients accumulated under no_sync. Register the hook before no_sync, "
+            "or after the backward that reduces the gradients."
         )
     if dtype is not None and precision.reduce_dtype not in (None, dtype):
         raise ValueError(
@@ -217,8 +220,9 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
         arguments, kind = "state, full, out", "sharded: the hook fills out, this rank's part, with "
         kind += "the average of full over the ranks"
     expected = f"hook({arguments}) for {where}, which is {kind}"
+    # Some built-in functions have no signature. Assume that such functions take all arguments.
     signature = inspect.signature(lambda *_: None)
-    with contextlib.suppress(ValueError):  # some built-in functions have no signature
+    with contextlib.suppress(ValueError):
         signature = inspect.signature(hook)
     takes = signature.parameters.values()
     if any(one.name == "bucket" or "GradBucket" in str(one.annotation) for one in takes):

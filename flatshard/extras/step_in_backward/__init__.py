@@ -106,7 +106,8 @@ class SteppedInBackward(StepExtension):
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
                 "an enabled GradScaler unscales gradients after backward, but step_in_backward() "
-                "frees gradients in backward. Train in bf16, or call optimizer.step()."
+                "frees gradients in backward. Train in bf16, which needs no scaler, or call "
+                "optimizer.step() after backward."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -116,13 +117,16 @@ class SteppedInBackward(StepExtension):
         if not is_elementwise(optimizer):
             raise ValueError(
                 f"{kind} may need the gradients of all parameters at once, but step_in_backward() "
-                "steps one unit at a time. Call optimizer.step() after backward. For an optimizer "
-                "of your own that updates each element separately, see declare_elementwise()."
+                "steps one unit at a time. Use an optimizer that updates every element from the "
+                "element's own gradient and state (declare your own optimizer with "
+                "flatshard.declare_elementwise), or call optimizer.step() after backward."
             )
         owned, groups = _find_owned(self._units), _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
-            raise ValueError(f"{kind} holds no parameter of the model. Pass model.parameters().")
+            raise ValueError(
+                f"{kind} holds no parameter of the model. Make it from model.parameters()."
+            )
         if any(found & _groups_of(one).keys() for one in self.optimizers):
             raise ValueError(
                 f"{kind} holds parameters that another optimizer already steps in backward. First "
@@ -373,11 +377,12 @@ class ConsumedGrad(torch.Tensor):
         tensors = tensors_in((*args, *(kwargs or {}).values()))
         consumed = next(t for t in tensors if isinstance(t, cls))
         raise RuntimeError(
-            f"parameter {consumed._of!r}: {func._schema.name} cannot read the gradient, because "
-            "step_in_backward() has stepped the parameter and dropped the gradient. Clipping by a "
-            "norm, GradScaler and other code that needs gradients after backward needs an ordinary "
-            "optimizer.step(): call remove() on the handle of step_in_backward(). To read or "
-            "change a gradient before the step, use p.register_post_accumulate_grad_hook."
+            f"parameter {consumed._of!r}: {func._schema.name} cannot read the gradient, "
+            "because step_in_backward() has stepped the parameter and dropped the gradient. "
+            "Clipping by a norm, GradScaler and other code that needs gradients after "
+            "backward needs an ordinary optimizer.step(): call remove() on the handle that "
+            "step_in_backward() returned. To read or change one parameter's gradient before the "
+            "step, use p.register_post_accumulate_grad_hook."
         )
 
 

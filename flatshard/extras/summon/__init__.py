@@ -122,8 +122,9 @@ def _check_grads(handles: Sequence[FlatParamHandle]) -> None:
 def _refuse_gradient(unit_name: str, _: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{unit_text(unit_name)}: a backward computed gradients of full parameters from "
-        "summon_full_params(), which nothing averages over the ranks. Run forward and backward "
-        "outside of the context. To read a parameter in the loss, use p.full_tensor()."
+        "summon_full_params(). Nothing averages these gradients over the ranks. Run forward and "
+        "backward outside of the context. If the loss reads a parameter outside of forward, use "
+        "p.full_tensor() instead of this context."
     )
 
 

@@ -184,9 +184,12 @@ def _check(name: str, param: Any, settings: Settings) -> None:
         "with hooks": param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None),
         "with a gradient": param.grad is not None,
     }
-    for reason in (text for text, applies in reasons.items() if applies):
-        text = f"{where} {reason}, which is not supported. Change this before wrapping"
-        raise NotImplementedError(f"{text}, {_OTHERWISE}")
+    for reason, applies in reasons.items():
+        if applies:
+            raise NotImplementedError(
+                f"{where} {reason}, which is not supported. Change this before wrapping, "
+                f"{_OTHERWISE}"
+            )
 
 
 def check_units(units: Iterable[PlannedUnit]) -> None:

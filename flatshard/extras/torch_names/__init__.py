@@ -277,11 +277,14 @@ def as_torch(options: StateDictOptions) -> Any:
     # Import only when the function is called, because the import is slow.
     from torch.distributed.fsdp import api
 
-    # Only the configs of full state dicts have `rank0_only`.
-    kind, num_options = ("Sharded", 1) if options.is_sharded else ("Full", 2)
-    model, optim = (getattr(api, f"{kind}{one}StateDictConfig") for one in ("", "Optim"))
+    if options.is_sharded:
+        return api.StateDictSettings(
+            api.StateDictType.SHARDED_STATE_DICT,
+            api.ShardedStateDictConfig(options.offload_to_cpu),
+            api.ShardedOptimStateDictConfig(options.optim_offload_to_cpu),
+        )
     return api.StateDictSettings(
-        api.StateDictType[f"{kind.upper()}_STATE_DICT"],
-        model(*(options.offload_to_cpu, options.rank0_only)[:num_options]),
-        optim(*(options.optim_offload_to_cpu, options.optim_rank0_only)[:num_options]),
+        api.StateDictType.FULL_STATE_DICT,
+        api.FullStateDictConfig(options.offload_to_cpu, options.rank0_only),
+        api.FullOptimStateDictConfig(options.optim_offload_to_cpu, options.optim_rank0_only),
     )

@@ -10,6 +10,8 @@ rank. When the context ends, all ranks together run the end of a backward, which
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +23,7 @@ from flatshard.engine.run_state import RunState, temporarily
 from flatshard.options.extras import default_extra, extra
 
 _NAME, _LEAVING = "no_sync(uneven=True)", "leaving no_sync(uneven=True)"
+_warn_once = functools.cache(logging.getLogger("flatshard").warning)
 
 
 @contextlib.contextmanager
@@ -33,6 +36,13 @@ def uneven(state: RunState) -> Iterator[None]:
     # Add the extension on all ranks: a rank without micro-batches does not call `average_over`.
     if state.extension("average_over") is None and (counting := default_extra("average_over")):
         state.extend(counting.AverageOver(state))
+    if state.world.rank == 0:
+        nbytes = sum(handle.grads.plan.full_bytes for handle in state.handles)
+        nbytes += sum(unit.buffer_bytes for unit in state.units)
+        _warn_once(
+            f"{_NAME}: inside of the context, each rank holds the unsharded parameters and "
+            f"gradients of the whole model (about {nbytes / 2**20:.0f} MiB). This is said once."
+        )
     try:
         with (
             temporarily(state.units, stays_unsharded=True),

@@ -174,7 +174,8 @@ def read(
         options.check(world.size)
         if any(_refuse in one._forward_pre_hooks.values() for one in wrappers):
             raise ValueError(
-                f"another {caller} of this model is not finished. Read or close() it on every rank."
+                f"another {caller} of this model is not finished. First read that iterator to "
+                "the end, or call its close(), on every rank."
             )
         lora = MergedLora(model) if options.merge_lora else None
         with temporarily(parts, options=StateDictOptions()):
@@ -542,7 +543,8 @@ def apply_changes(tensors: Mapping[str, Tensor], changes: Iterable[WeightChange]
             if digest is not None and digest != checksum(target.to(values.dtype, copy=True)):
                 raise ValueError(
                     f"apply_changes: {name!r} differs from the trained model after the change. "
-                    "Pass the changes of every pass of a WeightChanges, in order."
+                    "Expected the weights of the previous pass before the change. Pass the changes "
+                    "of every pass, in order, or those of a new WeightChanges, from its first pass."
                 )
 
 
@@ -637,5 +639,6 @@ def _taking_the_place_of(module: Any, path: str) -> str | None:
     else:
         return "base_layer"
     raise NotImplementedError(
-        f"merge_lora=True: {path!r} {why}. Pass merge_lora=False, and merge adapters afterwards."
+        f"merge_lora=True: {path!r} {why}. Read the tensors with merge_lora=False, and merge the "
+        "adapters in the program that reads them."
     )

@@ -243,15 +243,16 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                     changed = step_groups(optimizer, groups, *arguments) if groups else None
                 if changed is not None and self.mode is StepMode.IN_PARTS:
                     raise NotImplementedError(
-                        f"{type(optimizer).__name__}.step() changes its parameter groups, but "
-                        "flatshard calls step() once for each part of the parameters. Change the "
-                        "groups after step() returns."
+                        f"{type(optimizer).__name__}.step() changes its parameter groups. "
+                        "flatshard calls step() once for each part of the parameters, so the "
+                        "groups would change several times. Change them after step() returns."
                     )
                 for param, stepped in full.items():
                     if stepped.grad is None:
                         raise NotImplementedError(
                             f"parameter {param.spec.name!r}: {type(optimizer).__name__}.step() "
-                            "sets the gradient to None. Call zero_grad() after step() instead."
+                            "sets the gradient to None, but only on the rank that steps the "
+                            "parameter. Call zero_grad() after step() instead."
                         )
                     sharded_tensor.check_data(
                         f"{OP}: parameter {param.spec.name!r}", param, stepped.data
@@ -403,7 +404,10 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return shared
 
     def _check_same_state(self, optimizer: Optimizer) -> None:
-        """Raise ValueError on all ranks unless all ranks have the same state. Collective."""
+        """Raise ValueError on all ranks unless all ranks have the same state. Collective.
+
+        If an optimizer calls collectives itself, a parameter's state may change on one rank only.
+        """
         states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
         values = comparable(states, enumerate(optimizer.param_groups))
         for comm in self._all_comms():
@@ -431,7 +435,8 @@ def choose_owners(
 ) -> list[int]:
     """Choose an owner for each parameter: the rank that steps the parameter. Returns the owners.
 
-    Each rank gets about an equal share of the work and memory, and few elements are sent.
+    Each rank gets about an equal share of the work and memory, and few elements are sent. All ranks
+    choose the same owners.
 
     A parameter with an owner in ``known`` keeps this owner. If one rank has all elements of a
     parameter, this rank becomes the owner. The others get owners in order of decreasing cost:

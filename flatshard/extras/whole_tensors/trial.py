@@ -46,9 +46,10 @@ _SCALES = (1.0, 1e-3, 1e3)
 class _NoCollectives(TorchFunctionMode):
     """Raises RuntimeError if an optimizer's own code calls a collective in a trial step.
 
-    Such an optimizer (distributed Muon) itself divides the parameters among the ranks, so every
-    rank must step all parameters. flatshard's own collectives do not raise, because they run
-    inside operations on sharded tensors, in which torch turns this mode off.
+    Such an optimizer (distributed Muon, for example) itself divides the parameters among the ranks.
+    So every rank must step all parameters: otherwise the collective would mix values of different
+    parameters. flatshard's own collectives do not raise, because they run inside operations on
+    sharded tensors, in which torch turns this mode off.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +191,10 @@ def _copied(param: Tensor) -> Tensor:
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute."""
+    """Raise NotImplementedError if the optimizer keeps sharded parameters in an attribute.
+
+    A step replaces only the parameters in ``param_groups`` by full parameters.
+    """
     found = with_inner(optimizer)
     known = {id(group["params"]) for one in found for group in one.param_groups}
     known |= {id(kept) for one in found for kept in (one.param_groups, one.state)}
@@ -201,8 +205,9 @@ def _check_attributes(optimizer: Optimizer) -> None:
             if param is not None:
                 raise NotImplementedError(
                     f"{type(optimizer).__name__} keeps parameter {param.spec.name!r} in attribute "
-                    f"{name!r} (perhaps in a module), where it would stay sharded during a step. "
-                    "Let step() read parameters and gradients from param_groups."
+                    f"{name!r} (perhaps in a module), where it would stay sharded during a step: "
+                    "flatshard puts full parameters only into param_groups. Let step() read "
+                    "parameters and gradients from param_groups."
                 )
 
 

@@ -1,9 +1,11 @@
 """``no_sync(uneven=True)``: ranks with different numbers of micro-batches, against plain models."""
 
+import functools
 import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
+from flatshard.extras import uneven
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES, Case, loss_of
@@ -154,6 +157,13 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
             assert_same(model, expected)
             for _ in range(2):  # the ranks take the same steps together again
                 loss_of(model(inputs), case.batch(9, ROWS)[1]).backward()
+    model = case.wrap(case.model())
+    said = mock.Mock()
+    with mock.patch.object(uneven, "_warn_once", functools.cache(said)):
+        for _ in range(2):
+            with model.no_sync(uneven=True):
+                evaluate()
+    assert said.call_count == (rank == 0)
     model = case.wrap(case.model())
     _train(model, case, rank, world_size, lambda: None, scales=True)
     assert_same(model, expected)
