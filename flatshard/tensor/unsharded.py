@@ -151,8 +151,7 @@ def use_outside(tensor: FlatShardTensor, function: Callable[[FlatShardTensor], T
             "gradient. The tensor is sharded, so it cannot hold this rank's gradient. Make it from "
             "the full parameter, on all ranks: p.full_tensor().detach().requires_grad_()."
         )
-    apply: Any = OutsideUse.apply
-    return apply(tensor, function)  # type: ignore[no-any-return]
+    return OutsideUse.apply(tensor, function)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _leaf_of_program(tensor: FlatShardTensor) -> FlatShardTensor | None:
@@ -239,6 +238,21 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
+def _refuse_node(p: Any, other: Any) -> Any:
+    """Raise for ``p.view_as(p)`` and ``p.expand_as(p)``, by which code finds the autograd node.
+
+    Autograd accumulates gradients in the full parameter, so hooks on this node would never run. In
+    the forward of a ``torch.autograd.Function``, where gradients are disabled, there is no node.
+    """
+    if other is p and p.is_unit_parameter and p.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{p.spec.where()}: hooks on its autograd node (p.expand_as(p).grad_fn, "
+            "register_multi_grad_hook) would never run. Call p.register_hook(hook) instead."
+        )
+    return NotImplemented
+
+
+sharded_tensor.ABOVE_AUTOGRAD |= dict.fromkeys((Tensor.view_as, Tensor.expand_as), _refuse_node)
 # Make `full_tensor` differentiable. Inside `OutsideUse.forward`, gradients are disabled, and
 # `full_tensor` only gathers.
 sharded_tensor.ABOVE_AUTOGRAD[FlatShardTensor.full_tensor] = partial(

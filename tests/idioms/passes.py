@@ -465,6 +465,23 @@ def grouped_by_address(side: Side) -> Any:
     return [len(found), *side.fit(model, optimizer)]
 
 
+@idiom("`register_multi_grad_hook` of parameters: one call for each backward")
+def multi_grad_hook(side: Side) -> Any:
+    model, calls = side.wrap(Mlp()), []
+    register = torch.autograd.graph.register_multi_grad_hook
+    register(list(model.parameters()), lambda grads: calls.append(len(grads)))
+    return [*side.fit(model), calls]
+
+
+@idiom("hooks on the nodes that accumulate gradients, found by `p.expand_as(p)`")
+def accumulation_nodes(side: Side) -> Any:
+    model, calls = side.wrap(Mlp()), []
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *_: calls.append(1))
+    return [*side.fit(model), calls]
+
+
 class _OnSphere(nn.Parameter):
     pass
 

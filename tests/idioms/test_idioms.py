@@ -38,6 +38,7 @@ _FAILED = "a backward failed"
 _READ = "outside of the unit's forward"
 
 DOCUMENTED = {
+    "accumulation_nodes": r"hooks on its autograd node .* would never run",
     "edited_in_forward": _EDIT,
     "embedding_max_norm": _EDIT,
     "evaluation_on_one_rank": _DEADLOCK,
@@ -46,6 +47,7 @@ DOCUMENTED = {
     "grad_of_parameters": r"parameter 'fc1.weight' is sharded: torch\.autograd\.grad",
     "layer_drop_by_rank": _DEADLOCK,
     "momentum_encoder": _EDIT,
+    "multi_grad_hook": r"hooks on its autograd node .* would never run",
     "optimizer_sparseadam": "SparseAdam (cannot step sharded|does not support dense)",
     "parameter_subclass": "is a _OnSphere, but sharding keeps only the elements",
     "pickled": r"cannot be pickled.*flatshard\.checkpoint\.save",
