@@ -284,7 +284,7 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
     if strategy == "FULL_SHARD":
         fails_at, resizes = 0, True
         with pytest.raises(
-            ValueError, match=r"the hook resized `out`: expected shape \(\d+,\), got"
+            ValueError, match=r"resized `out`: expected shape \(\d+,\), got"
         ):
             sharded.loss(9).backward()
         resizes = False
