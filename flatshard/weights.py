@@ -1,7 +1,7 @@
 """Full weights of a sharded model, under the public name ``flatshard.weights``.
 
-The code is in the extra ``flatshard.extras.weights``. Without the extra, importing this module
-raises.
+The code is in the folder ``flatshard/extras/weights``. If a distribution of flatshard lacks the
+folder, importing this module raises.
 """
 
 from flatshard.options.extras import extra

@@ -237,9 +237,9 @@ COUNTED_BY = {
 }
 """Files whose verdicts the page counts, and the column that makes the rows of its table."""
 READABLE = {
-    "implementation": "number of runs with",
-    "wrapped by": "number of programs wrapped by",
-    "package": "number of runs with optimizers of",
+    "implementation": "number of runs, by wrapper",
+    "wrapped by": "number of programs, by wrapper",
+    "package": "number of runs, by library of optimizers",
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",

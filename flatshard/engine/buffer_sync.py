@@ -81,7 +81,9 @@ class BufferSync:
         """Overwrite the buffers of every rank with the buffers of rank ``source``. Collective."""
         world, present = self._world, self._buffers()
         if not self._has_run and _kinds(present) != self._compared_kinds:
-            # The program replaced buffers between two forwards, on all ranks. Compare new buffers.
+            # No forward has run, so the program itself has replaced buffers since the last
+            # comparison. All ranks run the same program, so all ranks come here, and can compare
+            # whether their new buffers have the same dtypes, shapes and devices.
             self.tally(world.maxima(self.votes(), op_name=op_name))
         sent = []
         for place, before in self._agreed.items():

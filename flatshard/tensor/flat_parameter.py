@@ -47,7 +47,7 @@ class FlatParamPlan:
     # The parameters before wrapping. `lay_out` puts them in the layout's order.
     infos: list[ParamInfo] = field(default_factory=list)
     layout: FlatLayout = field(init=False)  # set once the number of ranks is known
-    topology: Topology = field(init=False)  # set, with the targets, when the unit is made
+    topology: Topology = field(init=False)  # set when the unit is made, like `targets`
     targets: OffloadTargets = field(init=False)
     # Collectives of the model of which other ranks may still be reading the sent tensors.
     pending_sends: PendingSends = field(init=False, default_factory=PendingSends)

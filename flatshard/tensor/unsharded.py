@@ -224,14 +224,15 @@ def register_hook(param: Tensor, register: Callable[..., Any], hook: Callable[..
         param.requires_grad_(is_trained)
 
 
-def _refuse_node(tensor: Any, other: Any) -> Any:
+def _refuse_node(p: Any, other: Any) -> Any:
     """Raise for ``p.view_as(p)`` and ``p.expand_as(p)``, by which code finds the autograd node.
 
-    Autograd accumulates gradients in the full parameter, so hooks on this node would never run.
+    Autograd accumulates gradients in the full parameter, so hooks on this node would never run. In
+    the forward of a ``torch.autograd.Function``, where gradients are disabled, there is no node.
     """
-    if other is tensor and tensor.is_unit_parameter and tensor.requires_grad:
+    if other is p and p.is_unit_parameter and p.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            f"{tensor.spec.where()}: hooks on its autograd node (p.expand_as(p).grad_fn, "
+            f"{p.spec.where()}: hooks on its autograd node (p.expand_as(p).grad_fn, "
             "register_multi_grad_hook) would never run. Call p.register_hook(hook) instead."
         )
     return NotImplemented

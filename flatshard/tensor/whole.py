@@ -109,7 +109,8 @@ def _exchange(moved: Sequence[Moved], op_name: str, *, divides: bool) -> Callabl
     kinds = "; ".join(f"{spec.name}, {part.dtype}, {owner}" for spec, part, _, owner in moved)
     op_name = f"{op_name}, set {zlib.crc32(kinds.encode()):08x}"
     comm.host.meet(op_name)
-    # Decide by the layout, not by this rank's parts, so that all ranks decide in the same way.
+    # Choose the kind of exchange by the layout of all ranks, not by this rank's parts, so that
+    # all ranks choose the same.
     if not is_moved:
         return lambda: None
     if max(held.values(), default=0) * comm.size > 2 * held.total():

@@ -294,8 +294,9 @@ class _Recorder(TorchDispatchMode):
         # take at most the size of the storage.
         nbytes = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*ins, *outs))
         self._trace.events.append(Op(name, flops, nbytes, is_attention))
-        # Remember the block if autograd has added two gradients. A checkpoint's recomputed forward
-        # runs in backward, too, but with gradients enabled, so its additions are not remembered.
+        # If autograd has added two gradients, remember the memory block of the sum. The recomputed
+        # forward of a checkpoint runs in backward, too, but its additions are not of gradients.
+        # They run with gradients enabled, so do not remember these.
         is_sum = func is _aten.add.Tensor and self.in_backward and not torch.is_grad_enabled()
         self._sum = self._block_of.get(out.untyped_storage()._cdata, -1) if is_sum else -1
         return out
@@ -413,7 +414,7 @@ def _explained(found: StepTrace) -> Iterator[None]:
         lines = [one for one in frames if not any(part in one.filename for part in ours)]
         if lines:
             place = f"at {lines[-1].filename}:{lines[-1].lineno} ({lines[-1].line})"
-        else:  # in autograd's own code, which has no line
+        else:  # autograd's own C++ code has raised, so no line of the program is known
             # If no unit's backward has begun, take the last unit, which is the root.
             units = [-1, *(one[1] for one in found.events if one[0] == "enter backward")]
             place = f"in the backward of {unit_text(found.names[units[-1]])}"

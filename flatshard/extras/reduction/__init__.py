@@ -252,6 +252,7 @@ def _user_hook(
         # Fill `out` with NaN, which shows the user the elements that the hook does not write. The
         # hook of an unsharded unit (NO_SHARD) averages `buffer` in place.
         out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
+        shape = out.shape
         try:
             with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
@@ -261,6 +262,11 @@ def _user_hook(
                 raise TypeError(
                     f"the hook returned a {type(returned).__name__}, but the reduction must be "
                     "finished when the hook returns. Call wait() in the hook."
+                )
+            if out.shape != shape:
+                raise ValueError(
+                    f"the hook resized `out`: expected shape {tuple(shape)}, got "
+                    f"{tuple(out.shape)}. Write to `out` in place: out.copy_(...)."
                 )
         except Exception as error:
             error.add_note(where)

@@ -166,6 +166,7 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> list[Diffe
     """
     found = []
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
+    key: tuple[int, str, str]
     for key in sorted(keys, key=lambda one: one[0]):
         if any(line.partition("\n")[0] in key[2] for line in lone):
             continue

@@ -53,6 +53,7 @@ from flatshard.units.layout import memory_order
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
+dist: Any = torch.distributed
 mp: Any = torch.multiprocessing
 # torch's own class, kept because `_install` replaces the class in all modules outside of flatshard.
 DDP: Any = nn.parallel.DistributedDataParallel
@@ -83,8 +84,8 @@ class Record(NamedTuple):
     events: dict[tuple[int, str, str], Sketch]
     # Number of runs of each line that needs a change. Key: the line, and the change.
     notes: Counter[str]
-    # Before the first step and after each step: peak memory in bytes, seconds, and bytes written.
-    costs: list[tuple[int, float, int]]
+    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written.
+    costs: list[tuple[float, float, float]]
 
 
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
@@ -100,7 +101,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     first = int(os.environ.get("RANK", 0))
     count = int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc_per_node))
     # The ranks of all hosts write their records into one file.
-    store = torch.distributed.FileStore(str(options.records / name), -1)
+    store = dist.FileStore(str(options.records / name), -1)
     if first == 0:
         store.set("port", f"{get_free_port()}")
     options.run, options.lone_calls, options.store = name, lone_calls, store
@@ -287,7 +288,7 @@ class Recorder:
         Memory is the allocator's memory on a GPU, otherwise the memory of the process. Bytes are
         written to files and sockets; only Linux counts them.
         """
-        memory = torch.cuda.max_memory_allocated() or peak_resident_bytes()
+        memory = torch.cuda.max_memory_allocated() or peak_resident_bytes() or 0
         counts = Path("/proc/self/io")
         written = int(counts.read_text().split()[3]) if counts.exists() else 0
         seconds = time.perf_counter() - self._aside
@@ -413,8 +414,8 @@ def _make_and_wrap(optimizer: Any, recorder: Any, make: Any, *args: Any, **kwarg
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     users = [m for m in modules if held <= {*m.parameters()} and not isinstance(m, nn.DataParallel)]
     if users and held.isdisjoint(recorder.names):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
+        if not dist.is_initialized():
+            dist.init_process_group()
         _wrap_in_place(recorder, "--wrap", max(users, key=lambda one: len([*one.modules()])))
 
 

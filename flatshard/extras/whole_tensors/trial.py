@@ -110,7 +110,8 @@ def copy_with_params(optimizer: Optimizer, groups: Sequence[Params]) -> Optimize
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
     memo |= {id(one.state): defaultdict(dict) for one in twins}
-    # If `groups` has no new parameter for an old parameter, the copy refers to the old parameter.
+    # Parameters without a replacement in `groups` are not copied: the optimizer's copy refers to
+    # the same parameters as the optimizer.
     memo |= {id(old): old for one in twins for old in all_params(one)}
     # Do not copy modules: the copy of a unit would take the new parameters as its own.
     memo |= {id(one): one for kept in _modules_of(optimizer) for one in kept.modules()}

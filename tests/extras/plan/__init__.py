@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, factor: int = 3) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, factor * width)
+        self.down = nn.Linear(factor * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))

@@ -25,7 +25,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH, factor=4) for _ in range(4))
         self.head = nn.Linear(WIDTH, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:

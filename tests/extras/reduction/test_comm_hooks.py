@@ -261,7 +261,7 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
     """In the middle and at the end of backward; then training goes on."""
     case = CASES["unused"]
     average, calls = Averaging(), []
-    fails_at = 0
+    fails_at, resizes = 0, False
 
     def hook(state: Any, full: Tensor, out: Tensor | None = None) -> Any:
         calls.append(full.numel())
@@ -269,6 +269,9 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
             raise KeyError("a user's own")
         if len(calls) == -fails_at:
             return dist.all_reduce(full, async_op=True)
+        if resizes and out is not None:
+            out.resize_(full.numel())
+            return None
         return average(state, full, out)
 
     sharded = Run(_registered(case, hook, sharding_strategy=strategy), case, rank, world_size)
@@ -278,6 +281,13 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
     fails_at = -1
     with pytest.raises(TypeError, match=r"returned a \w*Work, .* Call wait\(\) in the hook"):
         sharded.loss(9).backward()
+    if strategy == "FULL_SHARD":
+        fails_at, resizes = 0, True
+        with pytest.raises(
+            ValueError, match=r"resized `out`: expected shape \(\d+,\), got"
+        ):
+            sharded.loss(9).backward()
+        resizes = False
     # fc3 has an unused parameter, so it comes at the end, when the others are reduced already.
     for fails_at, unit in enumerate(["fc2", "fc1", "fc3"], 1):  # noqa: B007 read by the hook
         calls.clear()

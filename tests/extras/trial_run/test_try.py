@@ -214,17 +214,26 @@ with torch.no_grad():
 train(model, optimizer)
 """,
     ),
-    "two_optimizers": (  # in processes that the script starts, one with a closure, one in another
+    "nested_optimizers": (
+        [],
+        SAME,
+        ["The same numbers"],
+        """
+class Outer(torch.optim.Optimizer):
+    def __init__(self, params, inner):
+        super().__init__(params, {})
+        self.inner = inner
+    def step(self, closure=None):
+        self.inner.step()
+model, inner = start()
+train(model, Outer(model.parameters(), inner))
+""",
+    ),
+    "two_optimizers": (  # in processes that the script starts, one with a closure
         ["--steps", "14"],
         SAME,
         ["The same numbers", "generator = DDP"],
         """
-class Outer(torch.optim.Optimizer):
-    def __init__(self, inner):
-        super().__init__(inner.param_groups[0]["params"], {})
-        self.inner = inner
-    def step(self, closure=None):
-        self.inner.step()
 def work(rank, text):
     assert rank == int(os.environ["RANK"]) and text == "text"
     dist.init_process_group("gloo")
@@ -242,7 +251,7 @@ def work(rank, text):
         others.step(closure)
         ours.zero_grad()
         critic(fake).mean().neg().backward()
-        Outer(ours).step()
+        ours.step()
 torch.multiprocessing.spawn(work, ("text",), 2)
 """,
     ),

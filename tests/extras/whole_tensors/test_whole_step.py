@@ -82,7 +82,8 @@ class Counting(RowNorms):
 class Failing(RowNorms):
     """Fails on the rank that steps the largest parameter, once it has changed some."""
 
-    def finish(self) -> None:
+    def step(self, closure: Any = None) -> None:
+        super().step()
         if any(param.numel() == self.defaults.get("largest") for param in self.params):
             raise FloatingPointError("not finite")
 
@@ -224,6 +225,7 @@ def test_work_is_done_once(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) -> None:
     run, _ = pair(rank, world_size, "full", "mlp")
+    RowNorms([torch.nn.Parameter(torch.zeros(1))])  # `super().step()` has torch's hooks from now on
     optimizer = Failing(list(run.model.parameters()))
     run.loss(0).backward()
     before = snapshot(run.model)
