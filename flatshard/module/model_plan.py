@@ -211,10 +211,8 @@ def read_ignored(module: nn.Module, given: Mapping[str, Any]) -> Ignored:
     _check_wrappers(module, given["auto_wrap_policy"])
     units = wrappers.units_in(module)
     if given["ignored_modules"] is not None and given["ignored_states"] is not None:
-        raise ValueError(
-            "ShardedWrapper: pass ignored_modules or ignored_states, not both. The second keyword "
-            "takes modules and parameters."
-        )
+        text = "pass either ignored_modules or ignored_states (modules and parameters), not both."
+        raise ValueError(f"ShardedWrapper: {text}")
     chosen = _read(given, "ignored_modules", nn.Module)
     chosen += _read(given, "ignored_states", nn.Parameter, nn.Module)
     tops = {top for top in chosen if isinstance(top, nn.Module)}

@@ -44,10 +44,8 @@ def _as_groups(process_group: Any) -> tuple[dist.ProcessGroup, ...]:
     groups = tuple(process_group) if is_pair else (process_group,)
     # `dist.new_group` returns NON_GROUP_MEMBER on ranks that are not members.
     if dist.GroupMember.NON_GROUP_MEMBER in groups:
-        raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in this group. Call ShardedWrapper only "
-            "on ranks of the group."
-        )
+        text = f"process_group: rank {dist.get_rank()} is not in this group."
+        raise ValueError(f"{text} Call ShardedWrapper only on ranks of the group.")
     are_groups = all(isinstance(group, dist.ProcessGroup) for group in groups)
     if not are_groups or (is_pair and len(groups) != 2):
         raise TypeError(

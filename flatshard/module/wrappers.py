@@ -18,8 +18,7 @@ from flatshard.units.module_tree import paths, unit_text
 
 
 def unit_of(wrapper: ModuleProxy) -> Unit:
-    unit: Unit = wrapper.__dict__["_sharded_unit"]
-    return unit
+    return wrapper.__dict__["_sharded_unit"]  # type: ignore[no-any-return]
 
 
 def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:

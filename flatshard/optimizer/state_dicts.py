@@ -67,8 +67,7 @@ def check_order(asked: Any, spec: ShardSpec) -> None:
         raise ValueError(
             f"parameter {spec.name!r}: broadcast_from_rank0 sends elements in memory order, which "
             "is wrong for tensors that are not contiguous (channels_last). Pass full tensors on "
-            "every rank, with StateDictOptions(full_state_dict=True) and without "
-            "broadcast_from_rank0."
+            "every rank: StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)."
         )
 
 

@@ -283,9 +283,7 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
         sharded.loss(9).backward()
     if strategy == "FULL_SHARD":
         fails_at, resizes = 0, True
-        with pytest.raises(
-            ValueError, match=r"resized `out`: expected shape \(\d+,\), got"
-        ):
+        with pytest.raises(ValueError, match=r"resized `out`: expected shape \(\d+,\), got"):
             sharded.loss(9).backward()
         resizes = False
     # fc3 has an unused parameter, so it comes at the end, when the others are reduced already.
