@@ -64,7 +64,10 @@ class OptimizerExtension:
         """Called before ``step()`` checks gradients, and again after each call of a closure."""
 
     def step_first(self, optimizer: Optimizer) -> Iterable[int]:
-        """Step some parameters, and return the ids of parameters for ``step()`` to omit."""
+        """Step some parameters, and return the ids of parameters for ``step()`` to omit.
+
+        Called at the start of a step of an element-wise optimizer.
+        """
         return ()
 
     def after_part(self, optimizer: Optimizer, params: Sequence[Any]) -> None:

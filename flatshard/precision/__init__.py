@@ -203,8 +203,8 @@ def check_dtype(
             f"{where}the gradient is {grad.dtype} and the parameter {param.dtype}, because of "
             f"MixedPrecision(keep_low_precision_grads=True), but {type(optimizer).__name__} needs "
             "equal dtypes, or would keep its state in the gradients' dtype. Leave "
-            "keep_low_precision_grads out, or use Adadelta, Adagrad, ASGD, RMSprop, SGD without "
-            "momentum, or your own optimizer, without fused=True."
+            "keep_low_precision_grads out, or use an optimizer without this need: Adadelta, "
+            "Adagrad, ASGD, RMSprop, SGD without momentum (none with fused=True), or your own."
         )
 
 

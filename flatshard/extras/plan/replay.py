@@ -26,18 +26,26 @@ _GRADIENTS = "gradients", "reduction", "temporary"
 
 @dataclass
 class Outcome:
-    """Memory, communication and time that a replay predicts for one step."""
+    """Memory, communication and time that a replay predicts for one step.
 
-    peak: dict[str, int] = field(default_factory=dict)  # bytes of each category at the peak
-    peak_at: str = ""  # operator or action at the peak, and the unit that was running
-    # Largest number of bytes of each category at any moment. "gradients" includes the buffers of
-    # reductions, and temporary tensors.
+    Attributes:
+        peak: bytes at the moment of the peak, keyed by category.
+        peak_at: operator or action at the moment of the peak, and the unit that was running.
+        highest: largest number of bytes of each category at any moment. "gradients" includes the
+            buffers of reductions, and temporary tensors.
+        persistent: bytes of parameters, gradients and optimizer state between steps.
+        seconds: duration of one step.
+        compute_seconds: duration of the step's operators and of the optimizer.
+        sent_bytes: two numbers: bytes that this rank sends in a step to ranks of its node, and
+            bytes that this rank sends to other nodes.
+    """
+
+    peak: dict[str, int] = field(default_factory=dict)
+    peak_at: str = ""
     highest: dict[str, int] = field(default_factory=dict)
-    # Bytes of parameters, gradients and optimizer state between steps.
     persistent: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    compute_seconds: float = 0.0  # duration of the step's operators and of the optimizer
-    # Bytes that this rank sends in a step to ranks of its node, and to other nodes.
+    compute_seconds: float = 0.0
     sent_bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     @property

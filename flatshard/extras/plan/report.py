@@ -43,13 +43,21 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations
 
 @dataclass(frozen=True)
 class Choice:
-    """The prediction for one strategy on one number of ranks."""
+    """The prediction for one strategy on one number of ranks.
+
+    Attributes:
+        strategy: name of the sharding strategy.
+        ranks: number of ranks.
+        outcome: the predicted memory, communication and time.
+        fits: whether the peak and ``CONTEXT_BYTES`` fit into the device's memory.
+        samples_per_second: number of samples that one rank trains per second.
+    """
 
     strategy: str
     ranks: int
     outcome: Outcome
-    fits: bool  # whether the peak and ``CONTEXT_BYTES`` fit into the device's memory
-    samples_per_second: float  # of one rank
+    fits: bool
+    samples_per_second: float
 
     @property
     def bound(self) -> str:

@@ -57,10 +57,10 @@ class Range(NamedTuple):
         end: seconds since the step began.
     """
 
-    kind: Kind  # the work that took the time
-    unit: int | None  # the unit's index; None if the work is for all units
-    begin: float  # seconds since the step began
-    end: float  # seconds since the step began
+    kind: Kind
+    unit: int | None
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)

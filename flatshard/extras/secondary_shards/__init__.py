@@ -69,7 +69,10 @@ class SecondaryShard:
         self._version = version
 
     def finish_refresh(self) -> None:
-        """Wait until the secondary shard is complete."""
+        """Wait until the secondary shard is complete.
+
+        Raises CollectiveError if the all-gather across nodes failed.
+        """
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             try:
