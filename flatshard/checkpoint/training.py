@@ -25,7 +25,6 @@ from flatshard.comm.consistency import Facts, differing_fact, sendable
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
-from flatshard.engine.unit import Unit
 from flatshard.extras.model_shards import ModelShards, model_shards
 from flatshard.state.optim_state import OptimState
 
@@ -152,7 +151,7 @@ class Training:
         }
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[Any]:  # not `Unit`: checkpoints do not import the engine
         return [] if self.shards is None else self.shards.units
 
 
