@@ -13,11 +13,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -280,7 +281,11 @@ def _add_stamp(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             warnings.warn(_ONE_RANKS, stacklevel=5)
 
 
-_request = SimpleNamespace(is_ours=False)  # whether `parts` calls `state_dict()`
+class _Request(threading.local):  # other threads may call `state_dict()` at the same time
+    is_ours = False  # whether `parts` calls `state_dict()`
+
+
+_request = _Request()
 
 
 def parts(optimizer: Optimizer) -> dict[str, Any]:
