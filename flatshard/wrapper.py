@@ -563,11 +563,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         At the end of the context, even after an exception, each rank copies its own range of the
         full values into its shards. All ranks must write the same values, otherwise the model
-        becomes inconsistent. Edits of values and ``requires_grad`` are kept, and with
-        ``with_grads`` also edits of gradients. Hooks and other attributes that are set inside the
-        context are lost. Forwards inside the context do not communicate, and compute in the
-        parameters' own dtype. A backward to the parameters, a copy of the model, or a nested summon
-        of the same parameters raises an error.
+        becomes inconsistent. With ``writeback``, edits of values and ``requires_grad`` are kept,
+        and with ``with_grads`` also edits of gradients. Hooks and other attributes that are set
+        inside the context are lost. Forwards inside the context do not communicate, and compute in
+        the parameters' own dtype. A backward that computes gradients of these parameters, a copy of
+        the model, or a nested summon of the same parameters raises an error.
 
         Collective: all ranks, at entry.
 
@@ -583,8 +583,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             recurse: also summon nested units. False: only the outermost units.
             writeback: keep edits. False: edits are undone, for every strategy.
             rank0_only: only rank 0 gets full parameters and can run forwards. On other ranks, the
-                parameters stay sharded, and at most one unit at a time is unsharded. Needs
-                ``writeback=False``. Run no collective operation inside the context.
+                parameters stay sharded, except that each unit is unsharded once, while rank 0
+                copies it. Needs ``writeback=False``. Run no collective operation inside the context.
             offload_to_cpu: copy the full parameters to CPU memory, unit by unit.
             with_grads: ``p.grad`` is the full reduced gradient, or None if ``p`` has no gradient.
                 Setting ``p.grad`` to None drops the gradient. Assigning a tensor adds or replaces
@@ -592,8 +592,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
-            RuntimeError: a forward or backward of the model is running; ``module`` is only a part
-                of a unit whose parameters it holds; gradients are not reduced yet or exist only on
+            RuntimeError: a forward or backward of the model is running; ``module`` lies inside a
+                unit, and holds only some of the unit's parameters; gradients are not reduced yet or exist only on
                 some ranks (``with_grads``). At the end: an edit cannot be kept.
         """
         summon = extra("summon", "ShardedWrapper.summon_full_params()")

@@ -259,7 +259,7 @@ class Backward:
 
     @untraced
     def _end(self) -> None:
-        """Reduce the remaining gradients, publish ``.grad``, and reshard all units. Collective."""
+        """Reduce the remaining gradients, set ``.grad``, and reshard all units. Collective."""
         state, failed = self._state, True
         is_outermost = state.depth == 0
         used: dict[FlatParamHandle, list[bool]] = {}

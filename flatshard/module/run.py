@@ -31,8 +31,9 @@ from flatshard.state.model_state import WriteThrough
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
-# `_watched` contains the modules of all sharded models. `_num_registered` counts assignments of
-# modules and parameters to their attributes, which may add a parameter that no unit shards.
+# `_watched` contains the modules of all sharded models. `_num_registered` counts how often a module
+# or parameter was assigned to an attribute of one of these modules. Such an assignment may add a
+# parameter that no unit shards.
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _num_registered = 0
 

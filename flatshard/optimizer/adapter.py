@@ -261,7 +261,8 @@ class BucketAdapter(OptimizerAdapter):
     ) -> None:
         """Replace sharded parameters in ``groups`` by buckets, and move their state to the buckets.
 
-        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters to omit.
+        Also selects torch's fused kernel where possible. ``stepped``: ids of parameters that an
+        extension has stepped already, and that the groups leave out.
         """
         with torch._C.DisableTorchFunctionSubclass():
             states = optimizer.state

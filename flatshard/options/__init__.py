@@ -205,7 +205,7 @@ class OffloadError(RuntimeError):
 
 
 def check_flags(policy: object, *names: str) -> None:
-    """Raise TypeError if one of a policy's attributes ``names`` is not a bool."""
+    """Raise TypeError if an attribute of ``policy``, one of ``names``, is not a bool."""
     for name in names:
         if not isinstance(value := getattr(policy, name), bool):
             kind = type(policy).__name__

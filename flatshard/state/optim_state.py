@@ -335,7 +335,8 @@ class OptimParams:
             name = prefixes[place.module] + place.attribute
             found[id(param.sharded)] = OptimParam(name, param)
         for name, other in model.named_parameters():
-            # If no unit owns the parameter, the parameter is ignored, or the model is not wrapped.
+            # Also add parameters that no unit owns: the user has excluded them from sharding
+            # (`ignored_modules`), or the model is not wrapped.
             found.setdefault(id(other), OptimParam(unwrapped(name)))
         # One list of parameters for each group in ``optimizer.param_groups``.
         self.groups: list[list[OptimParam]] = []

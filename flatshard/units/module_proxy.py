@@ -188,7 +188,7 @@ class ModuleProxy(nn.Module):
         def clean(*_: Any) -> None:
             for names in lists_of_names:
                 names[:] = [name.replace(inner, prefix) for name in names]
-            hook.remove()  # the hook's lists of names belong to this call only
+            hook.remove()  # the next call of `load_state_dict` has other lists of names
 
         hook = self.register_load_state_dict_post_hook(clean)
 

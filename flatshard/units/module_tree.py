@@ -212,7 +212,10 @@ def unit_text(name: str) -> str:
 
 
 def renamed(name: str, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return the new name of a parameter whose model is wrapped again inside a larger module."""
+    """Return a parameter's new name, after its sharded model became part of a larger wrapped model.
+
+    ``before``, ``after``: the old and the new names of the same modules.
+    """
     for old, new in zip(before, after, strict=True):
         if not old or name.startswith(f"{old}."):
             local = name.removeprefix(f"{old}.") if old else name

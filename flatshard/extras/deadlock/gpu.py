@@ -194,7 +194,8 @@ def _raise_in_thread(thread: int, text: str, since: float) -> None:
 def with_trace(text: str) -> str:
     """Write the file of torch's flight recorder, and return ``text`` with the file's name.
 
-    Torch writes the file only at a timeout, which an abort prevents. Returns only ``text`` if the
+    Torch itself writes the file only if a collective times out, but deadlock detection aborts the
+    collective before. Returns only ``text`` if the
     user has not asked for the file (``_TRACE_PREFIXES``), if all NCCL collectives of this rank are
     complete, or if writing fails.
     """
