@@ -584,7 +584,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             writeback: keep edits. False: edits are undone, for every strategy.
             rank0_only: only rank 0 gets full parameters and can run forwards. On other ranks, the
                 parameters stay sharded, except that each unit is unsharded once, while rank 0
-                copies it. Needs ``writeback=False``. Run no collective operation inside the context.
+                copies it. Needs ``writeback=False``. Run no collective operation inside the
+                context.
             offload_to_cpu: copy the full parameters to CPU memory, unit by unit.
             with_grads: ``p.grad`` is the full reduced gradient, or None if ``p`` has no gradient.
                 Setting ``p.grad`` to None drops the gradient. Assigning a tensor adds or replaces
@@ -593,8 +594,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             ValueError: ``rank0_only`` with ``writeback``.
             RuntimeError: a forward or backward of the model is running; ``module`` lies inside a
-                unit, and holds only some of the unit's parameters; gradients are not reduced yet or exist only on
-                some ranks (``with_grads``). At the end: an edit cannot be kept.
+                unit, and holds only some of the unit's parameters; gradients are not reduced yet or
+                exist only on some ranks (``with_grads``). At the end: an edit cannot be kept.
         """
         summon = extra("summon", "ShardedWrapper.summon_full_params()")
         request = summon.Request(writeback, rank0_only, offload_to_cpu, with_grads)

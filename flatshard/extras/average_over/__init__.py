@@ -110,7 +110,7 @@ class AverageOver(StepExtension):
             handle.grads.scale = world.size / (totals[world] or world.size)
 
     def _check(self, counts: dict[int, float]) -> None:
-        """Raise unless gradients can be divided by the sum of ``counts``, which has ranks as keys."""
+        """Raise unless gradients can be divided by the sum of ``counts``. Its keys are ranks."""
         state = self._state
         problems = [
             f"rank {rank} passed " + ("no count" if one == _MISSING else f"the count {one}")
