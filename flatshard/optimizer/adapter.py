@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from flatshard.options.extras import extra
 from flatshard.precision import get_grad, set_grad
 from flatshard.tensor.shard_spec import ShardSpec
-from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
+from flatshard.tensor.sharded_tensor import UNREDUCED, FlatShardTensor, local_grad
 from flatshard.units.layout import ALIGNMENT_BYTES
 from flatshard.units.module_tree import unit_text
 
@@ -226,7 +226,9 @@ class OptimizerAdapter:
 
     def needs_loss(self, optimizer: Optimizer) -> bool:
         """Whether a step with a closure needs the closure's loss before the step. Collective."""
-        return True
+        # Otherwise `step()` would raise, because no gradient is reduced yet.
+        grads = [param.grad for param in all_params(optimizer) if param.grad is not None]
+        return bool(grads) and all(grad in UNREDUCED for grad in grads)
 
     def pause(self, optimizer: Optimizer) -> None:
         """Put the sharded parameters back into the optimizer, before a call of the closure."""
@@ -250,6 +252,9 @@ class BucketAdapter(OptimizerAdapter):
         self._known: dict[int, ParamBucket] = {}
         self._buckets: list[ParamBucket] = []  # buckets of the current step
         self._undo = ExitStack()  # when closed, restores the optimizer's parameter groups
+
+    def needs_loss(self, optimizer: Optimizer) -> bool:
+        return True
 
     def begin(self, optimizer: Optimizer, closure: Closure | None) -> Optimizer:
         stepped = {ident for one in extensions for ident in one.step_first(optimizer)}

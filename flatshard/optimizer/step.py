@@ -124,7 +124,7 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
             _check_params(optimizer)  # check again, because the closure has computed gradients
             return result
 
-        is_early = type(adapter) is not adapters.OptimizerAdapter and adapter.needs_loss(optimizer)
+        is_early = adapter.needs_loss(optimizer)
         closure = adapters.Closure(run, optimizer, is_early=is_early)
     _check_params(optimizer)
     # If another optimizer is stepping, this step is a part of that optimizer's step.

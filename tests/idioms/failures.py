@@ -225,7 +225,7 @@ def groups_that_take_turns(side: Side) -> Any:
     return side.fit(model, torch.optim.SGD(groups, momentum=0.9))
 
 
-@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full",))
+@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full", "no_shard"))
 def closure_of_whole_parameters(side: Side) -> Any:
     class Outside(torch.optim.SGD):
         """Not known to be element-wise."""
