@@ -9,13 +9,14 @@ import argparse
 import os
 import statistics
 import time
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lib.command_line import Parser, stop
-from lib.output import COLOURS, PEAK, output_file, write_json
+from lib.output import COLOURS, PEAK, output_file, show, write_json
 from lib.rank_memory import held_bytes, memory_report
 from lib.training_job import connect, mean_over_ranks, say
 from torch import Tensor
@@ -127,23 +128,17 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
         "per_node": per_node,
         "ways": results,
     }
-    print(f"\n{numel:,} parameters, {world_size} ranks, {args.steps} steps, {device.type}")
-    print(table(results))
+    title = f"{numel:,} parameters, {world_size} ranks, {args.steps} steps, {device.type}"
+    show(title, [*starmap(shown, results.items())])
     write_json(args.json, about)
     if args.plot:
         draw(about, args.plot)
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'':20}{'ms a step':>10}{'persist. MiB':>13}{'peak':>9}{'volume':>9}{'loss':>9}"]
-    for name, row in results.items():
-        keys = "between_bytes", "peak_bytes", "moved_bytes"
-        held, peak, moved = (row[key] / 2**20 for key in keys)
-        lines.append(
-            f"{name:20}{1000 * row['seconds']:10.0f}{held:13.1f}{peak:9.1f}{moved:9.1f}"
-            f"{row['loss']:9.4f}"
-        )
-    return "\n".join(lines)
+def shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    keys = {"persistent": "between_bytes", "peak": "peak_bytes", "volume": "moved_bytes"}
+    sizes = {f"{title} MiB": row[key] / 2**20 for title, key in keys.items()}
+    return {"strategy": name, "ms a step": 1000 * row["seconds"], **sizes, "loss": row["loss"]}
 
 
 def draw(about: dict[str, Any], path: Path) -> None:

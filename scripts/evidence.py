@@ -229,24 +229,17 @@ REGISTRIES = {
     )
 }
 COUNTED_BY = {
-    "idioms": "implementation",
-    "public_programs": "wrapped by",
-    "zoo": "implementation",
-    "optimizers": "implementation",
-    "resumed_optimizers": "package",
+    "idioms": ("implementation", "number of runs, by wrapper"),
+    "public_programs": ("wrapped by", "number of programs, by wrapper"),
+    "zoo": ("implementation", "number of runs, by wrapper"),
+    "optimizers": ("implementation", "number of runs, by wrapper"),
+    "resumed_optimizers": ("package", "number of runs, by library of optimizers"),
 }
-"""Files whose verdicts the page counts, and the column that makes the rows of its table."""
-READABLE = {
-    "implementation": "number of runs, by wrapper",
-    "wrapped by": "number of programs, by wrapper",
-    "package": "number of runs, by library of optimizers",
-    "ddp": "DDP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "--wrap": "`flatshard try --wrap`",
-    "-": "nothing",
-}
-"""How the page's tables show the names of columns and values; other names stay as they are."""
+"""Files whose verdicts the page counts: the column that makes the rows of its table, and the title
+of these rows."""
+READABLE = {one.lower(): one for one in ("DDP", "FSDP1", "FSDP2")}
+READABLE |= {"--wrap": "`flatshard try --wrap`", "-": "nothing"}
+"""How the page's tables show names of rows; other names stay as they are."""
 
 # ---------------------------------------------------------------- tables
 
@@ -288,12 +281,12 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         table.writerows(merged.values())
 
 
-def counts(rows: Sequence[Row], column: str) -> list[str]:
+def counts(rows: Sequence[Row], column: str, about: str) -> list[str]:
     """A Markdown table: how often each verdict occurs, by the values of a column."""
     orders = [VERDICT_COLUMNS.get(one["verdict"], one["verdict"]) for one in rows]
     titles = [one for one in dict.fromkeys((*VERDICT_COLUMNS.values(), *orders)) if one in orders]
     found = Counter((one[column], verdict) for one, verdict in zip(rows, orders, strict=True))
-    lines = [[READABLE.get(column, column), *titles], ["---"] * (len(titles) + 1)]
+    lines = [[about, *titles], ["---"] * (len(titles) + 1)]
     for name in dict.fromkeys(one[column] for one in rows):
         lines.append([READABLE.get(name, name), *(str(found[name, title]) for title in titles)])
     return [f"| {' | '.join(cells)} |" for cells in lines]
@@ -301,7 +294,7 @@ def counts(rows: Sequence[Row], column: str) -> list[str]:
 
 def updated(page: str) -> str:
     """The page with the counts of all files, and the runs that they are of."""
-    for name, column in COUNTED_BY.items():
+    for name, (column, title) in COUNTED_BY.items():
         rows = read(FOLDER / f"{name}.csv")
         dates, commits, torches = (
             sorted({one[column] for one in rows}) for column in ("date", "commit", "torch")
@@ -309,7 +302,7 @@ def updated(page: str) -> str:
         of_commits = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
         runs = f"{' and '.join(dates)} ({of_commits}, torch {' and '.join(torches)})"
         about = f"Verdicts of [{len(rows):,} runs](evidence/{name}.csv) on {runs}:"
-        page = replaced(page, name, "\n".join([about, "", *counts(rows, column)]))
+        page = replaced(page, name, "\n".join([about, "", *counts(rows, column, title)]))
     return page
 
 
