@@ -338,8 +338,9 @@ def main() -> None:
             rows.extend(REGISTRIES[options.registry](options))
         finally:  # an interrupted run keeps what it has
             if rows:
-                by = COUNTED_BY.get(options.registry, next(iter(rows[0])))
-                print("\n".join(counts(rows, by)))
+                first = next(iter(rows[0]))
+                by, title = COUNTED_BY.get(options.registry, (first, first))
+                print("\n".join(counts(rows, by, title)))
             if options.write:
                 write(FOLDER / f"{options.registry}.csv", ({**one, **of_run} for one in rows))
         if not options.write:
