@@ -32,6 +32,7 @@ import pickle
 import random
 import runpy
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -42,7 +43,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, nn
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import optimizer as steps
 
@@ -88,6 +88,17 @@ class Record(NamedTuple):
     costs: list[tuple[float, float, float]]
 
 
+def _free_port() -> int:
+    """Return a port on which no process of this host listens."""
+    # Choose below 32768: Linux gives the ports from there on to connections of other programs, one
+    # of which could get the port before rank 0 listens. Draw from a generator that no script uses.
+    for port in random.Random().sample(range(20_000, 32_768), 100):
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("", port))
+            return port
+    raise OSError("found no free port between 20000 and 32767")
+
+
 def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], str]:
     """Run the script. Returns the records of all ranks, and why the run failed (or "").
 
@@ -103,7 +114,7 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     # The ranks of all hosts write their records into one file.
     store = dist.FileStore(str(options.records / name), -1)
     if first == 0:
-        store.set("port", f"{get_free_port()}")
+        store.set("port", f"{_free_port()}")
     options.run, options.lone_calls, options.store = name, lone_calls, store
     # Fork the ranks, so that they need not import torch.
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
