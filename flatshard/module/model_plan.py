@@ -62,8 +62,10 @@ class PlannedUnit:
             is_apart = splits and param.requires_grad and param.nbytes >= LARGE_BYTES
             precision = precision_plan.of_param(param, self.settings.mixed_precision)
             kind = param.dtype, param.requires_grad, precision
-            new = FlatParamPlan(self.name, self.settings.device, *kind)
-            plans.setdefault((*kind, is_apart and id(param)), new).infos.append(info)
+            key = (*kind, is_apart and id(param))
+            if key not in plans:
+                plans[key] = FlatParamPlan(self.name, self.settings.device, *kind)
+            plans[key].infos.append(info)
         self.flats = list(plans.values())
 
     def lay_out(self, num_shards: int) -> None:
