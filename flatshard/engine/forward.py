@@ -178,10 +178,9 @@ class Forward:
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 self.saved.end_call(unit, call)
-                if torch.is_grad_enabled():
-                    for tensor in tensors_in(changed):
-                        if tensor.grad_fn is not None:
-                            tensor.register_hook(partial(self._backward.enter, unit, call))
+                for tensor in tensors_in(changed) if torch.is_grad_enabled() else ():
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
             failed = output is None and sys.exc_info()[1] is not None
             if failed:

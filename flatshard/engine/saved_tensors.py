@@ -192,7 +192,8 @@ class SavedTensors:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
         is_foreign = self.push(needed=self.has_hooks or recomputes, in_checkpoint=False)
         if is_foreign and not self.active[-1]:  # see [Note: checkpoints]
-            call.has_hooks = False
+            # No backward runs through a recomputed forward's graph, so do not count its inputs.
+            call.has_hooks = not recomputes
             for handle in unit.handles:
                 handle.had_views = True
         elif not (is_foreign or recomputes):

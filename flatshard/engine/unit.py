@@ -77,7 +77,9 @@ class Call:
 
     # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
-    has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
+    # Whether the call's forward runs under flatshard's saved-tensor hooks, or in an activation
+    # checkpoint. Then backward may read views after it has computed all parameters' gradients.
+    has_hooks: bool = True
     # If the forward runs without hooks: the versions, at the end of the forward, of the unsharded
     # buffers that backward reads through saved views.
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
@@ -243,12 +245,7 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether the unit is IDLE, and keeps no buffer and no secondary shard for backward."""
-        return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED
-            or handle.is_free_deferred
-            or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
-            for handle in self.handles
-        )
+        return self.phase is Phase.IDLE and all(handle.is_at_rest for handle in self.handles)
 
     @property
     def is_done(self) -> bool:
@@ -337,8 +334,6 @@ class Unit:
         ``buffer_action`` decides which buffers are freed. The unit moves to phase IDLE.
         """
         self.phase, is_over = Phase.IDLE, point is not ReshardPoint.AFTER_FORWARD
-        if is_over:
-            self._outstanding_inputs.clear()
         for handle in self.handles:
             if handle.installed is not None:
                 handle.put_back()

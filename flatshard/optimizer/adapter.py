@@ -304,12 +304,12 @@ def _suits_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     # in the last bit.
     if inspect.unwrap(type(optimizer).step) not in _FUSED_STEPS:
         return False
-    is_open = group["fused"] is group["foreach"] is None
-    if not is_open or group["capturable"] or group["differentiable"]:
+    is_chosen = group["fused"] is not None or group["foreach"] is not None
+    if is_chosen or group["capturable"] or group["differentiable"]:
         return False
     numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
-    pairs = [(param, param.grad) for param in group["params"] if param.grad is not None]
-    kinds = {(param.device.type, param.dtype, grad.dtype, grad.layout) for param, grad in pairs}
+    params = [param for param in group["params"] if param.grad is not None]
+    kinds = {(p.device.type, p.dtype, p.grad.dtype, p.grad.layout) for p in params}
     return kinds <= _FUSED_KINDS and not any(isinstance(number, Tensor) for number in numbers)
 
 
@@ -489,10 +489,11 @@ class ParamBucket:
                 states.pop(param, None)
         if shared:
             states[self.param] = shared
-        first = self.members[0]
-        flat = _flat_grad(first)
-        grad = local_grad(first.grad, first.spec) if flat is None else flat.detach()[self._range]
-        set_grad(self.param, grad)
+        # The gradients of several members are neighbours in a flat gradient (`_neighbours`).
+        first, grad = self.members[0], get_grad(self.members[0])
+        is_single = len(self.members) == 1
+        flat = local_grad(grad, first.spec) if is_single else grad.shard_flat.detach()[self._range]
+        set_grad(self.param, flat)
         # Increase the version counter here, because an optimizer that writes to `p.data` does not.
         # With the old counter, flatshard would reuse unsharded buffers that have the old values.
         torch._C._increment_version((self.param,))  # type: ignore[attr-defined]
