@@ -402,9 +402,10 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """Reset the counts of the last backward, and remove earlier gradients from ``.grad``.
+        """Forget what the last backward counted, and prepare the parameters' ``.grad``.
 
-        If earlier gradients stayed in ``.grad``, autograd would add new gradients to them in place.
+        Unreduced gradients move from ``.grad`` back to ``Gradients``, which adds those of this
+        backward. Otherwise autograd would add new gradients in place, to tensors of the program.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False

@@ -409,7 +409,8 @@ class WeightChanges:
         """
         Options(dtype).check(1)
         self._model, self._dtype = model, dtype
-        # Rounded copies of shards, and of tensors outside of units, from the last complete pass.
+        # Rounded copies of shards, and of tensors outside of units, from the last iteration of
+        # `changes()` that was read to its end.
         self._kept: dict[Any, Tensor] = {}
 
     def changes(self, *, ranks: int | str = "all", digests: bool = False) -> Iterator[WeightChange]:

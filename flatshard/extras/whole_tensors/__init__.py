@@ -203,7 +203,10 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return [*dict.fromkeys((*self._comms(), *replicas))]
 
     def _choose_owners(self, optimizer: Optimizer) -> None:
-        """Choose an owner for each parameter that has none, if the parameters have changed."""
+        """Choose the rank that steps each parameter (its owner), if the optimizer has new ones.
+
+        A parameter that has an owner already keeps it.
+        """
         params = {param: param.spec for param in sharded_params(optimizer)}
         if params == self._params:
             return
