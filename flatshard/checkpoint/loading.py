@@ -105,7 +105,7 @@ def load(
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
         states = training.optim_states()
-        wanted = {"model": training.model_state(), "optimizer": joined(states)}
+        wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
         incomplete = dcp_files.incomplete_tensors(found)
