@@ -23,7 +23,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -346,35 +346,28 @@ def move_range(
     ``part`` has elements in memory order (``order``: dimensions, outermost first), and begins with
     the tensor's element ``start``. Elements are cast to or from the dtype of ``place``.
     """
-    file = open(place.path, "r+b" if to_file else "rb", buffering=0)
+    file: Any = open(place.path, "r+b" if to_file else "rb")
     try:
         with file:
             for values, first in _pieces(place, order, start, part):
                 is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
                 moved = values if is_there else torch.empty(values.shape, dtype=place.dtype)
+                # A view of the tensor's bytes: numpy would need elements of a type that it knows.
+                data = (ctypes.c_char * moved.nbytes).from_address(moved.data_ptr())
+                file.seek(place.offset + first * place.dtype.itemsize)
                 if to_file:
                     moved.copy_(values)
-                file.seek(place.offset + first * place.dtype.itemsize)
-                _move_all(moved, file.write if to_file else file.readinto, place.path)
-                if not to_file:
+                    file.write(data)
+                elif missing := len(data) - file.readinto(data):
+                    raise ValueError(
+                        f"{place.path} became shorter while it was read: {missing} bytes are "
+                        "missing. Restore the file, and do not write to it during a load."
+                    )
+                else:
                     values.copy_(moved)
     except OSError as error:  # reads and writes raise errors without the path
         error.filename = error.filename or place.path
         raise
-
-
-def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: str) -> None:
-    # Make a view of the tensor's bytes with ctypes, because numpy may not be installed.
-    array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    left = memoryview(array).cast("B")
-    while left:
-        count = move(left)
-        if not count:
-            raise ValueError(
-                f"{path} became shorter while it was read: {len(left)} bytes are missing. Restore "
-                "the file, and do not write to it during a load."
-            )
-        left = left[count:]
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
