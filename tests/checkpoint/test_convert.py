@@ -240,12 +240,13 @@ def test_incomplete_dcp_folder(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- ``flatshard explain``
 
 
-def test_wheel_contains_the_page() -> None:
+def test_wheel_contains_the_pages() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert wheel["targets"]["wheel"]["force-include"] == {
-        "docs/troubleshooting.md": "flatshard/troubleshooting.md"
+        f"docs/{page}.md": f"flatshard/{page}.md" for page in ("migration", "troubleshooting")
     }
-    assert "/docs/troubleshooting.md" in wheel["targets"]["sdist"]["include"]
+    pages = {"/docs/migration.md", "/docs/troubleshooting.md"}
+    assert pages <= {*wheel["targets"]["sdist"]["include"]}
 
 
 def test_row_and_linked_sections(capsys: pytest.CaptureFixture[str]) -> None:
