@@ -16,7 +16,7 @@ import re
 import struct
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ class Source:
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
+
+    def check_complete(self, path: object, parts: Collection[str] | None = None) -> None:
+        """Raise ValueError if the files lack values of tensors, or of tensors in some ``parts``.
+
+        The part of a tensor ("model", for example) is the outermost key.
+        """
+        lacking = [one for one in self.incomplete if not parts or one.partition(".")[0] in parts]
+        if lacking:
+            raise ValueError(
+                f"{path} is incomplete: its files lack values of {', '.join(lacking):.300}. Use "
+                "another checkpoint."
+            )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
         """Return the names of the model's parameters, mapped to the keys in ``tensors``.
@@ -288,6 +300,7 @@ def convert(
         model = found.model(key)
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from error
+    found.check_complete(source, {names[0] for names in model.values()})
     like: dict[str, Tensor] = {}
     ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
     first: dict[Any, str] = {}
