@@ -198,12 +198,11 @@ def plan_files(
         groups[-1][name] = one
         filled += one.nbytes
     plan = Plan(path, replaces=r"model(-\d{5}-of-\d{5})?\.safetensors")
-    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
         plan.add(f"model{suffix}.safetensors", group, metadata)
-        weight_map |= dict.fromkeys(group, f"model{suffix}.safetensors")
     if len(groups) > 1:
+        weight_map = {name: Path(place.path).stem for name, place in plan.places.items()}
         size = {"total_size": sum(one.nbytes for one in tensors.values())}
         plan.index = json.dumps({"metadata": size, "weight_map": weight_map}, indent=2)
     else:
@@ -475,8 +474,7 @@ def save_safetensors(
         # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
         # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
-        more = {**ties, **(metadata or {})}
-        return entries, plan_files(kept, path, max_shard_size, more)
+        return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
 
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
