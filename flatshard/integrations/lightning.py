@@ -260,8 +260,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
             for value in state.values() if isinstance(state, dict) else (state,):
                 optimizer = getattr(value, "optimizer", value)
                 if isinstance(optimizer, Optimizer):
-                    hook = optimizer.register_load_state_dict_pre_hook(self._part_of)
-                    stack.callback(hook.remove)
+                    stack.enter_context(optimizer.register_load_state_dict_pre_hook(self._part_of))
             return super().load_checkpoint(path, state, **options)  # type: ignore[no-any-return]
 
     def _part_of(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
