@@ -300,9 +300,8 @@ class MappedShards(BufferMemory):
             # The other process keeps the file open until this rank calls `take`.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
-                    file = peer_memory.open_of(processes[rank].pid, record.file)
-                    self._map(rank, file)
-                    os.close(file)
+                    with peer_memory.open_of(processes[rank].pid, record.file) as file:
+                        self._map(rank, file.fileno())
         self._num_copied = members.size - len(self._mapped)
         for rank, part in enumerate(self.buffer.chunk(members.size)):
             if rank in self._mapped:

@@ -22,6 +22,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,11 +121,8 @@ class PeerProcess:
         self.name = f"process {address.pid}"  # name of the process in errors
         self.given_up = 0.0  # time at which a wait for the process last timed out
         self._alive = address.alive
-        file = open_of(address.pid, address.file)
-        try:
-            self.words = _mapped_words(file)
-        finally:
-            os.close(file)
+        with open_of(address.pid, address.file) as file:
+            self.words = _mapped_words(file.fileno())
 
     def read(self, address: int, out: Tensor) -> None:
         """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor."""
@@ -274,9 +272,9 @@ def _try_to_read(
     return processes, ""
 
 
-def open_of(pid: int, number: int) -> int:
+def open_of(pid: int, number: int) -> FileIO:
     """Open the file that another process has open as ``number``; OSError if not permitted."""
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    return open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0)
 
 
 def _mapped_words(file: int) -> memoryview:
