@@ -138,12 +138,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> Any:
         """Let the next backward reduce gradients, even if the forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
-        with accelerate.Accelerator.trigger_sync_in_backward(model):
-            yield
+        return accelerate.Accelerator.trigger_sync_in_backward(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(

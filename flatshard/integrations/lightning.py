@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,9 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             # the wrapper's forward.
             return self.lightning_module.training_step(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients inside this context, without reducing them."""
-        with self.model.no_sync():
-            yield
+        return self.model.no_sync()  # type: ignore[no-any-return]
 
     def teardown(self) -> None:
         # Do not call DDPStrategy's teardown(), which would move the module to the CPU: then
