@@ -20,17 +20,9 @@ from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions
 from flatshard.state.optim_state import OptimState
 
-__all__ = [
-    "PendingSave",
-    "convert",
-    "full_optim_state_dict",
-    "full_state_dict",
-    "latest",
-    "load",
-    "load_safetensors",
-    "save",
-    "save_safetensors",
-]
+__all__ = ["PendingSave", "latest", "load", "save"]
+__all__ += ["convert", "load_safetensors", "save_safetensors"]
+__all__ += ["full_optim_state_dict", "full_state_dict"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

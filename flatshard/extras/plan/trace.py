@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from flatshard.engine.forward import call_first
-from flatshard.extras.plan.models import Step
+from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan
 from flatshard.options.extras import extra
@@ -39,7 +39,6 @@ from flatshard.precision import UnitCasts, tensors_in
 from flatshard.units.module_tree import ModuleTree, unit_text
 
 _aten = torch.ops.aten
-Checkpointing = Literal["none", "block", "selective"]
 
 # ---------------------------------------------------------------- what a trace contains
 
