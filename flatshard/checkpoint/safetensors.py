@@ -24,7 +24,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,6 +87,7 @@ class Plan:
     places: dict[str, Place] = field(default_factory=dict)
     index: str = ""  # text of the index; empty for a single file
     replaces: str = ""  # regular expression for the names of old files, which `commit` deletes
+    made: list[Path] = field(default_factory=list)  # temporary files that this process has made
 
     def temporary(self, name: str) -> Path:
         """Return the temporary path of a file, which is the same on all ranks."""
@@ -111,7 +111,8 @@ class Plan:
         self.folder.mkdir(parents=True, exist_ok=True)
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
-            with open(self.temporary(name), "wb") as file:
+            self.made.append(self.temporary(name))
+            with open(self.made[-1], "wb") as file:
                 end = max(ends.get(file.name, 0), len(header))
                 try:
                     # Reserve all bytes now, so that a full disk raises before tensors are written.
@@ -149,10 +150,11 @@ class Plan:
                 old.unlink()
         sync(self.folder)
 
-    def discard(self) -> None:
-        for name in self.headers:
+    def close(self) -> None:
+        """Delete the temporary files that this process has made, unless they were renamed."""
+        for path in self.made:
             with contextlib.suppress(OSError):
-                self.temporary(name).unlink()
+                path.unlink()
 
 
 def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -479,9 +481,7 @@ def save_safetensors(
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
     ranks.compare({"the path": str(plan.folder), **facts}, op_name, _REMEDY)
-    with ExitStack() as incomplete:
-        if is_first:
-            incomplete.callback(plan.discard)
+    with contextlib.closing(plan):
         ranks.on_first(plan.create, op_name)
         if weights is None:
             ranks.agree(lambda: _write(entries, plan, is_first), op_name)
@@ -489,7 +489,6 @@ def save_safetensors(
             merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
             ranks.agree(partial(write_whole, plan, merged), op_name)
         ranks.on_first(plan.commit, op_name)
-        incomplete.pop_all()
     if is_first:
         log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 

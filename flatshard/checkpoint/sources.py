@@ -9,6 +9,7 @@ load numpy's numbers as Python numbers, without running numpy's code.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -320,13 +321,10 @@ def convert(
     if is_torchs:
         _write_torch(final, like, ties, read)
     else:
-        plan = safetensors.plan_files(like, final, max_shard_size, ties)
-        try:
+        with contextlib.closing(safetensors.plan_files(like, final, max_shard_size, ties)) as plan:
             plan.create()
             safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
             plan.commit()
-        finally:
-            plan.discard()
     folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
@@ -338,7 +336,8 @@ def _write_torch(
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(beside.unlink, missing_ok=True)  # does nothing once the file was renamed
         with torch.serialization.skip_data(), folders.zip_stream(beside) as stream:
             torch.save(state, stream)
             # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
@@ -351,6 +350,3 @@ def _write_torch(
         del state
         folders.sync(beside)
         beside.replace(final)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
