@@ -108,7 +108,7 @@ class Training:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        self.model, self.optimizers = model, by_name(optimizer)
+        self.optimizers = by_name(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
@@ -120,16 +120,13 @@ class Training:
                     f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
                     "For several optimizers over one model, pass a list, or a dict with names."
                 )
+        self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.plain, group = model.module, model.process_group
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
-
-    @property
-    def device(self) -> torch.device:
-        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
 
     def optim_states(self) -> dict[str, dict[str, Any]]:
         """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""

@@ -81,6 +81,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "flatshard"
+    restore_checkpoint_after_setup = True
     model: Any
     lightning_module: Any
 
@@ -132,10 +133,6 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     # ------------------------------------------------------------ checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on rank 0, and an empty dict on other ranks. Collective.
