@@ -69,7 +69,9 @@ def test_docs_have_the_tables() -> None:
     assert {fates[name] for name in torch_names.REFUSED} == {"raises"}
     assert {fates[name] for name in torch_names.OTHER_NAMES} == {"other name"}
     without_effect = {name for name, fate in fates.items() if fate in ("ignored", "raises")}
-    assert torch_names.explanations().keys() == without_effect
+    explanations = torch_names.explanations()
+    assert explanations.keys() == without_effect
+    assert not [text for text in explanations.values() if "](" in text], "an error shows no links"
     for name in torch_names.ATTRIBUTES:
         assert f"`{name}`" in DOCS.read_text()
 
