@@ -504,8 +504,7 @@ def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
                 rank, size = one.replicas.rank, one.replicas.size
                 low, high = high * rank // size, high * (rank + 1) // size
             if low < high and (one.replicas is not None or is_first):
-                part = one.local[low:high]
-                move_range(place, part, one.order, one.offset + low, to_file=True)
+                move_range(place, one.local[low:high], one.order, one.offset + low, to_file=True)
     plan.sync()
 
 

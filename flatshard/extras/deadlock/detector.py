@@ -102,8 +102,7 @@ class _Report(NamedTuple):
     def to_json(self) -> str:
         need = self.need
         # If a report names more than `_ASKED` ranks, the rank waits for all ranks of the group.
-        ranks = need.ranks[: _ASKED + 1]
-        need = WaitCondition(need.group, str(need.kind), need.number, ranks)
+        need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[: _ASKED + 1])
         return json.dumps(self._replace(need=need))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
@@ -415,8 +414,7 @@ def _everything_begun(thread: int | None) -> AllBegun:
 def tell_end(how: str, thread: int | None) -> None:
     """Publish how this rank's program has ended, so that ranks that wait for this rank raise."""
     text = f"rank {dist.get_rank()} ended by {how}"
-    begun = _everything_begun(thread)
-    _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
+    _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, _everything_begun(thread)))
 
 
 def log_failure(name: str, group: dist.ProcessGroup) -> None:

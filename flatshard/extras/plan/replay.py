@@ -163,8 +163,7 @@ class Replay:
         live: dict[int, Held] = {}
         for event in self.trace.events:
             if isinstance(event, Op):
-                busy = self._link_free - self.clock
-                self.compute(self.machine.device.seconds(event, busy))
+                self.compute(self.machine.device.seconds(event, self._link_free - self.clock))
             elif isinstance(event, Alloc):
                 self._now = self.trace.makers[event.block]
                 category = "activations" if event.block in self._saved else "temporary"
