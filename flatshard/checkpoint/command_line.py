@@ -7,12 +7,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flatshard.checkpoint.sources import convert, open_source
-from flatshard.extras import documentation
 from flatshard.options.extras import default_extra
 
 
@@ -91,7 +91,11 @@ def describe(path: str) -> str:
 
 def explain(code: str) -> str:
     """Return the troubleshooting page's text about an error code, with the linked sections."""
-    text = documentation("troubleshooting")
+    package = Path(__file__).parents[1]
+    page = package / "troubleshooting.md"  # a copy in the wheel, see pyproject.toml
+    if not page.exists():
+        page = package.parent / "docs" / page.name
+    text = page.read_text(encoding="utf-8")
     rows = dict(re.findall(r'^\| <a id="(FS-[A-Z-]+)"></a>(.*) \|$', text, re.MULTILINE))
     code = code.strip("[]").upper()
     if code not in rows:

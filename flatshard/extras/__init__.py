@@ -1,8 +1,7 @@
 """Extras: each folder here adds one thing to the core, and can be deleted.
 
 The core finds extras through the table ``EXTRAS`` in ``flatshard.options.extras``. The functions
-below serve several extras: they format tables, find the line that the user's program runs, and
-read pages of the documentation.
+below serve several extras: they format tables, and find the line that the user's program runs.
 ``mapped_files`` serves the extras that map memory, and ``partial_steps`` the extras that step some
 parameters of an optimizer.
 """
@@ -44,15 +43,6 @@ def program_line(frame: FrameType | None) -> str:
                 path = str(Path(path).relative_to(Path.cwd()))
             return f"{path}:{number}" + (f": {line[:_LINE_LENGTH]}" if line else "")
     return ""
-
-
-def documentation(page: str) -> str:
-    """Return the text of a page of the documentation. OSError if the page is not installed."""
-    package = Path(__file__).parents[1]
-    file = package / f"{page}.md"  # a copy in the wheel, see pyproject.toml
-    if not file.exists():
-        file = package.parent / "docs" / file.name
-    return file.read_text(encoding="utf-8")
 
 
 def tabulate(table: Sequence[Sequence[str]], *, numbers: Collection[int]) -> str:

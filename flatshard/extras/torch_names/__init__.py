@@ -7,37 +7,45 @@ signature and a policy of torch raise ``MissingExtraError``, and missing attribu
 ``AttributeError``.
 
 A test compares the names with the migration page's tables, and with torch's classes, to notice new
-names in torch. Only the page's tables explain why a name has no effect or raises, so this package
-reads the page.
+names in torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from flatshard.engine.gradients import GradSync
 from flatshard.engine.unit import Unit
-from flatshard.extras import documentation
 from flatshard.options import CPUOffload
 from flatshard.options.precision import MixedPrecision
 from flatshard.state.model_state import StateDictOptions
 
-# Keywords of torch's wrappers that have no effect here. If the user passes another value than None
-# or False, rank 0 warns.
-IGNORED = (
-    "use_orig_params bucket_cap_mb bucket_cap_mb_list find_unused_parameters check_reduction "
-    "gradient_as_bucket_view static_graph skip_all_reduce_unused_params batched_grad_copy "
-    "lazy_bucket_allocation shard_placement_fn"
-).split()
+# Keywords of torch's wrappers that have no effect here, with the reason. If the user passes another
+# value than None or False, rank 0 warns.
+IGNORED = {
+    "use_orig_params": "parameters keep their names and shapes",
+    "bucket_cap_mb": "gradients are reduced by unit, not by bucket",
+    "bucket_cap_mb_list": "gradients are reduced by unit, not by bucket",
+    "find_unused_parameters": "unused parameters are always found",
+    "check_reduction": "missing reductions are always detected",
+    "gradient_as_bucket_view": "gradients are always views of a flat tensor",
+    "static_graph": "flatshard always records the order of units",
+    "skip_all_reduce_unused_params": "units that no rank used are never reduced",
+    "batched_grad_copy": "gradients are copied on arrival, while backward runs",
+    "lazy_bucket_allocation": "gradient buffers are allocated when the first gradient arrives",
+    "shard_placement_fn": "flat parameters are split into equal ranges",
+}
 
-# Keywords of torch's wrappers that flatshard refuses. Values other than None, False and 0 raise
-# NotImplementedError.
-REFUSED = "dim delay_all_reduce_named_params param_to_hook_all_reduce dp_mesh_dims".split()
+# For each keyword of torch's wrappers that flatshard refuses, the reason. Values other than None,
+# False and 0 raise NotImplementedError.
+REFUSED = {
+    "dim": "inputs are not scattered, so dim can only be 0",
+    "delay_all_reduce_named_params": "make these parameters' module a unit of its own instead",
+    "param_to_hook_all_reduce": "a unit is reduced when its gradients are complete",
+    "dp_mesh_dims": "pass these dimensions of the mesh, such as device_mesh=mesh['dp']",
+}
 
 # For keywords in IGNORED or REFUSED, the value that causes no warning or error; by default, False.
 # ShardedWrapper acts as FSDP1 does with `use_orig_params=True`. (FSDP1's default is False.)
@@ -62,6 +70,49 @@ OTHER_NAMES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "offload_policy": lambda value: {"cpu_offload": value},
     "ignored_params": lambda value: {"ignored_states": value},
 }
+
+# Values: public methods of torch's wrappers that ShardedWrapper does not have, separated by spaces.
+# Keys: the advice in the error for all of these methods.
+_MISSING = {
+    "use `with model.join():`": "join_hook join_device join_process_group",
+    "each process has one device, so nothing is scattered": "scatter gather",
+    "move inputs yourself: x.to(device)": "to_kwargs",
+    "backward() always finishes its reductions": (
+        "finalize_backward require_manual_backward_finalization should_finalize_after_backward"
+    ),
+    "use `optim_state_dict`": "full_optim_state_dict sharded_optim_state_dict",
+    "use `optim_state_dict_to_load`": (
+        "scatter_full_optim_state_dict shard_full_optim_state_dict flatten_sharded_optim_state_dict"
+    ),
+    "state dicts have the unwrapped model's names": "rekey_optim_state_dict",
+    "use `.module`": "_fsdp_wrapped_module",
+    "use `parameters()`": "params",
+    "use `step_report()`": "training_state",
+    "use `with model.no_sync():`": "set_requires_gradient_sync",
+    "use `with model.no_sync(replicas_only=True):`": "set_requires_all_reduce",
+    "the first backward outside of `no_sync` reduces": "set_is_last_backward",
+    "choose `sharding_strategy` or `reshard_after_forward` when wrapping": (
+        "set_reshard_after_forward set_reshard_after_backward"
+    ),
+    "units unshard automatically; to read full parameters, use `summon_full_params`": (
+        "unshard reshard set_modules_to_forward_prefetch set_modules_to_backward_prefetch"
+        " set_unshard_in_backward"
+    ),
+    "use `register_comm_hook(state, hook)` for reductions": (
+        "set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook"
+    ),
+    "after an exception, call forward again; no state needs a reset": "reset_iter_state",
+    "unused parameters are always found": "set_reduce_scatter_unused_params",
+    "streams and buffers cannot be chosen; `collectives` chooses the transport": (
+        "set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm set_post_optim_event"
+        " set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group"
+    ),
+    "gradients are averages over ranks; to change the factor, scale the loss": (
+        "set_gradient_divide_factor set_reduce_scatter_divide_factor"
+        " set_force_sum_reduction_for_comms"
+    ),
+}
+MISSING_METHODS = {name: reason for reason, names in _MISSING.items() for name in names.split()}
 
 # Attributes of torch's wrappers, which a ShardedWrapper also has, read-only.
 ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
@@ -102,23 +153,8 @@ def attribute(name: str, unit: Unit | None, error: AttributeError) -> Any:
 
 def why_missing(name: str) -> str | None:
     """Return the error text for a method that only torch's wrappers have, or None."""
-    explanation = explanations().get(name)
-    return explanation and f"{name} is not available on a ShardedWrapper: {explanation}."
-
-
-@lru_cache(maxsize=1)
-def explanations() -> dict[str, str]:
-    """Return explanations of the keywords and methods of torch's wrappers that have no effect here.
-
-    The migration page's tables have the explanations, in rows with "ignored" or "raises". Returns
-    {} if the page is not installed.
-    """
-    found: dict[str, str] = {}
-    row = r"^\| (`.*`) \|[^|]*\| (?:ignored|raises) \| (.*) \|$"
-    with contextlib.suppress(OSError):
-        for names, text in re.findall(row, documentation("migration"), re.MULTILINE):
-            found |= dict.fromkeys(re.findall(r"`(\w+)`", names), text)
-    return found
+    reason = MISSING_METHODS.get(name)
+    return reason and f"{name} is not available on a ShardedWrapper: {reason}."
 
 
 def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -136,12 +172,11 @@ def read_keywords(extra: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str,
             raise TypeError(f"ShardedWrapper: unknown keyword {name!r}.{hint}")
         if value is None or (name not in OTHER_NAMES and value == DEFAULTS.get(name, False)):
             continue
-        why = explanations().get(name, "the migration page, which explains it, is not installed")
         if name in REFUSED:
-            text = f"{name}={value!r} is not supported: {why}"
+            text = f"{name}={value!r} is not supported: {REFUSED[name]}"
             raise NotImplementedError(f"ShardedWrapper: {text}.")
         if name in IGNORED:
-            notes.append(f"{name}: {why}")
+            notes.append(f"{name}: {IGNORED[name]}")
             continue
         for our_name, ours in OTHER_NAMES[name](value).items():
             before = meant.get(our_name)
