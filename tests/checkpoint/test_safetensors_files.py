@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flatshard.checkpoint.safetensors import (
-    find_tensors,
-)
+from flatshard.checkpoint.safetensors import find_tensors
 
 
 def _file(folder: Path) -> Path:

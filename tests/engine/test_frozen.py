@@ -22,13 +22,7 @@ from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.models import Case, Composed
-from tests.oracle import (
-    assert_same,
-    assert_same_state,
-    sgd,
-    train,
-    train_steps,
-)
+from tests.oracle import assert_same, assert_same_state, sgd, train, train_steps
 from tests.side import pair
 from tests.ways import WAYS, on_ranks_each_way, ranks_of
 

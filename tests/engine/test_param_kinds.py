@@ -14,14 +14,7 @@ from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Case, vectors
-from tests.oracle import (
-    Trained,
-    assert_same_state,
-    sgd,
-    snapshot,
-    train,
-    train_steps,
-)
+from tests.oracle import Trained, assert_same_state, sgd, snapshot, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 

@@ -17,13 +17,7 @@ from torch.distributed.fsdp.api import StateDictSettings
 from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import (
-    assert_same_state,
-    local_loss,
-    sgd,
-    snapshot,
-    train_steps,
-)
+from tests.oracle import assert_same_state, local_loss, sgd, snapshot, train_steps
 from tests.ways import WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
