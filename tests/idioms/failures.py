@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatshard import declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming
+from tests.idioms.graphs import penalty_of
 from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
@@ -235,23 +236,17 @@ def closure_of_whole_parameters(side: Side) -> Any:
 
     model = side.wrap(Mlp())
     optimizer = Outside(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    results = []
     for step in range(0, 6, 2):
         _accumulate(side, model, step + 1)
-
-        def closure(step: int = step) -> Tensor:
-            loss = side.loss(model, step)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
+        results.append(optimizer.step(side.closure(model, step, [])))
         optimizer.zero_grad()
     if side.is_flatshard:
         for kind in (Outside, torch.optim.SGD):
             with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
                 kind(model.parameters(), lr=0.1).step(lambda: _accumulate(side, model, 0))
             model.zero_grad()
-    return [*losses, model]
+    return [*results, model]
 
 
 # ---------------------------------------------------------------- gradients that are half reduced
@@ -296,10 +291,6 @@ def _accumulate(side: Side, model: nn.Module, *steps: int, **keywords: Any) -> N
     with side.no_sync(model, **keywords):
         for step in steps:
             side.loss(model, step).backward()
-
-
-def _penalty(model: nn.Module) -> Tensor:
-    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
 
 
 @idiom(
@@ -374,10 +365,10 @@ def penalty_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first in (0, 10):
         with side.no_sync(model, replicas_only=first == 10):
-            (side.loss(model, first) + _penalty(model)).backward()
+            (side.loss(model, first) + penalty_of(model)).backward()
             side.loss(model, first + 1).backward()
-            _penalty(model).backward()  # autograd adds it in place to what `.grad` shows
-        (side.loss(model, first + 2) + _penalty(model)).backward()
+            penalty_of(model).backward()  # autograd adds it in place to what `.grad` shows
+        (side.loss(model, first + 2) + penalty_of(model)).backward()
         side.step(optimizer)
     return model
 

@@ -229,6 +229,11 @@ class Side:
         """Of this rank's rows of a step, for a model of 7 inputs and 3 outputs."""
         return F.mse_loss(model(self.draw(step, ROWS, 7)), self.draw(50 + step, ROWS, 3))
 
+    def seeded_loss(self, model: nn.Module, step: int) -> Tensor:
+        """The same, with random numbers that differ between ranks."""
+        torch.manual_seed(10 * step + self.rank)
+        return self.loss(model, step)
+
     def sgd(self, *models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
         params = [p for model in models for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
@@ -245,17 +250,36 @@ class Side:
         loss_of: Callable[[nn.Module, int], Tensor] | None = None,
         steps: int = STEPS,
         first: int = 0,
+        edit: Callable[[nn.Module], object] = lambda _: None,
     ) -> list[Any]:
-        """Train; the losses, which show every update but the last one, and the model."""
+        """Train; the losses, which show every update but the last one, and the model.
+
+        ``edit`` is called between each backward and the optimizer's step.
+        """
         optimizer = optimizer or self.sgd(model)
         losses = []
         for step in range(first, first + steps):
             optimizer.zero_grad()
             loss = (loss_of or self.loss)(model, step)
             loss.backward()
+            edit(model)
             optimizer.step()
             losses.append(loss.detach())
         return [*losses, model]
+
+    def closure(
+        self, model: nn.Module, step: int, losses: list[Tensor], *zeroed: torch.optim.Optimizer
+    ) -> Callable[[], Tensor]:
+        """For ``optimizer.step(closure)``: zeroes gradients, and adds its loss to ``losses``."""
+
+        def compute() -> Tensor:
+            for optimizer in zeroed:
+                optimizer.zero_grad()
+            losses.append(self.loss(model, step))
+            losses[-1].backward()
+            return losses[-1]
+
+        return compute
 
     def results(self, value: Any) -> Any:
         """What an idiom returned, as tensors that can be sent; of a model, its state dict."""
