@@ -120,6 +120,16 @@ def train_steps(
     return losses
 
 
+def assert_trains_alike(
+    case: Case, rank: int, world_size: int, model: nn.Module | None = None, **keywords: Any
+) -> None:
+    """Two steps of ``model``, or of the case's wrapped with ``keywords``, are the plain model's."""
+    expected = train(case, world_size, steps=2)
+    model = model or case.wrap(case.model(), **keywords)
+    train_steps(model, sgd(model), case, rank, world_size, steps=2)
+    assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](trainable(model))
 

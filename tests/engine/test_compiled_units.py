@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,11 +217,9 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
                 model = _wrap(model, **keywords)
                 if way.endswith("reentrant"):
                     impl = CheckpointImpl[way.upper().replace("NOT ", "NO_")]
-                    apply_activation_checkpointing(
-                        model,
-                        checkpoint_wrapper_fn=lambda m, i=impl: checkpoint_wrapper(m, i),
-                        check_fn=lambda m, root=model: type(m) is ShardedWrapper and m is not root,
-                    )
+                    units = flatshard.sharded_modules(model)[1:]
+                    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
+                    apply_activation_checkpointing(model, wrap, units.__contains__)
                 _train(model, rank, 4)
                 models.append(model)
             assert_same(models[1], models[0], 0.0, 0.0)

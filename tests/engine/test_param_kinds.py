@@ -118,10 +118,6 @@ def test_same_numbers_and_strides(strategy: str, world_size: int) -> None:
 # ---------------------------------------------------------------- everything that takes or gives
 
 
-def _fresh(strategy: str) -> tuple[nn.Module, Any]:
-    return _zoo(), _wrap(_zoo(), strategy)
-
-
 def _make_dense(model: nn.Module) -> None:
     """What overlaps cannot be written, and what has gaps draws random numbers in another order."""
     for param in model.parameters():
@@ -136,13 +132,9 @@ def _add_numbers(model: nn.Module) -> None:
                 param.add_(torch.arange(param.numel()).to(param.dtype).view(param.shape) / 100)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-
-
 def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        whole = _whole(param)
+        whole = getattr(param, "full_tensor", param.detach)()
         assert torch.equal(whole, expected), name
         assert whole.stride() == param.stride(), name
 
@@ -151,7 +143,7 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
 def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: str) -> None:
-    plain, model = _fresh(strategy)
+    plain, model = _zoo(), _wrap(_zoo(), strategy)
     _make_dense(plain)
     assert strides_of_parameters(model) == strides_of_parameters(plain)
     _assert_same_parameters(model, plain)
@@ -188,7 +180,7 @@ def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: 
 @pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY[1::2])
 @on_ranks()
 def test_summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
-    plain, model = _fresh(strategy)
+    plain, model = _zoo(), _wrap(_zoo(), strategy)
     expected = kept_strides(plain)
     with ShardedWrapper.summon_full_params(model):
         assert strides_of_parameters(model.module) == expected
@@ -226,11 +218,8 @@ def test_ranks_that_differ_in_format(rank: int, world_size: int) -> None:
 def test_conversion_after_wrapping_keeps_the_format(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    model = _wrap(
-        nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
-        strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}),
-    )
+    module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    model = _wrap(module, strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
     before = snapshot(model)
     model.to(torch.float64, memory_format=torch.channels_last)
     assert model[0].weight.dtype == torch.float64
@@ -244,11 +233,8 @@ def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
     layers = [nn.Conv2d(3, 4, 2), nn.Conv2d(1, 4, 1), nn.Conv2d(1, 1, (2, 1)), nn.Conv2d(4, 1, 1)]
     model = nn.ModuleList(layers).to(memory_format=torch.channels_last)
     wrapped = ShardedWrapper(model).to(memory_format=torch.channels_last)
-    assert all(
-        p.is_contiguous(memory_format=torch.channels_last)
-        for p in wrapped.parameters()
-        if p.dim() == 4
-    )
+    weights = [param for param in wrapped.parameters() if param.dim() == 4]
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in weights)
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
@@ -258,10 +244,7 @@ def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
     for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
         plain, wrapped = _Complex(numel), _Complex(numel)
         sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)
-        batches = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(one))
-            for one in range(world_size)
-        ]
+        batches = torch.randn(world_size, numel, generator=torch.Generator().manual_seed(1))
         torch.stack([plain(x) for x in batches]).mean().backward()
         sharded(batches[rank]).backward()
         with ShardedWrapper.summon_full_params(sharded, with_grads=True):
@@ -273,10 +256,10 @@ def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
 class _Complex(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
-        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
-        self.real = nn.Parameter(torch.randn(numel, generator=generator))
+        torch.manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64))
+        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(numel))
 
     def forward(self, x: Tensor) -> Tensor:
         # The conjugate itself is saved, and one gradient is a conjugate, another a negative.

@@ -29,7 +29,6 @@ from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
 from tests.oracle import (
     assert_same,
-    assert_same_state,
     local_loss,
     sgd,
     step_and_zero,
@@ -134,27 +133,40 @@ def test_same_numbers_and_no_gather_too_many(
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
-            expected = train_rank_by_rank(case, world_size, steps=3)
-            model = _wrap(case, way)
-            optimizer = sgd(model)
-            for step in range(3):
-                forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
-                step_and_zero(optimizer)
-                _check_gathers(way, forward, backward)
-            assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+            _check(rank, world_size, way, case, _wrap(case, way), GATHERED)
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
     return case.wrap(case.model(), **WAYS[way].keywords)
 
 
-def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
-    """Per unit, how often the forward of a loss gathered it, and its backward."""
-    with collectives.record() as forward:
-        loss = loss_of(*args)
-    with collectives.record() as backward:
-        loss.backward()
-    return _gathers(forward), _gathers(backward)
+LAYERS = [f"layers.{index}" for index in range(4)]
+# The root is kept, as its backward follows at once.
+GATHERED: dict[str, list[str]] = {"full": LAYERS, "grad_op": [], "no_shard": []}
+"""By way, the units that a backward gathers."""
+
+
+def _check(
+    rank: int,
+    world_size: int,
+    way: str,
+    case: Case,
+    model: nn.Module,
+    gathered: dict[str, list[str]],
+    run: nn.Module | None = None,
+) -> None:
+    """``model``, called through ``run``, has the unwrapped model's numbers, and these gathers."""
+    expected = train_rank_by_rank(case, world_size, steps=3)
+    optimizer = sgd(model)
+    for step in range(3):
+        with collectives.record() as forward:
+            loss = local_loss(run or model, case, step, rank, world_size)
+        with collectives.record() as backward:
+            loss.backward()
+        step_and_zero(optimizer)
+        assert _gathers(forward) == Counter([] if way == "no_shard" else ["", *LAYERS])
+        assert _gathers(backward) == Counter(gathered[way])
+    assert_same(model, expected.state, 0.0, 1e-12)
 
 
 def _gathers(events: list[collectives.Event]) -> Counter[str]:
@@ -166,18 +178,6 @@ def _no_input_gradients() -> contextlib.AbstractContextManager[None]:
     return allow_warnings(UserWarning, "None of the inputs have requires_grad=True")
 
 
-LAYERS = [f"layers.{index}" for index in range(4)]
-
-
-def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> None:
-    if way == "no_shard":
-        assert not forward + backward
-        return
-    assert forward == Counter(["", *LAYERS])
-    # The root is kept, as its backward follows at once.
-    assert backward == (Counter(LAYERS) if way.startswith("full") else Counter())
-
-
 # ---------------------------------------------------------------- around the wrapper itself
 
 
@@ -185,24 +185,13 @@ def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> N
 @pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
-    case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
-    expected = train_rank_by_rank(case, world_size, steps=4)
-    model = _wrap(case, way)
-    run_again = _Around(model, KINDS[kind])
-    optimizer = sgd(model)
     # A reentrant checkpoint does nothing where no input asks for a gradient.
-    inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
-    for step in range(4):
-        forward, backward = _gathers_of(
-            local_loss, run_again, inputs_matter, step, rank, world_size
-        )
-        step_and_zero(optimizer)
-        if way.startswith("full"):
-            assert forward == Counter(["", *LAYERS])
-            # The first forward of a reentrant checkpoint looks like an evaluation.
-            root = [""] if kind == "reentrant" else []
-            assert backward == Counter([*root, *LAYERS])
-    assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+    case = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
+    model = _wrap(case, way)
+    # The first forward of a reentrant checkpoint looks like an evaluation.
+    everything = {"full": ["", *LAYERS], "grad_op": ["", *LAYERS], "no_shard": []}
+    gathered = everything if kind == "reentrant" else GATHERED
+    _check(rank, world_size, way, case, model, gathered, _Around(model, KINDS[kind]))
 
 
 class _Around(nn.Module):
@@ -225,31 +214,25 @@ def _vectors_with_grad(rows: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def _wrapped_before(way: str, case: Case) -> ShardedWrapper:
     """Checkpoints inside the units, the way torchtitan applies both."""
-    model = case.model()
-    _checkpoint_modules(model, Layer)
-    return _shard(model, way, CheckpointWrapper)
+    return _shard(_checkpointed(case.model(), Layer), way, CheckpointWrapper)
 
 
 def _wrapped_before_class_inside(way: str, case: Case) -> ShardedWrapper:
     """The policy names the class that a checkpoint hides."""
-    model = case.model()
-    _checkpoint_modules(model, Layer)
-    return _shard(model, way, Layer)
+    return _shard(_checkpointed(case.model(), Layer), way, Layer)
 
 
 def _wrapped_after(way: str, case: Case) -> ShardedWrapper:
     """Checkpoints around the units."""
-    model = _shard(case.model(), way, Layer)
-    _checkpoint_modules(model, ShardedWrapper)
+    return _checkpointed(_shard(case.model(), way, Layer), ShardedWrapper)
+
+
+def _checkpointed(model: Any, kind: type[nn.Module]) -> Any:
+    def is_chosen(module: nn.Module) -> bool:
+        return isinstance(module, kind) and module is not model
+
+    apply_activation_checkpointing(model, checkpoint_wrapper, is_chosen)
     return model
-
-
-def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=checkpoint_wrapper,
-        check_fn=lambda module: isinstance(module, kind) and module is not model,
-    )
 
 
 def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
@@ -260,18 +243,9 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
 @on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
-    expected = train_rank_by_rank(case, world_size, steps=3)
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
             model = build(way, case)
-            optimizer = sgd(model)
-            for step in range(3):
-                with collectives.record() as events:
-                    local_loss(model, case, step, rank, world_size).backward()
-                step_and_zero(optimizer)
-                if way != "no_shard":
-                    num_gathers = 9 if way.startswith("full") else 5
-                    assert sum(_gathers(events).values()) == num_gathers
-            assert_same(model, expected.state, 0.0, 1e-12)
+            _check(rank, world_size, way, case, model, GATHERED)
             model.load_state_dict(case.model().state_dict())
             assert_same(model, case.model(), 0.0, 0.0)
