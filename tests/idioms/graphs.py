@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.idioms.side import ROWS, Side, add, idiom
-from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
 # ---------------------------------------------------------------- hooks
@@ -203,34 +202,16 @@ def gradient_penalty(side: Side) -> Any:
     return side.fit(model, loss_of=loss_of)
 
 
-def _energy() -> nn.Module:
-    """Returns an energy and, from a backward inside its forward, the forces."""
-
-    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = net.head(torch.tanh(net.body(x + net.shift)))
-            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=net.training)
-        return energy * net.shift.sum().exp(), -slope + net.shift
-
-    shift = nn.Parameter(torch.zeros(7))
-    return Composed(forward, body=Net(7, 5), head=nn.Linear(5, 1), shift=shift)
-
-
 @idiom("forces: `autograd.grad` inside forward")
 def grad_in_forward(side: Side) -> Any:
-    model, optimizer = side.begin(_energy(), Net, nn.Linear)
-    outputs: list[Tensor] = []
-    for step in range(3):
-        model.train()
-        energy, force = model(side.draw(step, ROWS, 7))
-        wanted = side.draw(50 + step, ROWS, 1), side.draw(60 + step, ROWS, 7)
-        (F.mse_loss(energy, wanted[0]) + F.mse_loss(force, wanted[1])).backward()
-        side.step(optimizer)
-        model.eval()
-        with torch.no_grad():
-            outputs += model(torch.ones(2, 7))
-    return [model, *outputs]
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = net.body(x).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=net.training)[0]
+
+    model = side.wrap(Composed(forward, body=Mlp()))
+    return side.fit(model, loss_of=lambda m, s: m(side.draw(s, ROWS, 7)).square().mean())
 
 
 def penalty_of(model: nn.Module) -> Tensor:

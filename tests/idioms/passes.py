@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard.wrap import CustomPolicy
 from tests.idioms.graphs import penalty_of
 from tests.idioms.optimizers import averaged
 from tests.idioms.side import ROWS, Side, add, failing, idiom
+from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
 Backward = Callable[[Side, Any, int], Any]
@@ -145,6 +147,36 @@ def random_numbers(side: Side, model: Any, step: int) -> Tensor:
     with torch.no_grad():
         side.loss(model, 70)
     return torch.rand(3)
+
+
+def _energy() -> nn.Module:
+    """Returns an energy and, from a backward inside its forward, the forces."""
+
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = net.head(torch.tanh(net.body(x + net.shift)))
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=net.training)
+        return energy * net.shift.sum().exp(), -slope + net.shift
+
+    shift = nn.Parameter(torch.zeros(7))
+    return Composed(forward, body=Net(7, 5), head=nn.Linear(5, 1), shift=shift)
+
+
+@idiom("a force field learns from energies and forces, and is evaluated")
+def forces(side: Side) -> Any:
+    model, optimizer = side.begin(_energy(), Net, nn.Linear)
+    outputs: list[Tensor] = []
+    for step in range(3):
+        model.train()
+        energy, force = model(side.draw(step, ROWS, 7))
+        wanted = side.draw(50 + step, ROWS, 1), side.draw(60 + step, ROWS, 7)
+        (F.mse_loss(energy, wanted[0]) + F.mse_loss(force, wanted[1])).backward()
+        side.step(optimizer)
+        model.eval()
+        with torch.no_grad():
+            outputs += model(torch.ones(2, 7))
+    return [model, *outputs]
 
 
 # Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the rank's

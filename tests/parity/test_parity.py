@@ -78,13 +78,11 @@ def _train_each(rank: int, world_size: int, configs: list[Config]) -> list[Train
         case = CASES[config.case]
         keywords: dict[str, Any] = {"coalesce_bytes": 0} if number % 2 else {}
         if config.min_unit_numel is not None:
-            keywords["auto_wrap_policy"] = functools.partial(
-                size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
-            )
+            numel = {"min_num_params": config.min_unit_numel}
+            keywords["auto_wrap_policy"] = functools.partial(size_based_auto_wrap_policy, **numel)
         with naming(config):
-            model = case.wrap(
-                case.model(config.dtype), sharding_strategy=config.strategy, **keywords
-            )
+            keywords["sharding_strategy"] = config.strategy
+            model = case.wrap(case.model(config.dtype), **keywords)
             optimizer = OPTIMIZERS[config.optimizer](trainable(model))
             losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)
             results.append(Trained(snapshot(model), losses))
@@ -110,13 +108,8 @@ def test_same_as_one_process(world_size: int) -> None:
                     assert torch.equal(result.state[name], results[0].state[name]), name
 
 
-BITWISE = diagonal(
-    4,
-    ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
-    [1, 2],
-    STRATEGIES,
-    [torch.float64, torch.float32],
-)
+NAMES = ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"]
+BITWISE = diagonal(4, NAMES, [1, 2], STRATEGIES, [torch.float64, torch.float32])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
