@@ -20,7 +20,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Composed
 
-pytestmark = pytest.mark.by_turns
+pytestmark = pytest.mark.uncoalesced  # counts and names collectives and units one by one
 
 LAYERS = ("0", "1", "2")
 SCALARS = ("scalars", "used parameters of all units, backward")
@@ -52,7 +52,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_prefetch_at_the_end_of_forward(rank: int, world_size: int) -> None:
     """Backward begins with what forward ended with, and its gathers begin in forward."""
@@ -88,7 +87,6 @@ def _lookups() -> nn.Module:
     return Composed(forward, words=words, bag=bag, head=nn.Linear(8, 3))
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> None:
     """Unless something of its forward is saved, or computed again."""
@@ -114,7 +112,6 @@ def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> Non
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
 
 
-@pytest.mark.uncoalesced  # counts units on their way
 @on_ranks(2)
 def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) -> None:
     for mode, ahead in (("sockets", 3), ("native", 1)):
@@ -137,7 +134,6 @@ def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) ->
         assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_prefetch_can_be_turned_off(rank: int, world_size: int) -> None:
     for prefetch, expected in (
@@ -156,7 +152,6 @@ def _live_bytes(model: nn.Module) -> int:
     return sum(handle.buffer.untyped_storage().nbytes() for handle in handles)
 
 
-@pytest.mark.uncoalesced  # the report has a row for each layer
 def test_transports_that_cannot_be_had() -> None:
     run_ranks(_no_such_transport, 2)
     run_ranks(_other_backend, 1, init_group=False)
@@ -220,7 +215,6 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks()
 def test_native_collectives(rank: int, world_size: int) -> None:
     """The path of back ends other than gloo: the same sequence, and the same gradients.

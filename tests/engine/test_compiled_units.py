@@ -22,11 +22,15 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Composed, Residual
-from tests.oracle import assert_same
+from tests.oracle import assert_identical
 
 pytestmark = pytest.mark.uncoalesced
 
-compiling = on_ranks(2, timeout=120.0, preload=("tests.compiler",))
+
+def compiling(test: Callable[..., None]) -> Callable[..., None]:
+    """Two ranks that have loaded the compiler run the test, which ignores Dynamo's own warnings."""
+    return on_ranks(2, timeout=120.0, preload=("tests.compiler",))(allow_warnings()(test))
+
 
 GRAPHS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 NUM_BLOCKS = 3
@@ -115,7 +119,6 @@ def _train(model: nn.Module, rank: int, steps: int) -> None:
 
 
 @compiling
-@allow_warnings()  # Dynamo's own
 def test_one_graph_each(rank: int, world_size: int) -> None:
     """``fullgraph=True`` holds: Dynamo does not meet hooks of flatshard."""
     plain = _wrap(_model())
@@ -136,11 +139,10 @@ def test_one_graph_each(rank: int, world_size: int) -> None:
             # One with gradients and one without, which all blocks share.
             assert counters["stats"]["unique_graphs"] == 2
             assert len(flatshard.sharded_modules(model)) == 1 + NUM_BLOCKS
-            assert_same(model, plain, 0.0, 0.0)
+            assert_identical(model, plain)
 
 
 @compiling
-@allow_warnings()  # Dynamo's own
 def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
     """Dynamo traces neither units nor hooks of saved tensors."""
     torch.compiler.reset()
@@ -155,7 +157,7 @@ def test_breaks_at_units_alone(rank: int, world_size: int) -> None:
     assert counters["stats"]["unique_graphs"] == 4
     torch.compiler.reset()
     _train(model, rank, 4)
-    assert_same(model, plain, 0.0, 0.0)
+    assert_identical(model, plain)
     torch.compiler.reset()
     outer = torch.compile(_wrap(_model()), backend="aot_eager")
     counters.clear()
@@ -176,7 +178,7 @@ def test_compiled_steps(rank: int, world_size: int) -> None:
     """Dynamo traced what autograd calls, and read `is_nested` of a freed parameter."""
     models = []
     for parts in ([], *every(2, [["step"], ["optimizer"]])):
-        with naming(str(parts)), allow_warnings():
+        with naming(str(parts)):
             torch.compiler.reset()
             model = _wrap(_model())
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -189,7 +191,7 @@ def test_compiled_steps(rank: int, world_size: int) -> None:
                 step(model, optimizer, torch.linspace(-1, 1, 28).reshape(4, 7) + rank + number)
             models.append(model)
     for model in models[1:]:
-        assert_same(model, models[0], 0.0, 0.0)
+        assert_identical(model, models[0])
 
 
 @compiling
@@ -205,7 +207,7 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
         "the whole model, before wrapping": {},
     }
     for way, keywords in every(4, ways.items(), 3):
-        with naming(way), allow_warnings():
+        with naming(way):
             torch.compiler.reset()
             models = []
             for is_compiled in (False, True):
@@ -222,11 +224,10 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
                     apply_activation_checkpointing(model, wrap, units.__contains__)
                 _train(model, rank, 4)
                 models.append(model)
-            assert_same(models[1], models[0], 0.0, 0.0)
+            assert_identical(models[1], models[0])
 
 
 @compiling
-@allow_warnings()  # Dynamo's own
 def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> None:
     for compiled in every(2, (_in_place, _replaced)):
         with naming(compiled.__name__):
@@ -235,7 +236,7 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
             twin = copy.deepcopy(model)
             _train(model, rank, 3)
             _train(twin, rank, 3)
-            assert_same(twin, model, 0.0, 0.0)
+            assert_identical(twin, model)
             with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
                 copy.deepcopy(model.blocks[0].module)
             # An error inside a compiled block leaves the model as one in another block does.
@@ -243,7 +244,7 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
                 model(torch.ones(0, 7))
             _train(model, rank, 2)
             _train(twin, rank, 2)
-            assert_same(twin, model, 0.0, 0.0)
+            assert_identical(twin, model)
 
 
 # ---------------------------------------------------------------- whole models that are compiled

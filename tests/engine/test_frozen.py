@@ -295,9 +295,7 @@ def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> Non
 )
 @pytest.mark.uncoalesced
 @on_ranks(2)
-def test_frozen_while_a_rank_skips_the_unit(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_frozen_while_a_rank_skips_it(rank: int, world_size: int, options: dict[str, Any]) -> None:
     def forward(net: Any, x: Tensor, skips: bool) -> Tensor:
         return net.last(x if skips else net.first(x))
 

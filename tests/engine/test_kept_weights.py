@@ -72,9 +72,7 @@ class _Keeper(nn.Sequential):
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
 @pytest.mark.parametrize("numel", [7, 100_000])
 @on_ranks(2)
-def test_a_weight_kept_from_forward(
-    rank: int, world_size: int, collectives: str, numel: int
-) -> None:
+def test_weight_kept_from_forward(rank: int, world_size: int, collectives: str, numel: int) -> None:
     """Uses of a weight that a module keeps from forward are right, or raise if it was freed."""
     plain, x = _Keeper(numel), torch.ones(3, 7)
 

@@ -26,27 +26,21 @@ def test_accumulated_gradients_that_the_program_reads(
     for step in range(3):
         with model.no_sync():
             local_loss(model, case, step, rank, world_size).backward()
-            once = [_grad(param).local.clone() for param in params]
-            kept = _grad(params[0])
+            once = [param.grad.local.clone() for param in params]
+            kept = params[0].grad
             local_loss(model, case, step, rank, world_size).backward()
         for param, first in zip(params, once, strict=True):
-            torch.testing.assert_close(_grad(param).local, 2 * first, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(param.grad.local, 2 * first, rtol=1e-2, atol=1e-3)
         local_loss(model, case, step, rank, world_size).backward()
         assert kept.local.isfinite().all()
-        assert _grad(params[0]) is not kept
+        assert params[0].grad is not kept
         optimizer.step()
         optimizer.zero_grad()
     with model.no_sync():
         local_loss(model, case, 0, rank, world_size).backward()
-    _grad(params[0]).mul_(2.0)
+    params[0].grad.mul_(2.0)
     with pytest.raises(RuntimeError, match="were edited"):
         local_loss(model, case, 0, rank, world_size).backward()
-
-
-def _grad(param: nn.Parameter) -> FlatShardTensor:
-    grad = param.grad
-    assert isinstance(grad, FlatShardTensor)
-    return grad
 
 
 # ---------------------------------------------------------------- watchers

@@ -36,6 +36,8 @@ from tests.oracle import (
 )
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
+pytestmark = pytest.mark.uncoalesced
+
 Checkpoint = Callable[..., Tensor]
 
 
@@ -125,11 +127,8 @@ def _nth(way: str) -> int:
     ("kind", "way"),
     [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
 )
-@pytest.mark.uncoalesced
 @on_ranks(2)
-def test_same_numbers_and_no_gather_too_many(
-    rank: int, world_size: int, kind: str, way: str
-) -> None:
+def test_same_numbers_and_no_extra_gather(rank: int, world_size: int, kind: str, way: str) -> None:
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
@@ -182,7 +181,6 @@ def _no_input_gradients() -> contextlib.AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "saved"])
-@pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
     # A reentrant checkpoint does nothing where no input asks for a gradient.
@@ -239,7 +237,6 @@ def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
     return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)

@@ -131,12 +131,11 @@ class Keywords(nn.Module):
 @idiom("keyword arguments, inputs in a dictionary")
 def keyword_inputs(side: Side) -> Any:
     model = side.wrap(Keywords(), Mlp)
-    return side.fit(
-        model,
-        loss_of=lambda m, s: (
-            m(batch={"x": side.draw(s, ROWS, 7)}, scale=0.5)["out"].square().mean()
-        ),
-    )
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        return m(batch={"x": side.draw(step, ROWS, 7)}, scale=0.5)["out"].square().mean()
+
+    return side.fit(model, loss_of=loss_of)
 
 
 @idiom("no inputs at all")
@@ -238,12 +237,11 @@ def iterated_sequential(side: Side) -> Any:
 def fetched_embedding(side: Side) -> Any:
     class Language(Composed): ...
 
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        return net.language(net.language.table(tokens) * net.scale)
+
     language = Language(lambda net, x: net.head(x), table=nn.Embedding(10, 5), head=nn.Linear(5, 3))
-    net = Composed(
-        lambda net, tokens: net.language(net.language.table(tokens) * net.scale),
-        language=language,
-        scale=nn.Parameter(torch.ones(5)),
-    )
+    net = Composed(forward, language=language, scale=nn.Parameter(torch.ones(5)))
     model = side.wrap(net, Language)
     return side.fit(model, loss_of=lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean())
 

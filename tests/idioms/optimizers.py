@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _optimizer(name: str, settings: dict[str, Any]) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        model = side.wrap(Mlp())
-        return side.fit(model, getattr(torch.optim, name)(model.parameters(), **settings))
-
-    return script
+def _optimizer(name: str, side: Side) -> Any:
+    model = side.wrap(Mlp())
+    return side.fit(model, getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name]))
 
 
-for _name, _settings in OPTIMIZERS.items():
-    add(f"optimizer_{_name.lower()}", "optimizers", f"`{_name}`", _optimizer(_name, _settings))
+for _name in OPTIMIZERS:
+    add(f"optimizer_{_name.lower()}", "optimizers", f"`{_name}`", partial(_optimizer, _name))
 
 
 @idiom("`Muon`")
@@ -91,14 +89,12 @@ def optimizer_sparseadam(side: Side) -> Any:
     inner = side.inner(model)
     sparse = torch.optim.SparseAdam(list(inner[0].parameters()), lr=0.1)
     dense = torch.optim.SGD(inner[1].parameters(), lr=0.1)
-    losses = []
-    for step in range(4):
-        loss = model(side.tokens(step, ROWS, 3)).square().mean()
-        loss.backward()
-        for optimizer in (sparse, dense):
-            side.step(optimizer)
-        losses.append(loss.detach())
-    return [*losses, model]
+    return side.fit(
+        model,
+        dense,
+        lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean(),
+        edit=lambda _: side.step(sparse),
+    )
 
 
 # ---------------------------------------------------------------- schedulers
@@ -198,10 +194,10 @@ def ema_by_hand(side: Side) -> Any:
         for mean, param in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.lerp_(param.data, 0.5)
 
-    return averaged(update, side)[:1]
+    return averaged(update, side)
 
 
-@idiom("an average written into `state_dict()` tensors")
+@idiom("an average written into `state_dict()` tensors", ways=("full", "grad_op", "no_shard"))
 def ema_of_state_dict(side: Side) -> Any:
     def update(average: nn.Module, model: nn.Module) -> None:
         """timm's ``ModelEmaV2``."""
@@ -209,7 +205,7 @@ def ema_of_state_dict(side: Side) -> Any:
         for mean, value in zip(*states, strict=True):
             mean.copy_(0.5 * mean + 0.5 * value)
 
-    return averaged(update, side)[:1]
+    return averaged(update, side)
 
 
 # ---------------------------------------------------------------- gradients
@@ -372,18 +368,7 @@ def optimizer_in_backward(side: Side) -> Any:
     if side.implementation == "by hand":  # it averages after backward
         return side.fit(model, steps=3)[:-1]
 
-    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            side.step(optimizer)
-
-        return hook
-
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-        param.register_post_accumulate_grad_hook(stepping(optimizer))
-    losses = []
-    for step in range(3):
-        loss = side.loss(model, step)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
+        param.register_post_accumulate_grad_hook(lambda _, one=optimizer: side.step(one))
+    return [side.closure(model, step, [])() for step in range(3)]

@@ -132,9 +132,7 @@ def test_ranks_with_different_settings(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4, group_timeout=5)
-def test_ranks_that_move_tensors_differently_and_transposed_groups(
-    rank: int, world_size: int
-) -> None:
+def test_ranks_with_other_transports_and_transposed_groups(rank: int, world_size: int) -> None:
     """Settings are compared before any process group is made."""
     pairs = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]]
     pairs.append(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])

@@ -166,9 +166,7 @@ def looking() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_the_roots_embedding_is_freed_after_forward(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_root_embedding_is_freed_after_forward(rank: int, world_size: int, strategy: str) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
     plain, model = looking(), looking()
     policy = CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6)

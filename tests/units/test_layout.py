@@ -22,6 +22,7 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 ORDERED = st.lists(st.integers(0, 5), max_size=5).flatmap(
     lambda shape: st.tuples(st.just(tuple(shape)), st.permutations(range(len(shape))))
 )
+Ordered = tuple[tuple[int, ...], list[int]]
 STRIDED = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4)
 
 
@@ -72,9 +73,7 @@ def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 
 @given(ORDERED)
-def test_strides_fill_the_range_and_tell_their_order(
-    ordered: tuple[tuple[int, ...], list[int]],
-) -> None:
+def test_strides_fill_the_range_and_tell_their_order(ordered: Ordered) -> None:
     shape, order = ordered
     strides = strides_of(shape, order)
     assert sorted(_places(shape, strides)) == list(range(math.prod(shape)))
@@ -108,10 +107,8 @@ def test_large_shards_fill_pages() -> None:
 
 
 @given(ORDERED, st.integers(0, 700), st.integers(0, 700))
-def test_boxes_have_each_element_once(
-    shape_and_order: tuple[tuple[int, ...], list[int]], start: int, length: int
-) -> None:
-    shape, order = shape_and_order
+def test_boxes_have_each_element_once(ordered: Ordered, start: int, length: int) -> None:
+    shape, order = ordered
     start = min(start, math.prod(shape))
     stop = min(start + length, math.prod(shape))
     boxes = list(boxes_of(shape, start, stop, order))
