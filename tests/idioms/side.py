@@ -150,9 +150,7 @@ class Side:
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """The full state dict under the names of the unwrapped model, as copies."""
         if self.implementation == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            with _full_state_of_fsdp1(model):
                 state = model.state_dict()
         elif self.implementation in ORACLES:
             state = self.inner(model).state_dict()
@@ -167,17 +165,13 @@ class Side:
     def load(self, model: Any, state: dict[str, Any]) -> None:
         """Load a full state dict, the same on every rank, of the unwrapped model."""
         if self.implementation == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            with _full_state_of_fsdp1(model):
                 model.load_state_dict(state)
         elif self.implementation == "fsdp2":
-            from torch.distributed.checkpoint.state_dict import (
-                StateDictOptions,
-                set_model_state_dict,
-            )
+            from torch.distributed.checkpoint import state_dict
 
-            set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+            options = state_dict.StateDictOptions(full_state_dict=True)
+            state_dict.set_model_state_dict(model, state, options=options)
         elif self.implementation in ORACLES:
             self.inner(model).load_state_dict(state)
         else:
@@ -194,13 +188,10 @@ class Side:
 
             state = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
         elif self.implementation == "fsdp2":
-            from torch.distributed.checkpoint.state_dict import (
-                StateDictOptions,
-                set_optimizer_state_dict,
-            )
+            from torch.distributed.checkpoint import state_dict
 
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(model, optimizer, state, options=options)
+            options = state_dict.StateDictOptions(full_state_dict=True)
+            state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
             return
         optimizer.load_state_dict(state)
 
@@ -293,6 +284,12 @@ class Side:
         if isinstance(value, (list, tuple)):
             return [self.results(one) for one in value]
         return value
+
+
+def _full_state_of_fsdp1(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
 
 
 class Planned(Exception):

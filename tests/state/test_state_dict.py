@@ -105,20 +105,18 @@ def test_prefix_and_pickling(rank: int, world_size: int) -> None:
     parent, plain_parent = nn.ModuleDict({"a": model}), nn.ModuleDict({"a": plain})
     assert_identical(parent.state_dict(), plain_parent.state_dict())
 
-    file = io.BytesIO()
     state = model.state_dict()
-    torch.save(state, file)
-    file.seek(0)
-    assert_identical(torch.load(file, weights_only=True), plain.state_dict())
+    saved = _saved(state)
+    assert_identical(torch.load(io.BytesIO(saved), weights_only=True), plain.state_dict())
     assert all(type(value) is Tensor for value in state.values())
     # Views of one gathered buffer would each be saved with all of it.
-    assert len(file.getvalue()) < 2 * _saved_size(plain)
+    assert len(saved) < 2 * len(_saved(plain.state_dict()))
 
 
-def _saved_size(module: nn.Module) -> int:
+def _saved(state: dict[str, Tensor]) -> bytes:
     file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    return len(file.getvalue())
+    torch.save(state, file)
+    return file.getvalue()
 
 
 # ---------------------------------------------------------------- FSDP1's settings

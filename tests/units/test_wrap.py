@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -271,9 +272,7 @@ def test_a_policy_object_needs_no_base_class() -> None:
     assert find_units(root, Second()) == [ChosenModule("1", root[1], {"limit_all_gathers": False})]
 
 
-def test_size_policy_has_torchs_defaults_which_can_be_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_size_policy_defaults_match_torch_and_can_be_changed() -> None:
     theirs = torch_wrap.size_based_auto_wrap_policy
     assert size_based_auto_wrap_policy.FORCE_LEAF_MODULES == theirs.FORCE_LEAF_MODULES
     assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
@@ -283,8 +282,8 @@ def test_size_policy_has_torchs_defaults_which_can_be_changed(
         ours, other = ([(p.name, p.default) for p in s.parameters.values()] for s in signatures)
         assert ours == other
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
-    monkeypatch.setattr(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {Block})
-    assert names(find_units(mlp(), policy)) == ["0", "2"]
+    with mock.patch.object(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {Block}):
+        assert names(find_units(mlp(), policy)) == ["0", "2"]
 
 
 # --- bad input ---
