@@ -133,7 +133,7 @@ class _FailingWithin(torch.optim.Optimizer):
             raise self.error
 
 
-@idiom("an optimizer shows its parameters after a step that failed", ways=("full", "no_shard"))
+@idiom("an optimizer shows its parameters after a step that failed", ways="full no_shard")
 def parameters_after_failed_step(side: Side) -> Any:
     # The first step of a class fails, and a later step, and one that the user interrupts.
     class FirstSeenHere(_FailingSgd):
@@ -193,9 +193,7 @@ SURPRISES = (
 """What happens to a parameter in the middle of a run before a step."""
 
 
-@idiom(
-    "what was stepped as one the last time may not be one this time", by_hand=True, ways=("full",)
-)
+@idiom("what was stepped as one the last time may not be one this time", by_hand=True, ways="full")
 def runs_that_users_break_up(side: Side) -> Any:
     model = side.wrap_whole(Mlp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -218,7 +216,7 @@ def runs_that_users_break_up(side: Side) -> Any:
     return model
 
 
-@idiom("groups that take turns along the parameters", ways=("full",))
+@idiom("groups that take turns along the parameters", ways="full")
 def groups_that_take_turns(side: Side) -> Any:
     model = side.wrap_whole(Mlp())
     params = list(model.parameters())
@@ -226,7 +224,7 @@ def groups_that_take_turns(side: Side) -> Any:
     return side.fit(model, torch.optim.SGD(groups, momentum=0.9))
 
 
-@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full", "no_shard"))
+@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways="full no_shard")
 def closure_of_whole_parameters(side: Side) -> Any:
     class Outside(torch.optim.SGD):
         """Not known to be element-wise."""
@@ -272,7 +270,7 @@ def _branched(side: Side, model: nn.Module, step: int, *which: int) -> Tensor:
 @idiom(
     "other branches on each rank: `.grad` is an average where some rank used one, or None",
     by_hand=True,
-    ways=("full", "grad_op", "no_shard", "op", "hybrid", "hybrid-op"),
+    ways="full grad_op no_shard op hybrid hybrid-op",
 )
 def branches_by_rank(side: Side) -> Any:
     net = Branches()
@@ -293,9 +291,7 @@ def _accumulate(side: Side, model: nn.Module, *steps: int, **keywords: Any) -> N
             side.loss(model, step).backward()
 
 
-@idiom(
-    "`model.float().double()` between steps", by_hand=True, ways=("full", "hybrid-op", "regather")
-)
+@idiom("`model.float().double()` between steps", by_hand=True, ways="full hybrid-op regather")
 def converted_between_steps(side: Side) -> Any:
     model = side.wrap(Mlp())
     side.fit(model, steps=2)
@@ -312,7 +308,7 @@ class _DataSgd(torch.optim.Optimizer):
                 param.data.add_(param.grad.data, alpha=-0.1)
 
 
-@idiom("an optimizer that writes through `p.data`", ways=("op", "hybrid-op"))
+@idiom("an optimizer that writes through `p.data`", ways="op hybrid-op")
 def optimizer_writes_through_data(side: Side) -> Any:
     if side.is_flatshard:
         declare_elementwise(_DataSgd)
@@ -320,7 +316,7 @@ def optimizer_writes_through_data(side: Side) -> Any:
     return side.fit(model, _DataSgd(model.parameters(), {}))
 
 
-@idiom("gradients dropped where ranks differ", by_hand=True, ways=("hybrid", "hybrid-op"))
+@idiom("gradients dropped where ranks differ", by_hand=True, ways="hybrid hybrid-op")
 def dropped_where_ranks_differ(side: Side) -> Any:
     model = side.wrap_whole(Branches())
     optimizer = side.sgd(model)
@@ -333,7 +329,7 @@ def dropped_where_ranks_differ(side: Side) -> Any:
     return model
 
 
-@idiom("gradients dropped where a backward used none", by_hand=True, ways=("no_shard", "hybrid"))
+@idiom("gradients dropped where a backward used none", by_hand=True, ways="no_shard hybrid")
 def dropped_where_unused(side: Side) -> Any:
     model = side.wrap_whole(Branches())
     optimizer = side.sgd(model)
@@ -347,7 +343,7 @@ def dropped_where_unused(side: Side) -> Any:
 @idiom(
     "parameters frozen while gradients accumulate",
     by_hand=True,
-    ways=("full", "no_shard", "hybrid", "hybrid-op"),
+    ways="full no_shard hybrid hybrid-op",
 )
 def frozen_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
@@ -360,7 +356,7 @@ def frozen_while_accumulating(side: Side) -> Any:
     return model
 
 
-@idiom("penalties while gradients accumulate", ways=("full", "no_shard", "hybrid"))
+@idiom("penalties while gradients accumulate", ways="full no_shard hybrid")
 def penalty_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first in (0, 10):
@@ -375,7 +371,7 @@ def penalty_while_accumulating(side: Side) -> Any:
 
 @idiom(
     "a step on gradients of which some or all are not reduced: refused",
-    ways=("full", "grad_op", "no_shard", "hybrid-op"),
+    ways="full grad_op no_shard hybrid-op",
 )
 def step_on_half_of_it(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
@@ -401,10 +397,8 @@ def step_on_half_of_it(side: Side) -> Any:
 
 @idiom(
     "accumulation in every mode of `no_sync`; what is dropped between is not reduced later",
-    ways=(
-        *("full", "no_shard", "op", "hybrid", "hybrid-op", "hybrid-op-nodes-of-one"),
-        *("hybrid-nodes-of-one", "regather", "keep", "native-hybrid-op"),
-    ),
+    ways="full no_shard op hybrid hybrid-op hybrid-op-nodes-of-one "
+    "hybrid-nodes-of-one regather keep native-hybrid-op",
 )
 def modes_of_accumulation(side: Side) -> Any:
     bounds: list[dict[str, Any]] = [{"max_bytes": bound} for bound in (0, 8 * 40, 10**6)]
@@ -423,7 +417,7 @@ def modes_of_accumulation(side: Side) -> Any:
     return models
 
 
-@idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
+@idiom("`zero_grad` between backwards under `no_sync`", ways="full grad_op no_shard")
 def zeroed_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first, set_to_none in ((0, True), (10, False)):
@@ -451,7 +445,7 @@ READS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-@idiom("numbers computed from gradients that are not reduced: refused", ways=("full",))
+@idiom("numbers computed from gradients that are not reduced: refused", ways="full")
 def reads_of_unreduced_gradients(side: Side) -> Any:
     model = side.wrap(Mlp())
     weight = side.inner(model).fc2.weight
@@ -467,7 +461,7 @@ def reads_of_unreduced_gradients(side: Side) -> Any:
 @idiom(
     "a parameter of the root that a rank leaves out, where averages go over sockets",
     unused=True,
-    ways=("full",),
+    ways="full",
 )
 def root_that_is_over_early(side: Side) -> Any:
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -482,7 +476,7 @@ def root_that_is_over_early(side: Side) -> Any:
     return side.fit(side.shard(net, auto_wrap_policy=policy, collectives="sockets"))
 
 
-@idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
+@idiom("a gradient replaced while it accumulates: refused", ways="full no_shard")
 def replaced_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     _accumulate(side, model, 0)
@@ -495,7 +489,7 @@ def replaced_while_accumulating(side: Side) -> Any:
     return side.fit(model, optimizer, steps=2, first=2)
 
 
-@idiom("two models of different strategies in one backward", ways=("hybrid", "hybrid-op"))
+@idiom("two models of different strategies in one backward", ways="hybrid hybrid-op")
 def two_strategies(side: Side) -> Any:
     model, other = side.wrap(Mlp()), Mlp()
     if side.is_flatshard:
@@ -515,7 +509,7 @@ def two_strategies(side: Side) -> Any:
 @idiom(
     "`float()` while gradients accumulate: no step until `double()`",
     by_hand=True,
-    ways=("full", "no_shard", "hybrid"),
+    ways="full no_shard hybrid",
 )
 def converted_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())

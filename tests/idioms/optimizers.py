@@ -197,7 +197,7 @@ def ema_by_hand(side: Side) -> Any:
     return averaged(update, side)
 
 
-@idiom("an average written into `state_dict()` tensors", ways=("full", "grad_op", "no_shard"))
+@idiom("an average written into `state_dict()` tensors", ways="full grad_op no_shard")
 def ema_of_state_dict(side: Side) -> Any:
     def update(average: nn.Module, model: nn.Module) -> None:
         """timm's ``ModelEmaV2``."""

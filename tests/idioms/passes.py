@@ -20,7 +20,7 @@ from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
 Backward = Callable[[Side, Any, int], Any]
-_BASIC = ("full", "grad_op", "no_shard")
+_BASIC = "full grad_op no_shard"
 
 
 def _passes(title: str, steps: int = 3, **settings: Any) -> Callable[[Backward], Backward]:
@@ -90,7 +90,7 @@ def retained_graph(side: Side, model: Any, step: int) -> None:
 @idiom(
     "two forwards through batch norm, each of which takes rank 0's statistics",
     by_hand=True,
-    ways=("full",),
+    ways="full",
 )
 def batch_norm_twice(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
@@ -98,7 +98,7 @@ def batch_norm_twice(side: Side) -> Any:
     return side.fit(model, loss_of=lambda m, s: side.loss(m, s) + side.loss(m, 10 + s))
 
 
-@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways=("full",))
+@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways="full")
 def gradient_of_one_layer(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
     layer = net[2]
@@ -122,7 +122,7 @@ def gradient_of_one_layer(side: Side) -> Any:
     return side.fit(model, loss_of=loss_of)
 
 
-@idiom("clipping in a hook of the step", ways=("full",))
+@idiom("clipping in a hook of the step", ways="full")
 def clipping_in_step_hook(side: Side) -> Any:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
@@ -208,7 +208,7 @@ def penalty_by_itself(side: Side, model: Any, step: int) -> None:
         penalty_of(model).backward()
 
 
-@idiom("gradients detached in place and zeroed, as in fairseq", ways=("full", "no_shard"))
+@idiom("gradients detached in place and zeroed, as in fairseq", ways="full no_shard")
 def gradients_detached(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
@@ -236,7 +236,7 @@ def edited_between_forwards(side: Side, model: Any, step: int) -> list[Tensor]:
 @idiom(
     "what is trained changes between steps: parameters, modules, the model, and back",
     by_hand=True,
-    ways=("full", "grad_op", "no_shard", "op", "hybrid-op"),
+    ways="full grad_op no_shard op hybrid-op",
 )
 def frozen_and_thawed(side: Side) -> Any:
     changes: list[Callable[[Any], object]] = [
@@ -271,7 +271,7 @@ class Reordered(Mlp):
         return self.fc3(torch.tanh(self.fc2(x)))
 
 
-@idiom("layers in an order that changes with each step", unused=True, ways=("full",))
+@idiom("layers in an order that changes with each step", unused=True, ways="full")
 def changing_order(side: Side) -> Any:
     model, optimizer = side.begin(Reordered())
     losses = []
@@ -452,7 +452,7 @@ class Normed(nn.Module):
         return self.third(self.second(torch.tanh(self.first(x))))[:, self.columns]
 
 
-@idiom("`weight_norm` by hooks, of layers with and without a bias", ways=("full", "no_shard"))
+@idiom("`weight_norm` by hooks, of layers with and without a bias", ways="full no_shard")
 def weight_norm_everywhere(side: Side) -> Any:
     return side.fit(side.wrap(Normed()))
 

@@ -46,7 +46,8 @@ class Idiom:
         by_hand: DistributedDataParallel raises or is wrong. The oracle averages gradients by hand.
         unused: DistributedDataParallel needs ``find_unused_parameters=True``.
         slow: it takes more than a second, and the tests leave it out.
-        ways: keys of `WAYS` under which the tests always run it; empty: one way by turns.
+        ways: keys of `WAYS`, with spaces between, under which the tests always run it; empty: one
+            way by turns.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Idiom:
     by_hand: bool = False
     unused: bool = False
     slow: bool = False
-    ways: tuple[str, ...] = ()
+    ways: str = ""
 
 
 IDIOMS: dict[str, Idiom] = {}
