@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, ShardingStrategy
@@ -218,10 +214,10 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
                     _in_place(model)
                 model = _wrap(model, **keywords)
                 if way.endswith("reentrant"):
-                    impl = CheckpointImpl[way.upper().replace("NOT ", "NO_")]
+                    impl = activations.CheckpointImpl[way.upper().replace("NOT ", "NO_")]
                     units = flatshard.sharded_modules(model)[1:]
-                    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
-                    apply_activation_checkpointing(model, wrap, units.__contains__)
+                    wrap = partial(activations.checkpoint_wrapper, checkpoint_impl=impl)
+                    activations.apply_activation_checkpointing(model, wrap, units.__contains__)
                 _train(model, rank, 4)
                 models.append(model)
             assert_identical(models[1], models[0])

@@ -15,11 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, collectives
@@ -27,13 +23,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
-from tests.oracle import (
-    assert_same,
-    local_loss,
-    sgd,
-    step_and_zero,
-    train_rank_by_rank,
-)
+from tests.oracle import assert_same, local_loss, sgd, step_and_zero, train_rank_by_rank
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.uncoalesced
@@ -212,7 +202,7 @@ def _vectors_with_grad(rows: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def _wrapped_before(way: str, case: Case) -> ShardedWrapper:
     """Checkpoints inside the units, the way torchtitan applies both."""
-    return _shard(_checkpointed(case.model(), Layer), way, CheckpointWrapper)
+    return _shard(_checkpointed(case.model(), Layer), way, activations.CheckpointWrapper)
 
 
 def _wrapped_before_class_inside(way: str, case: Case) -> ShardedWrapper:
@@ -229,7 +219,7 @@ def _checkpointed(model: Any, kind: type[nn.Module]) -> Any:
     def is_chosen(module: nn.Module) -> bool:
         return isinstance(module, kind) and module is not model
 
-    apply_activation_checkpointing(model, checkpoint_wrapper, is_chosen)
+    activations.apply_activation_checkpointing(model, activations.checkpoint_wrapper, is_chosen)
     return model
 
 

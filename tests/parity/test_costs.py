@@ -31,6 +31,7 @@ from tests.harness import run_ranks
 WORLD, PER_NODE = 4, 2
 WIDTH, DEPTH, MICRO_BATCHES = 96, 4, 2
 ROWS, LENGTH, VOCABULARY, HEADS = 2, 16, 512, 4
+SIZES = WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY
 
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {"sharding_strategy": name} for name in ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP")},
@@ -56,12 +57,8 @@ class Job:
     def __init__(self, keywords: dict[str, Any]) -> None:
         torch.manual_seed(0)
         # One unit for each block, which are so small that they would be coalesced.
-        self.model = ShardedWrapper(
-            Transformer(WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            coalesce_bytes=0,
-            **keywords,
-        )
+        model, policy = Transformer(*SIZES), ModuleWrapPolicy({Block})
+        self.model = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.seed = 100 * dist.get_rank()
 
@@ -240,7 +237,7 @@ def accumulated(job: Job, max_bytes: int) -> dict[str, int]:
 def measure(rank: int, world_size: int) -> dict[str, Any]:
     """Figures of all strategies."""
     os.environ["LOCAL_WORLD_SIZE"] = str(PER_NODE)
-    model = Transformer(WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY)
+    model = Transformer(*SIZES)
     psi, block = bytes_of(model.parameters()), bytes_of(model.blocks[0].parameters())
     sizes = {"psi": psi, "root": psi - DEPTH * block, "block": block}
     del model

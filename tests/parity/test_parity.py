@@ -13,16 +13,7 @@ from flatshard.wrap import size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import (
-    OPTIMIZERS,
-    Trained,
-    assert_same_state,
-    snapshot,
-    train,
-    train_rank_by_rank,
-    train_steps,
-    trainable,
-)
+from tests.oracle import OPTIMIZERS, Trained, assert_same, snapshot, train, train_steps, trainable
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
@@ -98,7 +89,7 @@ def test_same_as_one_process(world_size: int) -> None:
         expected = train(case, world_size, config.optimizer, dtype=config.dtype)
         tolerance = TOLERANCE[config.optimizer] if config.dtype == torch.float64 else 1e-6
         with naming(config):
-            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=tolerance)
+            assert_same(results[0].state, expected.state, rtol=0.0, atol=tolerance)
             losses = pytest.approx(expected.losses, rel=1e-6, abs=tolerance)
             assert _mean_losses(results) == losses
             # Buffers are each rank's own after a forward, as under DDP; parameters everybody's.
@@ -123,8 +114,8 @@ def test_bitwise(world_size: int) -> None:
     found = run_ranks(_train_each, world_size, configs, timeout=200)
     for config, *results in zip(configs, *found, strict=True):
         with naming(config):
-            expected = train_rank_by_rank(CASES[config.case], world_size, dtype=config.dtype)
-            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
+            expected = train(CASES[config.case], world_size, dtype=config.dtype, by_rank=True)
+            assert_same(results[0].state, expected.state, rtol=0.0, atol=0.0)
             assert _mean_losses(results) == expected.losses
 
 

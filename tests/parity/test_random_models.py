@@ -31,17 +31,8 @@ from tests.combinations import THOROUGH
 from tests.harness import RankError, allow_warnings, run_ranks
 from tests.oracle import set_buffers, snapshot
 from tests.outcomes import PATIENCE, Cell
-from tests.parity.random_models import (
-    BOXES,
-    BUFFERED,
-    LEAVES,
-    WIDTH,
-    Box,
-    Json,
-    Leaf,
-    build,
-    kinds_in,
-)
+from tests.parity import random_models
+from tests.parity.random_models import BOXES, BUFFERED, LEAVES, WIDTH, Box, Json, Leaf, kinds_in
 
 CASES = int(os.environ.get("CASES", 100 if THOROUGH else 8))
 ROWS, STEPS = 3, 3
@@ -142,7 +133,7 @@ def set_step(model: nn.Module, step: int, rank: int) -> None:
 
 def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Train the unwrapped model in one process, rank by rank; returns losses and state dict."""
-    model = build(case)
+    model = random_models.build(case)
     optimizer = optimizer_of(case, model.parameters())
     buffers = [_buffers(model) for _ in range(case["world"])]
     losses, evaluated = [], []
@@ -206,7 +197,7 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
 @allow_warnings()
 def train(rank: int, _: int, case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Train the sharded model on this rank; returns losses and state dict."""
-    model = wrap(case, build(case))
+    model = wrap(case, random_models.build(case))
     optimizer = optimizer_of(case, model.parameters())
     if case["in_backward"]:
         model.step_in_backward(optimizer)

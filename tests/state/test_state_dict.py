@@ -5,13 +5,7 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed import fsdp
 from torch.distributed.fsdp.api import StateDictSettings
 
 from flatshard import ShardedWrapper
@@ -121,8 +115,8 @@ def _saved(state: dict[str, Tensor]) -> bytes:
 
 # ---------------------------------------------------------------- FSDP1's settings
 
-FULL = StateDictType.FULL_STATE_DICT
-ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+FULL = fsdp.StateDictType.FULL_STATE_DICT
+ON_RANK_0 = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 
 
 @on_ranks_each_way(2)
@@ -149,8 +143,8 @@ def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     optimizer = sgd(model)
     train_steps(model, optimizer, case, rank, world_size, steps=1)
-    on_rank_0 = FullOptimStateDictConfig(rank0_only=True)
-    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    on_rank_0 = fsdp.FullOptimStateDictConfig(rank0_only=True)
+    default = StateDictSettings(FULL, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
     chosen = StateDictSettings(FULL, ON_RANK_0, on_rank_0)
     get, optim_state = ShardedWrapper.get_state_dict_type, ShardedWrapper.optim_state_dict
 
@@ -171,15 +165,17 @@ def test_settings_of_state_dicts(rank: int, world_size: int) -> None:
     ShardedWrapper.set_state_dict_type(model.outer, FULL, ON_RANK_0)
     with pytest.raises(RuntimeError, match="differ"):
         get(model)
-    for wrong in ("FULL", StateDictType.LOCAL_STATE_DICT):
+    for wrong in ("FULL", fsdp.StateDictType.LOCAL_STATE_DICT):
         with pytest.raises(NotImplementedError, match=r"SHARDED\w+, got (FULL|LOCAL_)"):
             ShardedWrapper.set_state_dict_type(model, wrong)
     sharded = StateDictSettings(
-        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        fsdp.StateDictType.SHARDED_STATE_DICT,
+        fsdp.ShardedStateDictConfig(),
+        fsdp.ShardedOptimStateDictConfig(),
     )
     with ShardedWrapper.state_dict_type(model, "SHARDED_STATE_DICT"):
         assert get(model) == sharded
-    for configs in ((ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
+    for configs in ((fsdp.ShardedStateDictConfig(),), (on_rank_0,), (None, ON_RANK_0)):
         with pytest.raises(TypeError, match=r"must be torch's Full\w+Config"):
             ShardedWrapper.set_state_dict_type(model, FULL, *configs)
 
