@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
@@ -29,6 +30,7 @@ from tests.ways import BASIC, WAYS, on_ranks_each_way
 pytestmark = pytest.mark.uncoalesced
 
 Checkpoint = Callable[..., Tensor]
+Gathered = dict[str, list[str]]
 
 
 class Layer(nn.Module):
@@ -53,26 +55,18 @@ class Layers(nn.Module):
     """Four units between two layers that the root owns.
 
     Args:
-        inner: the checkpoint inside each unit.
-        outer: the checkpoint around units.
         together: how many units one of the outer checkpoints contains.
-        whole: the checkpoint around all four, which may contain the others.
+        checkpoints: ``inner``, the checkpoint inside each unit; ``outer``, the checkpoint around
+            units; ``whole``, the checkpoint around all four, which may contain the others.
     """
 
-    def __init__(
-        self,
-        inner: Checkpoint | None = None,
-        outer: Checkpoint | None = None,
-        together: int = 1,
-        whole: Checkpoint | None = None,
-    ) -> None:
+    def __init__(self, together: int = 1, **checkpoints: Checkpoint) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 7)
-        self.layers = nn.ModuleList([Layer(inner) for _ in range(4)])
+        self.layers = nn.ModuleList([Layer(checkpoints.get("inner")) for _ in range(4)])
         self.head = nn.Linear(7, 3)
-        self.outer = outer
         self.together = together
-        self.whole = whole
+        self.outer, self.whole = checkpoints.get("outer"), checkpoints.get("whole")
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.stem(x))
@@ -122,7 +116,7 @@ def test_same_numbers_and_no_extra_gather(rank: int, world_size: int, kind: str,
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
-            _check(rank, world_size, way, case, _wrap(case, way), GATHERED)
+            _check(way, case, _wrap(case, way), GATHERED)
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
@@ -131,20 +125,13 @@ def _wrap(case: Case, way: str) -> ShardedWrapper:
 
 LAYERS = [f"layers.{index}" for index in range(4)]
 # The root is kept, as its backward follows at once.
-GATHERED: dict[str, list[str]] = {"full": LAYERS, "grad_op": [], "no_shard": []}
+GATHERED: Gathered = {"full": LAYERS, "grad_op": [], "no_shard": []}
 """By way, the units that a backward gathers."""
 
 
-def _check(
-    rank: int,
-    world_size: int,
-    way: str,
-    case: Case,
-    model: nn.Module,
-    gathered: dict[str, list[str]],
-    run: nn.Module | None = None,
-) -> None:
+def _check(way: str, case: Case, model: Any, gathered: Gathered, run: Any = None) -> None:
     """``model``, called through ``run``, has the unwrapped model's numbers, and these gathers."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     expected = train_rank_by_rank(case, world_size, steps=3)
     optimizer = sgd(model)
     for step in range(3):
@@ -179,7 +166,7 @@ def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: st
     # The first forward of a reentrant checkpoint looks like an evaluation.
     everything = {"full": ["", *LAYERS], "grad_op": ["", *LAYERS], "no_shard": []}
     gathered = everything if kind == "reentrant" else GATHERED
-    _check(rank, world_size, way, case, model, gathered, _Around(model, KINDS[kind]))
+    _check(way, case, model, gathered, _Around(model, KINDS[kind]))
 
 
 class _Around(nn.Module):
@@ -233,6 +220,6 @@ def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
             model = build(way, case)
-            _check(rank, world_size, way, case, model, GATHERED)
+            _check(way, case, model, GATHERED)
             model.load_state_dict(case.model().state_dict())
             assert_same(model, case.model(), 0.0, 0.0)

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.units.layout import (
-    ALIGNMENT_BYTES,
-    PAGE_BYTES,
-    FlatLayout,
-    boxes_of,
-    memory_order,
-    strides_of,
-)
+from flatshard.units import layout as layouts
+from flatshard.units.layout import FlatLayout, boxes_of, memory_order, strides_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -61,8 +55,8 @@ def test_every_element_has_one_owner_and_a_place(
     assert layout.numel + layout.padding_numel == layout.padded_numel
     assert layout.numel == sum(math.prod(shape) for shape in shapes)
     starts = [span.start for span in layout.spans] + [layout.shard_numel]
-    assert all(start * itemsize % ALIGNMENT_BYTES == 0 for start in starts)
-    align = max(1, ALIGNMENT_BYTES // itemsize)
+    assert all(start * itemsize % layouts.ALIGNMENT_BYTES == 0 for start in starts)
+    align = max(1, layouts.ALIGNMENT_BYTES // itemsize)
     assert layout.padding_numel < align * (len(shapes) + world_size) + world_size
 
 
@@ -101,8 +95,8 @@ def test_large_shards_fill_pages() -> None:
     numel = (2 << 20) // 4 + 1
     for world_size, whole_pages in ((1, False), (2, True), (4, False)):
         layout = _layout([(numel,)], world_size, 4)
-        assert (layout.shard_numel * 4 % PAGE_BYTES == 0) is whole_pages
-        assert layout.padded_numel - numel < world_size * PAGE_BYTES // 4
+        assert (layout.shard_numel * 4 % layouts.PAGE_BYTES == 0) is whole_pages
+        assert layout.padded_numel - numel < world_size * layouts.PAGE_BYTES // 4
     assert _layout([(numel,)], 2, 4).shard_numel * 4 > 1 << 20
 
 
