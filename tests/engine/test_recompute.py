@@ -119,6 +119,33 @@ def test_same_numbers_and_no_extra_gather(rank: int, world_size: int, kind: str,
             _check(way, case, _wrap(case, way), GATHERED)
 
 
+class _Late(nn.Linear):
+    """A unit whose backward reads the weight after it has computed all parameters' gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert top[0].__module__ == checkpoint.__module__, "flatshard has added slower hooks"
+        return F.linear(torch.sin(x), self.weight.detach(), self.bias) + self.weight.sum()
+
+
+class _LateLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Late(7, 7) for _ in range(4)), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = KINDS["saved"](layer, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])
+@on_ranks(2)
+def test_late_reads_of_a_recomputed_forward(rank: int, world_size: int, way: str) -> None:
+    case = Case("late", _LateLayers, vectors, (_Late,), row_wise=False)
+    _check(way, case, _wrap(case, way), GATHERED)
+
+
 def _wrap(case: Case, way: str) -> ShardedWrapper:
     return case.wrap(case.model(), **WAYS[way].keywords)
 
