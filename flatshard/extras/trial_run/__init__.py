@@ -43,7 +43,6 @@ _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.
 between two runs with DDP, whose weights differ in the last digit, at {0.line}.
 Seed random numbers (torch, random, numpy, generator=... of a DataLoader). Let data not depend on
 time, earlier runs or threads, and step sizes (of an adaptive solver) not on the last digit."""
-_SAME = "The same numbers, within rounding."
 _LONE = " But as it is, the script raises where not all ranks call the model (see below)."
 _NOISY = " From step {} on, rounding alone changes too much to compare (--exact compares more)."
 _DIFFERS = """Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm,
@@ -129,9 +128,8 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     calls = {key: [one.notes[key] for one in reference] for one in reference for key in one.notes}
     lone = {key: counts for key, counts in calls.items() if len({*counts}) > 1}
     sharded, failure = forked_ranks.run(options, "sharded", lone)
-    lines = {key: "" for one in sharded for key in one.notes if key not in calls}
-    lines |= {key: f" (calls by rank: {counts})" for key, counts in lone.items()}
-    report["lines"] = [key + counts for key, counts in lines.items()]
+    added = dict.fromkeys(key for one in sharded for key in one.notes if key not in calls)
+    report["lines"] = [*added, *(f"{key} (calls by rank: {lone[key]})" for key in lone)]
     if failure:
         report["verdict"] = RAISES
         return f"Raises under flatshard, not under DDP: {failure}"
@@ -149,7 +147,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     report["verdict"] = DIFFERS if worst else RAISES if lone else SAME
     report |= {"compared": last, "largest": max(one.units for one in found)}
     report["first"] = worst and worst._asdict()
-    text = _SAME + _LONE * bool(lone)
+    text = "The same numbers, within rounding." + _LONE * bool(lone)
     if worst:
         text = (_DIFFERS if worst.size < 1e100 else _MISSING).format(worst, _LIMIT)
     text += _NOISY.format(last + 1) * (last < options.steps)

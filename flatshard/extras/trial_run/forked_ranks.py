@@ -44,13 +44,12 @@ import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim import optimizer as steps
+from torch.optim import Optimizer
 
 from flatshard.extras import peak_resident_bytes, program_line
 from flatshard.precision import cast_floats, tensors_in
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
-from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
 dist: Any = torch.distributed
@@ -93,8 +92,7 @@ def _free_port() -> int:
     # Choose below 32768: Linux gives the ports from there on to connections of other programs, one
     # of which could get the port before rank 0 listens. Draw from a generator that no script uses.
     for port in random.Random().sample(range(20_000, 32_768), 100):
-        with contextlib.suppress(OSError), socket.socket() as one:
-            one.bind(("", port))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
     raise OSError("found no free port between 20000 and 32767")
 
@@ -152,15 +150,14 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     Writes the ``Record`` of the rank's tensors, costs and errors into ``options.store``.
     """
     os.setsid()
-    rank, size = first + local_rank, options.nproc_per_node
+    rank, size = first + local_rank, f"{options.nproc_per_node}"
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     env = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} | os.environ
-    env |= {"RANK": rank, "LOCAL_RANK": local_rank}
     # torchrun's store has the addresses of the last run: use another port, and another store.
-    env |= {"MASTER_PORT": options.store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": 0}
-    os.environ |= {name: f"{value}" for name, value in env.items()}
+    env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "TORCHELASTIC_USE_AGENT_STORE": "0"}
+    os.environ |= env | {"MASTER_PORT": options.store.get("port").decode()}
     # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
@@ -178,10 +175,8 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
         failure = f"exit status {error.code}" if error.code else ""
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        innermost = inspect.trace(0)[-1].frame
-        failure = (
-            f"{type(error).__name__}: {error}\n  at {program_line(innermost) or options.script}"
-        )
+        line = program_line(inspect.trace(0)[-1].frame) or options.script
+        failure = f"{type(error).__name__}: {error}\n  at {line}"
     recorder.end(failure)
 
 
@@ -194,12 +189,9 @@ class Recorder:
         self.record = Record((float("inf"), ""), {}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # Number of the current step. The step ends when any optimizer has stepped.
-        self._step = 1
         # Number of nested optimizer steps: an optimizer may step another optimizer, and flatshard
-        # may step a copy of an optimizer.
-        self._depth = 0
-        self._aside = 0.0  # seconds spent on recording, which do not count
+        # may step a copy of an optimizer. Seconds spent on recording, which do not count.
+        self._depth, self._aside = 0, 0.0
         self._add_costs()
 
     def end(self, failure: str = "") -> NoReturn:
@@ -209,19 +201,18 @@ class Recorder:
         """
         if not failure and not self.names:
             failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
-        elif not failure and self._step <= self.options.steps:
-            failure = f"it took {self._step - 1} optimizer steps, not {self.options.steps}"
+        elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
+            failure = f"it took {taken} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
         sys.stdout.flush()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
-    def note(self, what: str, *, counts: bool = True) -> str:
+    def note(self, what: str) -> str:
         """Return the program's current line, with a text. Counts the runs of the line."""
         note = f"{program_line(sys._getframe())}\n      {what}"
-        if counts:
-            self.record.notes[note] += 1
+        self.record.notes[note] += 1
         return note
 
     def add_model(self, model: Any) -> None:
@@ -235,8 +226,7 @@ class Recorder:
         """Record inputs or outputs of a model's forward, and return them."""
         if self.options.run == "noise":
             _add_noise(model)
-        if self.options.exact:
-            values = cast_floats(values, torch.float64)
+        values = cast_floats(values, torch.float64) if self.options.exact else values
         # The line identifies calls that only some ranks make, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
@@ -267,14 +257,13 @@ class Recorder:
         for model, prefix in self._models.items():
             self._add("buffer", {one: prefix + name for name, one in model.module.named_buffers()})
         states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
-        _, numbers, position, *_ = sys.modules["numpy"].random.get_state()  # `_sketch` needs numpy
-        states[torch.tensor([*numbers.tolist(), position])] = "numpy"
+        # numpy has been imported, because `_sketch` needs it.
+        states[torch.tensor([*pickle.dumps(sys.modules["numpy"].random.get_state())])] = "numpy"
         if torch.cuda.is_initialized():
             states[torch.cuda.get_rng_state()] = "torch.cuda"
         self._add("random generator", states)
         self._add_costs()
-        self._step += 1
-        if self._step > self.options.steps:
+        if len(self.record.costs) > self.options.steps:
             self.end()
 
     def params(self, optimizer: Any) -> dict[Tensor, str]:
@@ -285,9 +274,9 @@ class Recorder:
         """Record ``tensors``, or if ``kind`` is a kind of gradient, the tensors' gradients."""
         began, line = time.perf_counter(), program_line(sys._getframe())
         for owner, name in tensors.items():
-            key, count = (self._step, kind, name), 1
+            key, count = (len(self.record.costs), kind, name), 1
             while key in self.record.events:
-                key = (self._step, kind, f"{name} ({(count := count + 1)})")
+                key = (*key[:2], f"{name} ({(count := count + 1)})")
             tensor = owner.grad if kind.startswith("gradient") else owner
             if tensor is not None:
                 self.record.events[key] = _sketch(tensor, owner, line)
@@ -372,13 +361,12 @@ def _install(recorder: Recorder) -> None:
     warnings.warn = note  # type: ignore
     mp.spawn = mp.start_processes = _spawn
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
-    steps.register_optimizer_step_pre_hook(recorder.before_step)
-    steps.register_optimizer_step_post_hook(recorder.after_step)
+    torch.optim.optimizer.register_optimizer_step_pre_hook(recorder.before_step)
+    torch.optim.optimizer.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
         _compute_norms_in_float64()
     if recorder.options.wrap:
-        optimizers: Any = torch.optim.Optimizer
-        optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
+        Optimizer.__init__ = functools.partialmethod(_make_and_wrap, recorder, Optimizer.__init__)  # type: ignore
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
@@ -386,15 +374,14 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
     options, is_sharded = recorder.options, recorder.options.run == "sharded"
     base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
     order = list(inspect.signature(original.__init__).parameters)[2:]
-    chosen: dict[str, Any] = {}
-    if is_sharded and name in (DDP.__name__, "--wrap"):
-        policy = None if options.policy == "none" else options.policy
-        chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
+    policy = None if options.policy == "none" else options.policy
+    chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
+    if not is_sharded or name not in (DDP.__name__, "--wrap"):
+        chosen = {}
 
     class Recorded(base):  # type: ignore[misc]
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
-            if options.exact:
-                module.double()
+            module = module.double() if options.exact else module
             plain = copy.deepcopy(module) if options.lone_calls else None
             super().__init__(module, **chosen | dict(zip(order, args, strict=False)) | given)
             self.__dict__["_plain"] = module.__dict__["_plain"] = plain
@@ -438,11 +425,11 @@ def _watch(recorder: Recorder, method: str) -> None:
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_training = method == "__call__" and torch.is_grad_enabled()
         if "_plain" in vars(module) and not is_training and not torch.compiler.is_compiling():
-            # Count only calls of the program: wrappers call their modules, and `full_state_dict`
-            # calls `state_dict` only on rank 0.
+            # Leave out calls by libraries: wrappers call their modules, and `full_state_dict` calls
+            # `state_dict` only on rank 0.
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            counts = not caller.startswith(("torch.", "flatshard."))
-            if recorder.note(_NEEDS_ALL[method], counts=counts) in recorder.options.lone_calls:
+            is_program = not caller.startswith(("torch.", "flatshard."))
+            if is_program and recorder.note(_NEEDS_ALL[method]) in recorder.options.lone_calls:
                 plain = vars(module)["_plain"].train(module.training)
                 before = {**vars(plain)}
                 result = real(plain, *args, **kwargs)
@@ -469,19 +456,15 @@ class _Reference(DDP):  # type: ignore[misc]
     def __init__(self, module: nn.Module, **given: Any) -> None:
         named = {n: given[n] for n in given.keys() & inspect.signature(DDP.__init__).parameters}
         super().__init__(module, **{**named, "find_unused_parameters": True})
-        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+        for name in ("state_dict", "load_state_dict", "named_modules"):
+            self.__dict__[name] = getattr(module, name)
         self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, [*module.parameters()])
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
-    __getitem__ = ModuleProxy.__getitem__
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_modules(*args, **kwargs)
-
 
 # These functions do nothing, or the plain thing, with a model that contains no `ShardedWrapper`.
 for _name in """summon_full_params optim_state_dict optim_state_dict_to_load set_state_dict_type
-    get_state_dict_type state_dict_type""".split():
-    setattr(_Reference, _name, vars(ShardedWrapper)[_name])
+    get_state_dict_type state_dict_type __getitem__""".split():
+    setattr(_Reference, _name, inspect.getattr_static(ShardedWrapper, _name))
