@@ -17,16 +17,15 @@ dtype, and more for a tensor with less than 1/2000 of the largest norm of its ki
 
 import argparse
 import json
-import math
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-import torch
+import numpy
 
 from flatshard.extras import tabulate
 from flatshard.options import ShardingStrategy
@@ -62,7 +61,7 @@ class Difference(NamedTuple):
     norm: float  # norm of the tensor in the reference
     size: float  # norm of the difference, relative to ``norm`` if that is not 0
     eps: float  # precision of the dtype
-    units: float = 0.0  # the size, in units of noise
+    units: float  # the size, in units of noise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +132,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     if failure:
         report["verdict"] = RAISES
         return f"Raises under flatshard, not under DDP: {failure}"
-    last, found = options.steps, differences(reference, sharded, lone)
+    last, found = options.steps, [*differences(reference, sharded, lone)]
     if any(one.size for one in found):
         noise, failure = forked_ranks.run(options, "noise")
         if failure:
@@ -157,14 +156,12 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def differences(reference: list[Any], other: list[Any], lone: Any) -> list[Difference]:
-    """Return the difference of each tensor, on each rank if ranks hold full tensors.
+def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[Difference]:
+    """Yield the difference of each tensor, on each rank if ranks hold full tensors.
 
     ``lone``: lines that ranks run different numbers of times. Their tensors are left out.
     """
-    found = []
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
-    key: tuple[int, str, str]
     for key in sorted(keys, key=lambda one: one[0]):
         if any(line.partition("\n")[0] in key[2] for line in lone):
             continue
@@ -175,15 +172,15 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> list[Diffe
             theirs = [parts[0]._replace(sums=sums)] * len(theirs)
         for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if any_one := one or two:
-                norm, eps = math.hypot(*any_one.sums), any_one.eps
+                norm, eps = float(numpy.linalg.norm(any_one.sums)), any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
-                gap = math.dist(one.sums, two.sums) if one and two else 1e200
-                gap *= gap > 1e-6 * eps * norm  # smaller gaps are rounding errors of the sketches
-                found.append(Difference(*key, rank, any_one.line, norm, gap / (norm or 1.0), eps))
-    return found
+                gap = float(numpy.linalg.norm(one.sums - two.sums)) if one and two else 1e200
+                # Smaller gaps are rounding errors of the sketches.
+                size = gap * (gap > 1e-6 * eps * norm) / (norm or 1.0)
+                yield Difference._make((*key, rank, any_one.line, norm, size, eps, 0.0))
 
 
-def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | None]:
+def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference | None]:
     """Return the units of tensors, see [Note: units], in all steps that can be compared.
 
     ``noise``: the differences between two runs of the reference. Also returns the first of these
@@ -207,7 +204,7 @@ def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | No
                 return units, one
         for kind in norms:
             changed = [one.size for one in here if one.kind == kind and one.size]
-            medians[kind] = max(medians[kind], median(changed or [0.0]))
+            medians[kind] = max(medians[kind], float(numpy.median(changed or [0.0])))
         if medians["gradient"] > _CHAOS:
             break
         for one in here:
@@ -231,11 +228,11 @@ def loss_table(runs: Any, found: list[Difference], last: int) -> str:
 def cost_table(runs: Any, figures: dict[str, Any]) -> str:
     """Return a table of costs, and put them into ``figures``: the largest value of all ranks."""
     # dimensions: run, rank, step, figure
-    costs = torch.tensor([[one.costs for one in run] for run in runs], dtype=torch.float64)
-    figure = costs.diff(dim=2)[:, :, _WARM_UP:].quantile(0.5, dim=2)
+    costs = numpy.array([[one.costs for one in run] for run in runs])
+    figure = numpy.median(numpy.diff(costs, axis=2)[:, :, _WARM_UP:], axis=2)
     figure[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # the peak of all steps
     rows = [["largest of all ranks", "DDP", "flatshard", ""]]
-    for name, (one, other) in zip(COSTS, figure.amax(dim=1).T.tolist(), strict=True):
+    for name, (one, other) in zip(COSTS, figure.max(axis=1).T.tolist(), strict=True):
         figures[name] = one, other
         rows.append([name, f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}" if one else ""])
     return tabulate(rows, numbers=(1, 2, 3))

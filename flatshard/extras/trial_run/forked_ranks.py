@@ -44,7 +44,7 @@ import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim import Optimizer
+from torch.optim import optimizer as steps
 
 from flatshard.extras import peak_resident_bytes, program_line
 from flatshard.precision import cast_floats, tensors_in
@@ -83,7 +83,8 @@ class Record(NamedTuple):
     events: dict[tuple[int, str, str], Sketch]
     # Number of runs of each line that needs a change. Key: the line, and the change.
     notes: Counter[str]
-    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written.
+    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
+    # the length is the number of the current step.
     costs: list[tuple[float, float, float]]
 
 
@@ -209,10 +210,10 @@ class Recorder:
         sys.stdout.flush()
         os._exit(bool(failure))  # skip exit handlers, which may wait for other ranks
 
-    def note(self, what: str) -> str:
+    def note(self, what: str, *, counts: bool = True) -> str:
         """Return the program's current line, with a text. Counts the runs of the line."""
         note = f"{program_line(sys._getframe())}\n      {what}"
-        self.record.notes[note] += 1
+        self.record.notes.update([note] * counts)
         return note
 
     def add_model(self, model: Any) -> None:
@@ -295,7 +296,6 @@ class Recorder:
         self.record.costs.append((memory / 2**20, seconds * 1e3, written / 2**10))
 
 
-@torch.no_grad()
 def _sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
     """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
     if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
@@ -361,12 +361,13 @@ def _install(recorder: Recorder) -> None:
     warnings.warn = note  # type: ignore
     mp.spawn = mp.start_processes = _spawn
     torch.autograd.backward = functools.partial(recorder.backward, torch.autograd.backward)
-    torch.optim.optimizer.register_optimizer_step_pre_hook(recorder.before_step)
-    torch.optim.optimizer.register_optimizer_step_post_hook(recorder.after_step)
+    steps.register_optimizer_step_pre_hook(recorder.before_step)
+    steps.register_optimizer_step_post_hook(recorder.after_step)
     if recorder.options.run == "noise":
         _compute_norms_in_float64()
     if recorder.options.wrap:
-        Optimizer.__init__ = functools.partialmethod(_make_and_wrap, recorder, Optimizer.__init__)  # type: ignore
+        optimizers: Any = torch.optim.Optimizer
+        optimizers.__init__ = functools.partialmethod(_make_and_wrap, recorder, optimizers.__init__)
 
 
 def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
@@ -425,11 +426,11 @@ def _watch(recorder: Recorder, method: str) -> None:
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_training = method == "__call__" and torch.is_grad_enabled()
         if "_plain" in vars(module) and not is_training and not torch.compiler.is_compiling():
-            # Leave out calls by libraries: wrappers call their modules, and `full_state_dict` calls
-            # `state_dict` only on rank 0.
+            # Count only calls of the program: wrappers call their modules, and `full_state_dict`
+            # calls `state_dict` only on rank 0.
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            is_program = not caller.startswith(("torch.", "flatshard."))
-            if is_program and recorder.note(_NEEDS_ALL[method]) in recorder.options.lone_calls:
+            counts = not caller.startswith(("torch.", "flatshard."))
+            if recorder.note(_NEEDS_ALL[method], counts=counts) in recorder.options.lone_calls:
                 plain = vars(module)["_plain"].train(module.training)
                 before = {**vars(plain)}
                 result = real(plain, *args, **kwargs)
