@@ -116,30 +116,29 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
     first_to_fail = -1
     try:
-        try:
-            # After one rank has failed, the other ranks have five seconds to end, and to record
-            # earlier failures.
-            while not ranks.join(grace_period=5.0):
-                pass
-        except mp.ProcessExitedException as error:
-            first_to_fail = first + error.error_index
-        for rank, one in enumerate(ranks.processes, first):
-            if not store.check([f"{rank}"]):
-                log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
-                text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # The other ranks' failures, and deaths, are consequences.
-                when = 0.0 if rank == first_to_fail else sys.maxsize
-                store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
-        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
-    except RuntimeError:
-        return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
+        # After one rank has failed, the other ranks have five seconds to end, and to record earlier
+        # failures.
+        while not ranks.join(grace_period=5.0):
+            pass
+    except mp.ProcessExitedException as error:
+        first_to_fail = first + error.error_index
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
             one.kill()  # if the rank has not called `setsid` yet
             one.join()
-    return records, min(one.failure for one in records)[1]
+    for rank, one in enumerate(ranks.processes, first):
+        if not store.check([f"{rank}"]):
+            log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
+            text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
+            # The other ranks' failures, and deaths, are consequences.
+            when = 0.0 if rank == first_to_fail else sys.maxsize
+            store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
+    with contextlib.suppress(RuntimeError):  # a timeout of `get`
+        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
+        return records, min(one.failure for one in records)[1]
+    return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
 
 
 def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
