@@ -23,9 +23,10 @@ from collections import defaultdict, namedtuple
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy
+import torch
 
 from flatshard.extras import tabulate
 from flatshard.options import ShardingStrategy
@@ -167,9 +168,9 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[D
             theirs = [parts[0]._replace(sums=sums)] * len(theirs)
         for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if any_one := one or two:
-                norm, eps = float(numpy.linalg.norm(any_one.sums)), any_one.eps
+                norm, eps = float((any_one.sums**2).sum()) ** 0.5, any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
-                gap = float(numpy.linalg.norm(one.sums - two.sums)) if one and two else 1e200
+                gap = float(((one.sums - two.sums) ** 2).sum()) ** 0.5 if one and two else 1e200
                 # Smaller gaps are rounding errors of the sketches.
                 size = gap * (gap > 1e-6 * eps * norm) / (norm or 1.0)
                 yield Difference._make((*key, rank, any_one.line, norm, size, eps, 0.0))
@@ -199,7 +200,7 @@ def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference 
                 return units, one
         for kind in norms:
             changed = [one.size for one in here if one.kind == kind and one.size]
-            medians[kind] = max(medians[kind], float(numpy.median(changed or [0.0])))
+            medians[kind] = max(medians[kind], median(changed or [0.0]))
         if medians["gradient"] > _CHAOS:
             break
         for one in here:
@@ -223,11 +224,11 @@ def loss_table(runs: Any, found: list[Difference], last: int) -> str:
 def cost_table(runs: Any, figures: dict[str, Any]) -> str:
     """Return a table of costs, and put them into ``figures``: the largest value of all ranks."""
     # dimensions: run, rank, step, figure
-    costs = numpy.array([[one.costs for one in run] for run in runs])
-    figure = numpy.median(numpy.diff(costs, axis=2)[:, :, _WARM_UP:], axis=2)
+    costs = torch.tensor([[one.costs for one in run] for run in runs], dtype=torch.float64)
+    figure = costs.diff(dim=2)[:, :, _WARM_UP:].quantile(0.5, dim=2)
     figure[:, :, 0] = costs[:, :, -1, 0] - costs[:, :, 0, 0]  # the peak of all steps
     rows = [["largest of all ranks", "DDP", "flatshard", ""]]
-    for name, (one, other) in zip(COSTS, figure.max(axis=1).T.tolist(), strict=True):
+    for name, (one, other) in zip(COSTS, figure.amax(dim=1).T.tolist(), strict=True):
         figures[name] = one, other
         rows.append([name, f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}" if one else ""])
     return tabulate(rows, numbers=(1, 2, 3))
