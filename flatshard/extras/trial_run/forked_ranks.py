@@ -186,8 +186,9 @@ class Recorder:
         self.record = Record((float("inf"), ""), {}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # Number of nested optimizer steps: an optimizer may step another optimizer, and flatshard
-        # may step a copy of an optimizer. Seconds spent on recording, which do not count.
+        # `_depth`: number of nested optimizer steps, because an optimizer may step another one, and
+        # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which do
+        # not count.
         self._depth, self._aside = 0, 0.0
         self._add_costs()
 
