@@ -19,12 +19,12 @@ import argparse
 import json
 import os
 import tempfile
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,13 +51,18 @@ _MISSING = "Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: in one r
 _CHANGES = "\n\nTo keep it, change (lines that run after the last step are not listed):"
 
 
-Difference = namedtuple("Difference", "step kind name rank line norm size eps units")
-"""The difference of a tensor from the reference, the run under DistributedDataParallel.
+class Difference(NamedTuple):
+    """The difference of a tensor from the reference, the run under DistributedDataParallel."""
 
-``line``: the program's line. ``norm``: norm of the tensor in the reference. ``size``: norm of the
-difference, relative to ``norm`` if that is not 0. ``eps``: precision of the dtype. ``units``: the
-size, in units of noise.
-"""
+    step: int
+    kind: str
+    name: str
+    rank: int
+    line: str  # the program's line
+    norm: float  # norm of the tensor in the reference
+    size: float  # norm of the difference, relative to ``norm`` if that is not 0
+    eps: float  # precision of the dtype
+    units: float  # the size, in units of noise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,9 +36,9 @@ import socket
 import sys
 import time
 import warnings
-from collections import Counter, namedtuple
+from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._dynamo  # import before ranks are forked, because optimizers import it
@@ -66,23 +66,26 @@ _NEEDS_ALL = {
 }
 
 
-Sketch = namedtuple("Sketch", "line eps share sums")
-"""A sketch of this rank's elements of a tensor, see [Note: sketch].
+class Sketch(NamedTuple):
+    """A sketch of this rank's elements of a tensor, see [Note: sketch]."""
 
-``line``: line of the program during which the tensor was recorded. ``eps``: precision of the dtype;
-0 for integers. ``share``: the fraction of the elements that this rank holds; 1 for an unsharded
-tensor. ``sums``: a numpy array, because many arrays are pickled faster than many tensors.
-"""
+    line: str  # line of the program during which the tensor was recorded
+    eps: float  # precision of the dtype; 0 for integers
+    share: float  # the fraction of the elements that this rank holds; 1 for an unsharded tensor
+    sums: Any  # a numpy array, because many arrays are pickled faster than many tensors
 
-Record = namedtuple("Record", "failure events notes costs")
-"""The sketches, costs and notes of a rank, and how its run ended.
 
-``failure``: time and text; the earliest failure is the cause. An empty text: no failure.
-``events``: a dict of sketches. Keys: step, kind of tensor, name. A missing gradient has no sketch.
-``notes``: a Counter of the runs of each line that needs a change. Key: the line, and the change.
-``costs``: a list, with a tuple from before the first step and one from after each step, so its
-length is the number of the current step. The tuple: peak memory in MiB, milliseconds, KiB written.
-"""
+class Record(NamedTuple):
+    """The sketches, costs and notes of a rank, and how its run ended."""
+
+    failure: tuple[float, str]  # time and text; the earliest failure is the cause. "": no failure
+    # Keys: step, kind of tensor, name. Missing gradients have no sketch.
+    events: dict[tuple[int, str, str], Sketch]
+    # Number of runs of each line that needs a change. Key: the line, and the change.
+    notes: Counter[str]
+    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
+    # the length is the number of the current step.
+    costs: list[tuple[float, float, float]]
 
 
 def _free_port() -> int:
