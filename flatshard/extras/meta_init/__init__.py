@@ -243,7 +243,8 @@ class MetaInit:
             inner = [] if begins else None if is_unit else group
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
             num_before = len(inner or ())
-            for child in module.children():
+            # Not `children()`, which leaves out the module of a wrapper.
+            for child in filter(None, module._modules.values()):
                 visit(child, inner)
             if inner is not None and is_called:
                 inner.insert(num_before if root_first else len(inner), module)
