@@ -534,3 +534,44 @@ def parameter_subclass(side: Side) -> Any:
     fast = {"params": groups[True], "lr": 0.5}
     optimizer = torch.optim.SGD([{"params": groups[False]}, fast], lr=0.1)
     return side.fit(model, optimizer)
+
+
+class _Around(torch.optim.Optimizer):
+    """Changes gradients and lets another optimizer step, as SAM and Lookahead do."""
+
+    def __init__(self, base: torch.optim.Optimizer, is_whole: bool, shares: bool) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base_optimizer, self.is_whole = base, is_whole
+        if shares:
+            self.param_groups, self.state = base.param_groups, base.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.is_whole and param.ndim == 2:
+                    param.grad.div_(torch.linalg.svdvals(param.grad)[0])
+        return self.base_optimizer.step(closure)
+
+
+def _around_adam(is_whole: bool, shares: bool) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model, losses = side.wrap(Mlp()), []
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(6):
+            # Adam steps by itself, then inside another optimizer, which is made for this step.
+            one = adam if step % 3 == 0 else _Around(adam, is_whole, shares)
+            losses += side.fit(model, one, steps=1, first=step)[:-1]
+        return [*losses, model]
+
+    return script
+
+
+for _name, _is_whole, _shares in (
+    ("around_adam", False, False),
+    ("around_adam_with_its_state", False, True),
+    ("around_adam_whole", True, False),
+    ("around_adam_whole_with_its_state", True, True),
+):
+    _title = "an optimizer around Adam, made anew in each step"
+    add(_name, "passes", _title, _around_adam(_is_whole, _shares), ways=("full", "hybrid-op"))
