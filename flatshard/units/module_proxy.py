@@ -101,7 +101,8 @@ class ModuleProxy(nn.Module):
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
-                "would be hidden from the wrapped module. Assign the value before wrapping."
+                "would be hidden from the wrapped module. Assign the value before wrapping. To "
+                "export the model, load its full_state_dict() into an unwrapped model."
             )
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(
@@ -175,8 +176,11 @@ class ModuleProxy(nn.Module):
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         self.module.register_buffer(*args, **kwargs)
 
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        self.module.register_parameter(*args, **kwargs)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        for known, own in self.module._parameters.items():
+            if own is param is not None:  # `prune` renames the parameter before it replaces it
+                del self._parameters[known]
+        self.module.register_parameter(name, param)
 
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         self.module.add_module(*args, **kwargs)

@@ -1,12 +1,14 @@
 """Programs that walk through the modules of a model and edit them; not in the table."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from tests.idioms.side import Side, idiom
+from tests.idioms.side import ROWS, Side, add, idiom
 from tests.models import Mlp
 
 
@@ -91,4 +93,36 @@ def activation_replaced(side: Side) -> Any:
                 setattr(module, name, nn.GELU())
 
     replace(model)
+    return side.fit(model)
+
+
+def _made_of(make: Callable[[nn.Module, Tensor], Any]) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model, x = side.wrap(Mlp()), side.draw(9, ROWS, 7)
+        side.fit(model)
+        with torch.no_grad():
+            return make(side.inner(model).eval(), x)(x)
+
+    return script
+
+
+add("traced", "walks", "`torch.jit.trace(model.module, x)`", _made_of(torch.jit.trace))
+add(
+    "exported",
+    "walks",
+    "`torch.export`",
+    _made_of(lambda m, x: torch.export.export(m, (x,)).module()),
+)
+add("copied_shallowly", "walks", "`copy.copy(model.module)`", _made_of(lambda m, _: copy.copy(m)))
+
+
+@idiom("`prune` after wrapping")
+def pruned_afterwards(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    layer = side.inner(model).fc2
+    try:
+        prune.l1_unstructured(layer, "weight", amount=0.5)
+    except RuntimeError:
+        assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+        raise
     return side.fit(model)
