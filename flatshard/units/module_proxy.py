@@ -127,11 +127,30 @@ class ModuleProxy(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.module[key] = value  # type: ignore[operator]
+
+    def __delitem__(self, key: Any) -> None:
+        del self.module[key]  # type: ignore[operator]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.module  # type: ignore[operator]
+
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    # A program may look for a unit among `model.modules()`, or read a dict whose keys are modules.
+
+    def __eq__(self, other: object) -> bool:
+        module = self._module_if_set()
+        return self is other or (module is not None and (module == other or other == module))
+
+    def __hash__(self) -> int:
+        module = self._module_if_set()
+        return super().__hash__() if module is None else hash(module)
 
     def __bool__(self) -> bool:
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.

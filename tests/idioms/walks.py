@@ -82,6 +82,25 @@ def class_assigned(side: Side) -> Any:
     return [isinstance(side.inner(model).fc2, _Twice), *side.fit(model)]
 
 
+@idiom("layers found among `modules()`, and as keys of dicts", ways=("full",))
+def looked_up(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    layers = [*side.inner(model).children()]
+    names = {module: name for name, module in side.inner(model).named_modules()}
+    found = [layer in set(model.modules()) and layer in list(model.modules()) for layer in layers]
+    return [found, [names[layer] for layer in layers], len({*layers, *side.inner(model).modules()})]
+
+
+@idiom("items of a sharded `nn.Sequential` assigned, deleted and looked for", ways=("full",))
+def items_of_sequential(side: Side) -> Any:
+    layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Tanh(), nn.Linear(5, 3))
+    model = side.wrap(nn.Sequential(layers, nn.Tanh()), nn.Sequential)
+    inner = side.inner(model)[0]
+    inner[1] = nn.GELU()
+    del inner[2]
+    return [inner[1] in inner, *side.fit(model)]
+
+
 @idiom("layers without parameters replaced after wrapping", ways=("full",))
 def activation_replaced(side: Side) -> Any:
     model = side.wrap(nn.Sequential(nn.Linear(7, 5), nn.Sequential(nn.ReLU(), nn.Linear(5, 3))))
