@@ -84,7 +84,13 @@ def _replaced_later(keywords: dict[str, Any]) -> None:
 
 def _assigned(keywords: dict[str, Any]) -> None:
     model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
+    model.head = nn.Linear(4, 6)
+
+
+def _assigned_in_place(keywords: dict[str, Any]) -> None:
+    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
     setattr(model, "0", nn.Linear(4, 6))
+    model(torch.randn(2, 4))
 
 
 def _functional(keywords: dict[str, Any]) -> None:
@@ -106,7 +112,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping": _added,
     "parameter '0.1.weight' was added after wrapping": _added_later,
     "parameter '1.weight' was added after wrapping: it": _replaced_later,
-    "assigned to '0' of a sharded module": _assigned,
+    "assigned to 'head' of a sharded module": _assigned,
+    "parameter '0.weight' .* was replaced after wrapping|was added after": _assigned_in_place,
     "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
 }
 
