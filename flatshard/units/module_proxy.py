@@ -146,7 +146,9 @@ class ModuleProxy(nn.Module):
 
     def __eq__(self, other: object) -> bool:
         module = self._module_if_set()
-        return self is other or (module is not None and (module == other or other == module))
+        # Two wrappers are never equal: a wrapper may be around another wrapper.
+        is_other = module is None or isinstance(other, ModuleProxy)
+        return self is other if is_other else module == other
 
     def __hash__(self) -> int:
         module = self._module_if_set()
