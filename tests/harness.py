@@ -312,6 +312,21 @@ def naming(configuration: object) -> Iterator[None]:
         raise
 
 
+def refuses(
+    error: type[BaseException] | tuple[type[BaseException], ...],
+    message: str,
+    call: Callable[..., object],
+    *args: Any,
+    **keywords: Any,
+) -> None:
+    """Expect that the call raises this error, with text that matches ``message``.
+
+    A failure names the message, so that a test may try a table of calls.
+    """
+    with naming(message), pytest.raises(error, match=message):
+        call(*args, **keywords)
+
+
 @contextlib.contextmanager
 def full_disk(limit: int) -> Iterator[None]:
     """Let this process write no file of more than ``limit`` bytes: EFBIG, as ENOSPC would be."""

@@ -32,15 +32,7 @@ from torch.testing import assert_close
 import flatshard
 import flatshard.checkpoint
 from tests import forked_python
-from tests.documents import (
-    Fence,
-    before_and_after,
-    build,
-    data,
-    examples,
-    fences,
-    surroundings,
-)
+from tests.documents import Fence, before_and_after, build, data, examples, fences, surroundings
 from tests.harness import naming, run_ranks
 from tests.scripts import torchrun
 

@@ -25,13 +25,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import (
-    assert_same_state,
-    snapshot,
-    step_and_zero,
-    train_steps,
-    trainable,
-)
+from tests.oracle import assert_same_state, snapshot, step_and_zero, train_steps, trainable
 from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]

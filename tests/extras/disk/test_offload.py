@@ -21,13 +21,7 @@ from flatshard.options import OffloadError, as_cpu_offload
 from flatshard.tensor.sharded_tensor import local_range
 from tests.harness import naming, on_ranks
 from tests.models import CASES
-from tests.oracle import (
-    OPTIMIZERS,
-    local_loss,
-    snapshot,
-    step_and_zero,
-    trainable,
-)
+from tests.oracle import OPTIMIZERS, local_loss, snapshot, step_and_zero, trainable
 
 Figures = tuple[dict[str, Tensor], list[float], dict[str, Any]]
 
