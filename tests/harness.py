@@ -312,7 +312,7 @@ def naming(configuration: object) -> Iterator[None]:
         raise
 
 
-def refuses(
+def assert_raises(
     error: type[BaseException] | tuple[type[BaseException], ...],
     message: str,
     call: Callable[..., object],

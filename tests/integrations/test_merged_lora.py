@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import full_disk, naming, run_ranks
+from tests.harness import assert_raises, full_disk, naming, run_ranks
 from tests.integrations import PRELOAD
 
 
@@ -185,8 +185,7 @@ def _refused() -> None:
         ),
     ):
         model = ShardedWrapper(_adapted(config))
-        with naming(message), pytest.raises(NotImplementedError, match=message):
-            flatshard.full_tensors(model, merge_lora=True)
+        assert_raises(NotImplementedError, message, flatshard.full_tensors, model, merge_lora=True)
     prompted = _adapted(lambda: _config(target_modules=["first"]))
     prompted.base_model = Model()  # as with prompt tuning, which has no adapters in layers
     with pytest.raises(NotImplementedError, match="'' is a PeftModel, and only LoRA"):

@@ -14,7 +14,7 @@ from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
 from tests.combinations import usual_and_every
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same
 from tests.ways import WAYS, ranks_of
@@ -128,8 +128,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         assert_same(_gradients(model), expected)
     model.zero_grad()
     for tensor in ("loss", "input"):  # the backward fails before or after the model's
-        with pytest.raises(RuntimeError, match="planted"):
-            _fail_in_backward(model, case, tensor)
+        assert_raises(RuntimeError, "planted", _fail_in_backward, model, case, tensor)
         backward(1)
         model.zero_grad()
     backward(1)
@@ -185,8 +184,7 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         _loss(model, case, rank, 0, 1).backward()
 
     def raises(message: str, act: Callable[[], object], kind: Any = RuntimeError) -> None:
-        with naming(message), pytest.raises(kind, match=message):
-            act()
+        assert_raises(kind, message, act)
         assert all(param.grad is None for param in model.parameters())
 
     raises("counts of average_over, backward", lambda: backward(None, 2), CollectiveError)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import ShardedWrapper
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 
 pytestmark = pytest.mark.by_turns
 
@@ -68,8 +68,7 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
             optimizer = make(list(model.parameters()), rank)
             _backward(model)
             optimizer.step()
-            with pytest.raises(RuntimeError, match=expected):
-                _backward(model)
+            assert_raises(RuntimeError, expected, _backward, model)
     # A scheduler that gets this rank's metric.
     model = ShardedWrapper(_model(), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -84,8 +83,7 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(1 + rank):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)"):
-        _backward(model)
+    assert_raises(RuntimeError, r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)", _backward, model)
     _backward(model)
     # Steps in backward.
     model = ShardedWrapper(_model(), sharding_strategy=strategy)
@@ -94,8 +92,7 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
     for _ in range(2):
         _backward(model)
     optimizer.param_groups[0]["lr"] += rank
-    with pytest.raises(RuntimeError, match=r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1"):
-        _backward(model)
+    assert_raises(RuntimeError, r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1", _backward, model)
 
 
 def _scheduled(params: Params, rank: int) -> Iterator[None]:
@@ -187,5 +184,4 @@ def test_experts(rank: int, world_size: int) -> None:
     for group in optimizer.param_groups[:1]:
         group["lr"] += rank
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"'lr' of SGD's group with '0.bias'"):
-        _backward(model)
+    assert_raises(RuntimeError, r"'lr' of SGD's group with '0.bias'", _backward, model)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper
 from flatshard.wrap import CustomPolicy
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import Case, vectors
 from tests.oracle import ROWS, assert_same_gradients
@@ -141,8 +141,7 @@ def test_refused(rank: int, world_size: int) -> None:
         (["expert"], ValueError, "'expert' is not in the _Mixture"),
         ([nn.Conv2d], ValueError, "is not in the _Mixture"),
     ):
-        with pytest.raises(error, match=message):
-            _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=value)
+        assert_raises(error, message, _MIXTURE.wrap, _MIXTURE.model(), allow_divergence=value)
     warns = pytest.warns(UserWarning, match="allow_divergence has no effect")
     with warns if rank == 0 else contextlib.nullcontext():
         ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])

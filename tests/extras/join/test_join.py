@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import ShardedWrapper
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import ROWS, assert_same, snapshot
 
@@ -148,8 +148,7 @@ def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
     ):
         model = case.wrap(case.model())
         optimizer = kind(model.parameters(), lr=0.1)
-        with naming(message), pytest.raises(RuntimeError, match=message):
-            _loop(model, optimizer, counts[rank], **keywords)
+        assert_raises(RuntimeError, message, _loop, model, optimizer, counts[rank], **keywords)
     _no_input_at_all(rank)
     _schedule_that_fell_behind(rank)
     _refused(rank)
@@ -189,8 +188,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot .* has a communication hook"):
         model.join().__enter__()
     model = case.wrap(case.model())
-    with pytest.raises(RuntimeError, match="is inside a wrapper"):
-        model.fc1.join().__enter__()
+    assert_raises(RuntimeError, "is inside a wrapper", model.fc1.join().__enter__)
     with model.join(enable=False):
         pass
     with (

@@ -18,7 +18,7 @@ import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
@@ -145,8 +145,7 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
             partial = expected.state_dict()
             del partial["norm.running_mean"], partial["head.weight"], partial["embedding.weight"]
             model.load_state_dict(partial, strict=False)
-            with pytest.raises(RuntimeError, match=r"'embedding.weight' and 1 more: left empty"):
-                model(tokens)
+            assert_raises(RuntimeError, r"'embedding.weight' and 1 more: left empty", model, tokens)
             model.load_state_dict(expected.state_dict())
             same(model, expected)
 
@@ -341,8 +340,7 @@ ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
 def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     for build, init_fn, kind, message in ERRORS:
         model = on_meta(lambda build=build: nn.Sequential(build()))
-        with naming(message), pytest.raises(kind, match=message):
-            ShardedWrapper(model, param_init_fn=init_fn)
+        assert_raises(kind, message, ShardedWrapper, model, param_init_fn=init_fn)
     with naming("only rank 0 would have to, and can't"), pytest.raises(ValueError, match="rank 0"):
         ShardedWrapper(on_meta(lambda: nn.Sequential(NoReset())), sync_module_states=True)
     with naming("rank 0 has them"):

@@ -24,7 +24,7 @@ from flatshard.collectives import record
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.outcomes import QUICK
 from tests.ways import BASIC, WAYS, on_ranks_each_way
@@ -384,12 +384,10 @@ def test_writes_are_refused(rank: int, world: int) -> None:
             inside = _wrap(Parent(lambda m, x, edit=edit: edit(m) and m.child(x)), "full")
             with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
                 inside(x)
-        with pytest.raises(ValueError, match="read-only"):
-            sharded.child.weight.data[0].numpy().fill(0)
+        assert_raises(ValueError, "read-only", sharded.child.weight.data[0].numpy().fill, 0)
         for use in (edit_in_forward, edit_alias_in_forward, replace_in_forward):
             changed = _wrap(Parent(use), "full")
-            with pytest.raises(RuntimeError, match=r"edit|replaced"):
-                changed(_batch(0, rank))
+            assert_raises(RuntimeError, r"edit|replaced", changed, _batch(0, rank))
 
 
 @on_ranks(2)
@@ -565,8 +563,7 @@ def test_noise_outside_of_forward_in_a_loss(rank: int, world: int, way: str) -> 
         F.dropout(weight.detach()),
         weight.data - _apart_on(rank),
     ):
-        with pytest.raises(CollectiveError, match=r"different collectives"):
-            (2 * value).norm()
+        assert_raises(CollectiveError, r"different collectives", (2 * value).norm)
 
 
 def _full(weight: Tensor) -> Tensor:

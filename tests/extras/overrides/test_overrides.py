@@ -13,7 +13,7 @@ from torch import nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Mlp
 from tests.precision.masters import (
     BF16,
@@ -99,8 +99,7 @@ def test_what_is_said(rank: int, world_size: int) -> None:
         wrap(Mlp(), {"fc9.*": FP32})
     tied = CASES["tied-in-unit"].model(FP32)
     match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
-    with pytest.raises(ValueError, match=match):
-        wrap(tied, {"head": FP32})
+    assert_raises(ValueError, match, wrap, tied, {"head": FP32})
     with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):
         wrap(Mlp(), lambda param: torch.int8)
     with pytest.raises(ValueError, match="the ranks build different models"):

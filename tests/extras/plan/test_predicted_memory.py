@@ -13,7 +13,7 @@ from flatshard.memory_plan import checkpoint_blocks, predict
 from flatshard.module.wrappers import handles_in
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.extras.plan import Block
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 
 WIDTH = 96
 
@@ -175,5 +175,4 @@ def test_table_and_refusals() -> None:
     for size in (None, 3):
         with pytest.raises(ValueError, match=f"HYBRID_SHARD needs ranks_per_node.* got {size}"):
             predict(model(), world_size=4, sharding_strategy="HYBRID_SHARD", ranks_per_node=size)
-    with pytest.raises(TypeError, match="auto_wrap_policy"):
-        predict(model(), world_size=4, auto_wrap_policy=3)
+    assert_raises(TypeError, "auto_wrap_policy", predict, model(), world_size=4, auto_wrap_policy=3)

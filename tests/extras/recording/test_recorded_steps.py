@@ -19,7 +19,7 @@ from flatshard.engine.events import Kind, StepExtension
 from flatshard.extras.recording.step_report import Range, StepReport
 from flatshard.module.wrappers import handles_in
 from flatshard.options.extras import EXTRAS
-from tests.harness import allow_warnings, on_ranks
+from tests.harness import allow_warnings, assert_raises, on_ranks
 from tests.models import CASES, loss_of
 from tests.oracle import snapshot
 
@@ -43,8 +43,7 @@ def _gathered(model: nn.Module) -> int:
 @on_ranks(2)
 def test_figures(rank: int, world_size: int, case: str) -> None:
     model = CASES[case].wrap(CASES[case].model())
-    with pytest.raises(RuntimeError, match=r"with model\.record_steps\(\)"):
-        model.step_report()
+    assert_raises(RuntimeError, r"with model\.record_steps\(\)", model.step_report)
     _step(case, model)
     seen: list[tuple[int, int]] = []
 
@@ -167,8 +166,7 @@ def test_the_table_and_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report.plot_memory(str(tmp_path / "memory.svg"))
     assert (tmp_path / "memory.svg").stat().st_size > 1000
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        report.plot_memory("memory.png")
+    assert_raises(ImportError, "pip install matplotlib", report.plot_memory, "memory.png")
 
 
 # ---------------------------------------------------------------- watchers change nothing

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 from flatshard import MixedPrecision, ShardedWrapper, collectives
 from flatshard.options.precision import FLOAT8
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, Mlp
 from tests.oracle import (
     OPTIMIZERS,
@@ -214,8 +214,7 @@ def test_refused(strategy: str, hook: Any, error: type[Exception], message: str)
             sharding_strategy=strategy,
             mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
         )
-    with pytest.raises(error, match=message):
-        model.register_comm_hook(None, hook)
+    assert_raises(error, message, model.register_comm_hook, None, hook)
     local_loss(model, MLP, 0, 0, 1).backward()
     model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
     with model.no_sync():

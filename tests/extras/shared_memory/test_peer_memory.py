@@ -27,7 +27,7 @@ from flatshard.extras import mapped_files, page_pool, shared_memory
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
 from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
@@ -347,8 +347,7 @@ def test_what_was_awaited_together_takes_one_timeout() -> None:
     for which in range(3):
         wait = together[which] if which < 2 else process.offered(7, 4)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"process {os.getpid()} sent nothing in 0.4 s"):
-            wait.wait()
+        assert_raises(RuntimeError, f"process {os.getpid()} sent nothing in 0.4 s", wait.wait)
         took.append(time.monotonic() - began)
     process.offered(7, 1).wait()
     process.pid = 1 << 22  # no process has this number

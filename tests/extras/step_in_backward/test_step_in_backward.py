@@ -17,7 +17,7 @@ from flatshard.engine import reduce_queue
 from flatshard.extras.step_in_backward import is_sending
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
 from tests.oracle import assert_same_state, local_loss, snapshot, step_and_zero, trainable
 
@@ -374,8 +374,7 @@ def test_refused(rank: int, world_size: int) -> None:
             model.step_in_backward(wrong)  # type: ignore[arg-type]
 
     registration = model.step_in_backward(counting)
-    with pytest.raises(NotImplementedError, match=r"Counting.step\(\) changes 'count'"):
-        run.loss(0).backward()
+    assert_raises(NotImplementedError, r"Counting.step\(\) changes 'count'", run.loss(0).backward)
     registration.remove()
     model.zero_grad()
     model.state_dict()  # no rank was left waiting
@@ -385,8 +384,7 @@ def test_refused(rank: int, world_size: int) -> None:
         ValueError, match="SGD holds parameters that another optimizer already steps"
     ):
         model.step_in_backward(sgd)
-    with pytest.raises(ValueError, match="on a part of the module"):
-        ShardedWrapper(nn.Sequential(model))
+    assert_raises(ValueError, "on a part of the module", ShardedWrapper, nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
         model.clip_grad_norm_(1.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -394,12 +392,10 @@ def test_refused(rank: int, world_size: int) -> None:
         model.step_in_backward(torch.optim.SGD(params), scaler)
     scaler.scale(run.loss(0)).backward()
     assert params[2].grad is not None  # which no optimizer steps in backward
-    with pytest.raises(RuntimeError, match=r"'mixing': .*GradScaler"):
-        scaler.unscale_(adam)
+    assert_raises(RuntimeError, r"'mixing': .*GradScaler", scaler.unscale_, adam)
     with pytest.raises(RuntimeError, match=r"'mixing': .*Clipping by a norm"):
         nn.utils.clip_grad_norm_(params[:1], 1.0)
-    with pytest.raises(RuntimeError, match="stepped the parameter and dropped"):
-        params[0].grad.norm()
+    assert_raises(RuntimeError, "stepped the parameter and dropped", params[0].grad.norm)
     assert "ConsumedGrad('mixing'" in repr(params[0].grad)
 
 

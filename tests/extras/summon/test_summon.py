@@ -14,7 +14,7 @@ from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.extras.summon.summoning import assert_trains_alike, summon
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
@@ -221,10 +221,8 @@ def test_rank0_only(rank: int, world_size: int, way: str) -> None:
             now = list(sharded.model.named_parameters())
             assert all(new is old for (_, new), (_, old) in zip(now, before, strict=True))
             if not way.startswith("no_shard"):
-                with pytest.raises(RuntimeError, match="rank0_only"):
-                    sharded.model.state_dict()
-        with pytest.raises(RuntimeError, match="asked for summon_full"):
-            summon(sharded.model).__enter__()
+                assert_raises(RuntimeError, "rank0_only", sharded.model.state_dict)
+        assert_raises(RuntimeError, "asked for summon_full", summon(sharded.model).__enter__)
     for run in (sharded, plain):
         run.step()
     assert_trains_alike(sharded, plain)
@@ -345,8 +343,7 @@ def test_gradients_that_are_not_reduced(rank: int, world_size: int, way: str) ->
     sharded.loss(0).backward()
     with sharded.no_sync():
         sharded.loss(1).backward()
-    with pytest.raises(RuntimeError, match=r"'fc\d.*no_sync"):
-        summon(sharded.model, with_grads=True).__enter__()
+    assert_raises(RuntimeError, r"'fc\d.*no_sync", summon(sharded.model, with_grads=True).__enter__)
     sharded.loss(2).backward()
     with summon(sharded.model, with_grads=True):
         assert_same_gradients(sharded.model, plain.model)

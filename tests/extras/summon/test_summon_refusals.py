@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatshard import collectives
 from tests.extras.summon.summoning import assert_trains_alike, summon
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
 from tests.ways import on_ranks_each_way
@@ -24,20 +24,17 @@ def test_refused_inside_and_in_a_step(rank: int, world_size: int, way: str) -> N
     sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model), sharded.no_sync():
         for attempt in (copy.deepcopy, nn.Module.float):
-            with pytest.raises(RuntimeError, match=r"unit .*summon_full_params"):
-                attempt(sharded.model)
+            assert_raises(RuntimeError, r"unit .*summon_full_params", attempt, sharded.model)
 
     def ask(*_: Any) -> None:
         summon(sharded.model).__enter__()
 
     removable = sharded.submodule("fc2").register_forward_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        sharded.loss(0)
+    assert_raises(RuntimeError, "between steps", sharded.loss, 0)
     removable.remove()
     output = sharded.model(sharded.inputs(0))
     output.register_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        output.sum().backward()
+    assert_raises(RuntimeError, "between steps", output.sum().backward)
     assert_trains_alike(sharded, plain)
 
 
@@ -173,8 +170,7 @@ def test_forward_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
         if rank == 0 or way == "no_shard":
             torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
         else:
-            with pytest.raises(RuntimeError, match=r"unit .*, rank 1: .*summon_full_params"):
-                sharded.evaluate()
+            assert_raises(RuntimeError, r"unit .*, rank 1: .*summon_full_params", sharded.evaluate)
     assert not events
     # Nor need ranks evaluate equally often, as their shares of the data differ.
     with summon(sharded.model, writeback=False), collectives.record() as events:
@@ -217,11 +213,9 @@ def test_backward_inside_is_refused(rank: int, world_size: int, way: str) -> Non
         loss, kept = sharded.loss(0), sharded.loss(1)
         (slope, *_) = torch.autograd.grad(loss, list(sharded.model.parameters()), retain_graph=True)
         assert slope.any()
-        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
-            loss.backward()
+        assert_raises(RuntimeError, r"unit .*gradients of full parameters", loss.backward)
     if way != "no_shard":  # where they are the parameters themselves
-        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
-            kept.backward()
+        assert_raises(RuntimeError, r"unit .*gradients of full parameters", kept.backward)
     sharded.optimizer.zero_grad()
     assert_trains_alike(sharded, plain)
 
@@ -245,6 +239,5 @@ def test_between_forward_and_backward(rank: int, world_size: int, way: str) -> N
         for run in (sharded, plain):
             run.submodule("fc2").weight.data[0, 0] = 3.0
     if way != "no_shard":
-        with pytest.raises(RuntimeError, match="modified between forward and backward"):
-            loss.backward()
+        assert_raises(RuntimeError, "modified between forward and backward", loss.backward)
     assert_trains_alike(sharded, plain)

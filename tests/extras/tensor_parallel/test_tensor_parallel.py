@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint, full_tensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
@@ -290,17 +290,14 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
         lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
         lambda: distribute_module(plain.module.last, mesh["tp"]),
     ):
-        with pytest.raises(ValueError, match=r"cannot follow ShardedWrapper: .*parallelize_module"):
-            apply()
+        assert_raises(ValueError, r"cannot follow ShardedWrapper: .*parallelize_module", apply)
     wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
-    with pytest.raises(RuntimeError, match=r"made before wrapping, and still has the DTensor"):
-        early.step()
+    assert_raises(RuntimeError, r"made before wrapping, and still has the DTensor", early.step)
     for call in (
         lambda: checkpoint.save(f"{tmp_path}/it", wrapped),
         lambda: checkpoint.save_safetensors(wrapped, f"{tmp_path}/it.safetensors"),
     ):
-        with pytest.raises(NotImplementedError, match="was a DTensor before"):
-            call()
+        assert_raises(NotImplementedError, "was a DTensor before", call)
     wrapped(_batch(0)).mean().backward()
     with pytest.raises(NotImplementedError, match=r"was a DTensor\. Muon needs full"):
         torch.optim.Muon([p for p in wrapped.parameters() if p.dim() == 2]).step()

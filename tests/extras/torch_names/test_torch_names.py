@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
 from flatshard.extras import torch_names
-from tests.harness import allow_warnings, on_ranks
+from tests.harness import allow_warnings, assert_raises, on_ranks
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
@@ -175,7 +175,6 @@ def test_attributes_and_refused_methods() -> None:
         ShardedWrapper.set_state_dict_type(model, "LOCAL_STATE_DICT")
     for name in ("join_hook", "scatter", "full_optim_state_dict"):
         for owner in (model, ShardedWrapper):
-            with pytest.raises(AttributeError, match=f"{name} is not available"):
-                getattr(owner, name)
+            assert_raises(AttributeError, f"{name} is not available", getattr, owner, name)
     with pytest.raises(AttributeError, match="type object 'ShardedWrapper' has no attribute 'fo'"):
         ShardedWrapper.fo  # noqa: B018

@@ -15,7 +15,7 @@ from torch import nn
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.extras import uneven
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, loss_of
 from tests.oracle import ROWS, assert_same
 from tests.ways import WAYS, ranks_of
@@ -140,8 +140,7 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
     def fail_in_forward() -> None:
-        with pytest.raises(RuntimeError, match="shapes"):
-            model(inputs[:, 1:])
+        assert_raises(RuntimeError, "shapes", model, inputs[:, 1:])
 
     def nested() -> None:
         with model.no_sync():

@@ -21,7 +21,7 @@ from flatshard.extras import weights as weights_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.forked_python import PYTHON
-from tests.harness import on_ranks
+from tests.harness import assert_raises, on_ranks
 from tests.models import CASES
 from tests.side import Run, pair
 from tests.ways import WAYS, ranks_of
@@ -243,8 +243,7 @@ def test_one_rank_stops(rank: int, world_size: int, name: str) -> None:
         del items
     else:
         place = "before the first item" if name == "never" else "after '"
-        with pytest.raises(RuntimeError, match=f"rank 1 stopped reading {place}"):
-            list(items)
+        assert_raises(RuntimeError, f"rank 1 stopped reading {place}", list, items)
     Run(model, case, rank, world_size).train()
     _assert_same(_tensors(model), _expected(model))
 
@@ -270,8 +269,7 @@ def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> N
     inputs = case.batch(0, 4, torch.float64)[0]
     items = flatshard.full_tensors(model)
     next(items)
-    with pytest.raises(RuntimeError, match=r"a forward began before full_tensors\(\) was read"):
-        model(inputs)
+    assert_raises(RuntimeError, r"a forward began before full_tensors\(\) was read", model, inputs)
     with pytest.raises(ValueError, match=r"another full_tensors\(\) of this model is not finished"):
         flatshard.full_tensors(model)
     list(items)
@@ -279,8 +277,7 @@ def test_a_forward_or_a_write_between_two_items(rank: int, world_size: int) -> N
     next(items)
     with torch.no_grad():
         next(model.parameters()).mul_(2)
-    with pytest.raises(RuntimeError, match=r"wrote parameter '.*' .* before the last item"):
-        list(items)
+    assert_raises(RuntimeError, r"wrote parameter '.*' .* before the last item", list, items)
     model(inputs).sum().backward()
 
 

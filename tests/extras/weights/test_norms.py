@@ -10,7 +10,7 @@ from torch import nn
 
 from flatshard import CollectiveError, ShardedWrapper, collectives
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.side import pair
 from tests.ways import WAYS, ranks_of
 
@@ -102,15 +102,12 @@ def test_inf_and_nan_are_named_with_their_ranks(rank: int, world_size: int) -> N
 @on_ranks(2)
 def test_refusals(rank: int, world_size: int) -> None:
     model = ShardedWrapper(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="'weights'"):
-        model.norms("weights")
-    with pytest.raises(ValueError, match="'layer'"):
-        model.norms("grad", "layer")
+    assert_raises(ValueError, "'weights'", model.norms, "weights")
+    assert_raises(ValueError, "'layer'", model.norms, "grad", "layer")
     assert model.norms() == {}
     with model.no_sync():
         model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match="no_sync"):
-        model.norms()
+    assert_raises(RuntimeError, "no_sync", model.norms)
     # Ranks must not add a parameter to a gradient of the same name.
     for kinds in (("param", "grad"), ("update", "grad"), ("param", "update")):
         model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())

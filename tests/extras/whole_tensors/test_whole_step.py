@@ -22,7 +22,7 @@ from flatshard.extras.whole_tensors import choose_owners, step_cost
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
 from flatshard.units.layout import FlatLayout
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same, snapshot
 from tests.side import TOLERANCE, Run, assert_same_model, pair
 
@@ -232,8 +232,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) 
     optimizer.step()
     after = snapshot(run.model)
     optimizer.defaults["largest"] = max(param.numel() for param in run.model.parameters())
-    with pytest.raises(FloatingPointError, match=r"not finite \(rank [01]\)"):
-        optimizer.step()
+    assert_raises(FloatingPointError, r"not finite \(rank [01]\)", optimizer.step)
     assert_same(run.model, after, rtol=0.0, atol=0.0)
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     optimizer.defaults["largest"] = 0
@@ -368,8 +367,7 @@ def test_other_state_on_each_rank(
         )
         # Under NO_SHARD, torch's get_optimizer_state_dict communicates nothing.
         for save in saves[: 2 if strategy == "NO_SHARD" else 3]:
-            with pytest.raises(ValueError, match=name):
-                save()
+            assert_raises(ValueError, name, save)
         model, optimizer = built()
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
@@ -406,8 +404,7 @@ def test_gradients_that_an_optimizer_finds_by_modules(rank: int, world_size: int
     assert_same_model(*pairs)
     sharded, _ = pair(rank, world_size, "full")
     sharded.optimizer = _OfModules(sharded.model, lambda grad: grad.full_tensor().svd()[0] @ "")
-    with pytest.raises(NotImplementedError, match="in attribute 'parts'"):
-        sharded.train(0, 1)
+    assert_raises(NotImplementedError, "in attribute 'parts'", sharded.train, 0, 1)
 
 
 @on_ranks(2)
