@@ -6,7 +6,7 @@ computes each rank's loss alone and adds up their gradients, as an average over 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,32 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](trainable(model))
 
 
+def trained(
+    case: Case, rank: int, world_size: int, **keywords: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of three steps of the model, wrapped with these keywords."""
+    model = case.wrap(case.model(), **keywords)
+    return train_steps(model, sgd(model), case, rank, world_size, steps=3), snapshot(model)
+
+
+def step_with(optimizers: Sequence[torch.optim.Optimizer], loss_of: Callable[[], Tensor]) -> None:
+    """One step of each optimizer, with gradients of this loss; L-BFGS computes it repeatedly."""
+
+    def closure() -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        optimizers[0].step(closure)
+        return
+    closure()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def step_and_zero(*optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.step()
@@ -178,6 +204,10 @@ def assert_same_gradients(
             assert mine.grad is not None, name
             grad = getattr(mine.grad, "full_tensor", mine.grad.detach)()
             torch.testing.assert_close(grad, theirs.grad, rtol=rtol, atol=atol, msg=name)
+
+
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+"""The same structure, shapes, dtypes and bits."""
 
 
 def own_parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
-from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+from tests.oracle import assert_equal, assert_same_gradients, sgd, train_steps, trained
 
 pytestmark = pytest.mark.by_turns
 
@@ -56,6 +56,7 @@ def _may_read() -> None:
         pytest.skip(f"a process may not read another one's memory here: {os.strerror(number)}")
 
 
+NO_MEMORY = OSError(12, "none")
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "zero2": {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -104,13 +105,6 @@ def in_small_pieces() -> Iterator[None]:
         yield
 
 
-def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
-    model = case.wrap(case.model(), **keywords)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
-    return losses, snapshot(model)
-
-
 @pytest.mark.parametrize(
     ("world_size", "settings", "names"),
     [
@@ -135,15 +129,13 @@ def test_same_as_sockets(
                     with mapping_for("sockets") as made, in_small_pieces():
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
-                    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                    assert_equal(actual, expected)
                 with counting_reads() as sizes:
-                    actual = trained(case, rank, world_size, **keywords)
+                    assert_equal(trained(case, rank, world_size, **keywords), expected)
                 assert sizes, "nothing was read"
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
                 with mapping(shared_memory.MappedShards) as made, counting_reads():
-                    actual = trained(case, rank, world_size, **keywords)
-                    assert made or what in ON_NODES, "nothing was mapped"
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                    assert_equal(trained(case, rank, world_size, **keywords), expected)
+                assert made or what in ON_NODES, "nothing was mapped"
 
 
 # ---------------------------------------------------------------- in time
@@ -205,13 +197,16 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
     offload = {"cpu_offload": CPUOffload(path=tmp_path)} if where == "disk" else {}
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(7, 7) for _ in range(31)))
+
     with mapping(shared_memory.MappedShards) as made:
-        model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
-        del model
+        ShardedWrapper(layers())
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:
             model = ShardedWrapper(
-                nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))),
+                layers(),
                 auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
                 coalesce_bytes=0,
                 **offload,
@@ -237,7 +232,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        assert_equal(model.state_dict(), before)
 
         # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
         # be moved, they have new ones.
@@ -248,15 +243,12 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
             *((0, "create"), (1, "map_at"), (1, last)),
             (1, "reserve_range"),  # `ulimit -v`
         ):
-            failing = mock.Mock(side_effect=OSError(12, "none"))
-            if name == "_move_pages":
-                failing = mock.Mock(return_value=False)
-            fails = failing if rank == rank_without else None
+            none = {"return_value": False} if name == "_move_pages" else {"side_effect": NO_MEMORY}
+            fails = mock.Mock(**none) if rank == rank_without else None
             modules = {"open_of": peer_memory, "_move_pages": page_pool}
             module = modules.get(name, mapped_files)
             with mock.patch.object(module, name, fails or getattr(module, name)):
-                actual = trained(case, rank, world_size, **keywords)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                assert_equal(trained(case, rank, world_size, **keywords), expected)
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
@@ -269,9 +261,8 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
                     param.fill_(scale)
         for one, scale in ((model, 2.0), (twin, 3.0)):
             assert all((v == scale).all() for v in one.state_dict().values())
-            train_steps(
-                one.double(), OPTIMIZERS["sgd"](trainable(one)), case, rank, world_size, steps=2
-            )
+            one.double()
+            train_steps(one, sgd(one), case, rank, world_size, steps=2)
         gc.collect()
         open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in _files()]
         assert made
@@ -298,9 +289,8 @@ def test_backward_inside_forward(rank: int, world_size: int) -> None:
     expected = trained(case, rank, world_size, collectives="sockets")
     for way, keywords in TRANSPORTS.items():
         with mapping_for(way) as made:
-            actual = trained(case, rank, world_size, **keywords)
+            assert_equal(trained(case, rank, world_size, **keywords), expected)
         assert made
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)
@@ -314,13 +304,10 @@ def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> Non
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
             grad.pow(2).sum().backward()
-        expected = [p.grad for p in plain.parameters()]
-        for param, grad in zip(model.parameters(), expected, strict=True):
-            if grad is None:
-                continue
-            average = grad.clone()
-            dist.all_reduce(average, op=dist.ReduceOp.AVG)
-            torch.testing.assert_close(param.grad.full_tensor(), average)
+        for param in plain.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        assert_same_gradients(model, plain)
 
 
 @on_ranks(2, expendable=[1])
@@ -328,7 +315,7 @@ def test_a_dead_peer_is_a_named_error(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     with counting_reads():
         model = case.wrap(case.model())
-        train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=1)
+        train_steps(model, sgd(model), case, rank, world_size, steps=1)
         if rank == 1:
             os._exit(1)
         with pytest.raises(CollectiveError, match="rank 0: all-gathering parameters for forward"):
