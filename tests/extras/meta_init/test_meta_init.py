@@ -3,7 +3,6 @@
 The oracle is the same model built on the CPU from the same seed: the same numbers, bit for bit.
 """
 
-import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -18,7 +17,7 @@ import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import assert_raises, naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.oracle import assert_same_state, snapshot
 from tests.ways import WAYS, Way
 
@@ -175,8 +174,7 @@ def test_param_init_fn(rank: int, world_size: int) -> None:
 
     net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     policy = ModuleWrapPolicy({nn.Linear})
-    warns = pytest.warns(UserWarning, match="weights are a mixture")
-    with warns if rank == 0 else contextlib.nullcontext():
+    with rank_0_warns(rank, "weights are a mixture"):
         model = ShardedWrapper(
             net, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=False
         )

@@ -3,7 +3,6 @@
 The oracle is that of the tests of the plain policy: a model that casts by hand.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness import assert_raises, naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
 from tests.precision.masters import (
     BF16,
@@ -94,8 +93,7 @@ def test_what_is_said(rank: int, world_size: int) -> None:
     def wrap(model: nn.Module, overrides: Any) -> ShardedWrapper:
         return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, overrides=overrides))
 
-    says = pytest.warns(UserWarning, match=r"overrides names 'fc9\.\*', which matches no")
-    with says if rank == 0 else contextlib.nullcontext():
+    with rank_0_warns(rank, r"overrides names 'fc9\.\*', which matches no"):
         wrap(Mlp(), {"fc9.*": FP32})
     tied = CASES["tied-in-unit"].model(FP32)
     match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
