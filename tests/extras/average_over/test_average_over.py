@@ -16,7 +16,7 @@ from tests.combinations import usual_and_every
 from tests.comm_hooks import Averaging
 from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_same
+from tests.oracle import assert_same, sgd, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 _STEPS, _MICRO_BATCHES, _CLIP = 3, 3, 0.5
@@ -36,14 +36,13 @@ def _loss(model: Any, case: Case, rank: int, step: int, number: int) -> Any:
 
 def _train_plain(case: Case, world_size: int) -> nn.Module:
     model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     for step in range(_STEPS):
         places = [(rank, n) for rank in range(world_size) for n in range(_MICRO_BATCHES)]
         losses = [_loss(model, case, rank, step, number) for rank, number in places]
         (sum(losses) / sum(_count(rank, step, number) for rank, number in places)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return model
 
 
