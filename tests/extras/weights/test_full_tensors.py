@@ -3,9 +3,7 @@
 import contextlib
 import gc
 import itertools
-import os
 import pickle
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,10 +18,10 @@ from flatshard import ShardedWrapper, checkpoint, collectives
 from flatshard.extras import weights as weights_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.forked_python import PYTHON
 from tests.harness import assert_raises, on_ranks
 from tests.models import CASES
 from tests.oracle import assert_equal, snapshot
+from tests.scripts import run_code
 from tests.side import Run, pair
 from tests.ways import WAYS, ranks_of
 
@@ -233,9 +231,7 @@ def test_the_interpreter_exits_before_the_last_item() -> None:
         "items = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
         "print(next(items)[0])"
     )
-    environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
-    done = subprocess.run([PYTHON, "-c", program], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "weight\n", "")
+    assert run_code(program) == (0, "weight\n", "")
 
 
 # ---------------------------------------------------------------- refusals
