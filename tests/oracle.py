@@ -6,7 +6,7 @@ computes each rank's loss alone and adds up their gradients, as an average over 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,8 +206,11 @@ def assert_same_gradients(
             torch.testing.assert_close(grad, theirs.grad, rtol=rtol, atol=atol, msg=name)
 
 
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-"""The same structure, shapes, dtypes and bits."""
+def assert_equal(actual: Any, expected: Any) -> None:
+    """The same structure, order of names, shapes, dtypes and bits."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected)
 
 
 def own_parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def test_long_waits_are_logged(rank: int, world_size: int) -> None:
     model(inputs)
     expected = (
         r"waiting for .*unit 'fc1', rank .*gathering parameters for forward over ranks 0, 1, 2 "
-        r"\(rank 1 has not arrived\), at tests/models\.py:.*self\.fc1\(x\)+\. If another rank is only"
-        r" slow.*on every rank, not under `if rank == 0:`\."
+        r"\(rank 1 has not arrived\), at tests/models\.py:.*self\.fc1\(x\)+\. If another rank is "
+        r"only slow.*on every rank, not under `if rank == 0:`\."
     )
     if rank != 1:
         (line,) = lines

@@ -13,9 +13,9 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.extras.summon.summoning import assert_trains_alike, summon
+from tests.extras.summon.summoning import assert_trains_alike, backward, step_alike, summon
 from tests.harness import assert_raises, naming, on_ranks
-from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
+from tests.oracle import assert_equal, assert_same, assert_same_gradients, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
 
@@ -51,8 +51,8 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
             assert [p.requires_grad for p in shown.values()] == [
                 p.requires_grad for p in plain.model.parameters()
             ]
-            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
-            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
+            assert_equal(_whole(sharded.model), _whole(plain.model))
+            assert_equal(snapshot(sharded.model), snapshot(plain.model))
         after = list(sharded.model.named_parameters())
         assert [n for n, _ in after] == [n for n, _ in before]
         assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
@@ -68,12 +68,12 @@ def test_container_of_units(rank: int, world_size: int, way: str, kind: type[nn.
     units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
     container = nn.Sequential(*units) if kind is nn.Sequential else nn.ModuleList(units)
     with summon(container), torch.no_grad():
-        assert_same_state(_whole(container), expected, 0.0, 0.0)
+        assert_equal(_whole(container), expected)
         for param in container.parameters():
             param.mul_(2)
     doubled = {name: 2 * value for name, value in expected.items()}
     with summon(container, writeback=False):
-        assert_same_state(_whole(container), doubled, 0.0, 0.0)
+        assert_equal(_whole(container), doubled)
 
 
 @on_ranks_each_way(2)
@@ -112,7 +112,9 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     def edit(run: Run) -> None:
         with torch.no_grad():
             run.submodule("fc1").weight.t().mul_(2)
-            nn.init.orthogonal_(run.submodule("fc2").weight, generator=_generator())
+            nn.init.orthogonal_(
+                run.submodule("fc2").weight, generator=torch.Generator().manual_seed(5)
+            )
             run.submodule("fc2").bias.data = torch.arange(4.0, dtype=torch.float64)
             run.submodule("fc3").weight[1:, 2] = 7.0
         run.submodule("fc3").bias.requires_grad_(False)
@@ -131,10 +133,6 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     for run in (sharded, plain):
         run.submodule("fc3").bias.requires_grad_(True)
     assert_trains_alike(sharded, plain)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
 
 
 @on_ranks_each_way(2)
@@ -202,29 +200,25 @@ def test_exception_in_the_body(rank: int, world_size: int, way: str) -> None:
 @on_ranks_each_way()
 def test_rank0_only(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     before = list(sharded.model.named_parameters())
     with summon(
         sharded.model, writeback=False, rank0_only=True, offload_to_cpu=True, with_grads=True
     ):
         if rank == 0:
-            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
+            assert_equal(_whole(sharded.model), _whole(plain.model))
             # No other rank takes part.
-            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
-            for mine, theirs in zip(
-                sharded.model.parameters(), plain.model.parameters(), strict=True
-            ):
-                torch.testing.assert_close(mine.grad, theirs.grad)
-                mine.data.zero_()
+            assert_equal(snapshot(sharded.model), snapshot(plain.model))
+            assert_same_gradients(sharded.model, plain.model)
+            for param in sharded.model.parameters():
+                param.data.zero_()
         else:
             now = list(sharded.model.named_parameters())
             assert all(new is old for (_, new), (_, old) in zip(now, before, strict=True))
             if not way.startswith("no_shard"):
                 assert_raises(RuntimeError, "rank0_only", sharded.model.state_dict)
         assert_raises(RuntimeError, "asked for summon_full", summon(sharded.model).__enter__)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -281,8 +275,7 @@ def test_gradients(rank: int, world_size: int, way: str, name: str) -> None:
     sharded, plain = pair(rank, world_size, way, name)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     for writeback in (False, True):
         with summon(sharded.model, writeback=writeback, with_grads=True):
             assert_same_gradients(sharded.model, plain.model)
@@ -296,8 +289,7 @@ def test_gradients(rank: int, world_size: int, way: str, name: str) -> None:
             param.grad.mul_(3).add_(param.detach())
     with summon(sharded.model, writeback=False, with_grads=True):
         assert_same_gradients(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -306,31 +298,25 @@ def test_gradients_dropped_and_added(rank: int, world_size: int, way: str) -> No
     sharded, plain = pair(rank, world_size, way)
 
     def drop(run: Run) -> None:
-        run.submodule("fc1").weight.grad = None
-        run.submodule("fc1").bias.grad = None
+        run.submodule("fc1").zero_grad()
 
     def add(run: Run) -> None:
-        for name in ("weight", "bias"):
-            param = getattr(run.submodule("fc1"), name)
+        for param in run.submodule("fc1").parameters():
             param.grad = torch.linspace(0, 1, param.numel(), dtype=param.dtype).view(param.shape)
 
     for change in (drop, add):
-        for run in (sharded, plain):
-            run.loss(0).backward()
+        backward(sharded, plain)
         with summon(sharded.model, with_grads=True):
             change(sharded)
         change(plain)
         present = [param.grad is not None for param in sharded.model.parameters()]
         assert all(present) is (change is add)
-        for run in (sharded, plain):
-            run.step()
-        assert_same(sharded.model, plain.model)
+        step_alike(sharded, plain)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
         add(sharded)
     add(plain)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -347,6 +333,5 @@ def test_gradients_that_are_not_reduced(rank: int, world_size: int, way: str) ->
     sharded.loss(2).backward()
     with summon(sharded.model, with_grads=True):
         assert_same_gradients(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import collectives
-from tests.extras.summon.summoning import assert_trains_alike, summon
+from tests.extras.summon.summoning import assert_trains_alike, backward, summon
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
@@ -77,14 +77,12 @@ def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
 def test_step_inside(rank: int, world_size: int, way: str) -> None:
     """A step under writeback raises; without writeback it stays."""
     sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     with summon(sharded.model, writeback=False):
         sharded.step()
     plain.step()
     assert_same(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.loss(1).backward()
+    backward(sharded, plain, step=1)
     refused = pytest.raises(RuntimeError, match="an optimizer step")
     with contextlib.nullcontext() if way == "no_shard" else refused, summon(sharded.model):
         sharded.step()
@@ -118,9 +116,9 @@ def test_refused_before_one_rank_waits_for_another(rank: int, world_size: int) -
     for way, prepare, options, match in REFUSED:
         sharded, _ = pair(rank, world_size, way)
         prepare(sharded)
-        with naming(match), collectives.record() as issued:
-            with pytest.raises((RuntimeError, ValueError), match=match):
-                summon(sharded.model, **options).__enter__()
+        asked = summon(sharded.model, **options)
+        with collectives.record() as issued:
+            assert_raises((RuntimeError, ValueError), match, asked.__enter__)
         assert not [event for event in issued if event.kind == "gather"]
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):

@@ -1,6 +1,7 @@
 """`full_tensors`: the unwrapped model's tensors, one unit at a time, on every rank or on one."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import pickle
@@ -20,7 +21,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import assert_raises, on_ranks
 from tests.models import CASES
-from tests.oracle import assert_equal, snapshot
+from tests.oracle import snapshot
 from tests.scripts import run_code
 from tests.side import Run, pair
 from tests.ways import WAYS, ranks_of
@@ -31,6 +32,10 @@ NAMES = (
     "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
     "frozen cnn-channels-last lstm"
 ).split()
+
+
+# In any order: a unit's tensors come together.
+_assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def _tensors(model: nn.Module, **keywords: Any) -> dict[str, Tensor]:
@@ -57,14 +62,14 @@ def test_has_the_state_dicts_tensors(rank: int, world_size: int, name: str, way:
     for _ in range(2):
         expected = snapshot(model)
         for keywords in ({}, {"bucket_bytes": 100}, {"bucket_bytes": 1 << 20}):
-            assert_equal(_tensors(model, **keywords), expected)
+            _assert_same(_tensors(model, **keywords), expected)
         half = {k: v.half() if v.is_floating_point() else v for k, v in expected.items()}
-        assert_equal(_tensors(model, dtype=torch.float16), half)
+        _assert_same(_tensors(model, dtype=torch.float16), half)
         for chosen in range(world_size):
-            assert_equal(_tensors(model, ranks=chosen), expected if rank == chosen else {})
+            _assert_same(_tensors(model, ranks=chosen), expected if rank == chosen else {})
         for _, tensor in flatshard.full_tensors(model):
             tensor.zero_()
-        assert_equal(_tensors(model), expected)
+        _assert_same(_tensors(model), expected)
         run.train()
 
 
@@ -83,7 +88,7 @@ def test_buckets_are_small_and_names_are_ordered(rank: int, world_size: int) -> 
     dist.all_gather_object(all_names, mine)
     assert all_names == [mine] * world_size
     unwrapped = CASES["tied-in-unit"].model()
-    assert_equal(_tensors(unwrapped), snapshot(unwrapped))
+    _assert_same(_tensors(unwrapped), snapshot(unwrapped))
 
 
 # ---------------------------------------------------------------- what is sent
@@ -151,7 +156,7 @@ def test_memory(rank: int, world_size: int) -> None:
         alive = max(alive, sum(storages.values()))
     assert 0 < alive <= 3 * 4 * width * width
     kept = dict(flatshard.full_tensors(model))  # without clones
-    assert_equal(kept, snapshot(model))
+    _assert_same(kept, snapshot(model))
 
 
 @on_ranks(2)
@@ -165,7 +170,7 @@ def test_debug_poisons_what_was_given_back(rank: int, world_size: int) -> None:
         kept.append(tensor)
     for tensor in kept:
         assert (tensor.isnan() | (tensor == 2**63 - 1)).all()
-    assert_equal(_tensors(model), expected)  # the model has its values
+    _assert_same(_tensors(model), expected)  # the model has its values
 
 
 # ---------------------------------------------------------------- which ranks
@@ -189,7 +194,7 @@ def test_a_copy_that_fails_on_one_rank(rank: int, world_size: int) -> None:
     else:
         with pytest.raises(RuntimeError, match=r"rank 0 raised OutOfMemoryError: no memory\. Read"):
             _tensors(model)
-    assert_equal(_tensors(model), expected)
+    _assert_same(_tensors(model), expected)
 
 
 # ---------------------------------------------------------------- a consumer that does not read on
@@ -222,7 +227,7 @@ def test_one_rank_stops(rank: int, world_size: int, name: str) -> None:
         place = "before the first item" if name == "never" else "after '"
         assert_raises(RuntimeError, f"rank 1 stopped reading {place}", list, items)
     Run(model, case, rank, world_size).train()
-    assert_equal(_tensors(model), snapshot(model))
+    _assert_same(_tensors(model), snapshot(model))
 
 
 def test_the_interpreter_exits_before_the_last_item() -> None:
@@ -271,7 +276,7 @@ def test_other_collectives_between_two_items(rank: int, world_size: int, transpo
             assert torch.equal(model.get_parameter("0.weight"), expected["0.weight"])
 
     others: list[Callable[[], Any]] = [
-        lambda: assert_equal(snapshot(model), expected),
+        lambda: _assert_same(snapshot(model), expected),
         lambda: checkpoint.full_state_dict(model),
         lambda: checkpoint.full_optim_state_dict(model, optimizer),
         lambda: model.clip_grad_norm_(1e9),
@@ -284,7 +289,7 @@ def test_other_collectives_between_two_items(rank: int, world_size: int, transpo
             found[name] = tensor.clone()
             other()
             assert model.norms() == norms
-        assert_equal(found, expected)
+        _assert_same(found, expected)
 
 
 @on_ranks(2)
@@ -311,4 +316,4 @@ def test_refusals_reach_all_ranks_before_the_first_all_gather(rank: int, world_s
     assert not [one for one in events if one.kind == "gather"]
     with ShardedWrapper.summon_full_params(model), pytest.raises(RuntimeError, match="summon"):
         flatshard.full_tensors(model)
-    assert_equal(_tensors(model), snapshot(model))
+    _assert_same(_tensors(model), snapshot(model))
