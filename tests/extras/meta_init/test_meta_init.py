@@ -18,7 +18,7 @@ from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
-from tests.oracle import assert_same_state, snapshot
+from tests.oracle import assert_equal, assert_same, sgd, step_and_zero
 from tests.ways import WAYS, Way
 
 pytestmark = pytest.mark.by_turns
@@ -79,13 +79,13 @@ def on_meta(build: Any) -> Any:
         return build()
 
 
-def on_cpu(build: Any, seed: int = SEED) -> Any:
-    torch.manual_seed(seed)
+def on_cpu(build: Any) -> Any:
+    torch.manual_seed(SEED)
     return build()
 
 
 def same(model: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
-    assert_same_state(model.state_dict(), snapshot(expected), rtol=0.0, atol=tolerance)
+    assert_same(model, expected, rtol=0.0, atol=tolerance)
 
 
 POLICY = ModuleWrapPolicy({Attending, nn.LSTM, nn.Conv1d, Scale})
@@ -123,14 +123,12 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
         frozen = model.module.blocks[0].norm
         assert [p.requires_grad for p in frozen.parameters()] == [False, False]
 
-    with naming("rank 0 alone has weights"):
-        received = wrap(on_cpu(Zoo) if rank == 0 else on_meta(Zoo), sync_module_states=True)
-        same(received, expected)
-
-    with naming("rank 0 alone initialises"):
-        torch.manual_seed(SEED + rank)
-        received = wrap(on_meta(Zoo), sync_module_states=True)
-        same(received, expected)
+    for has_weights in (True, False):
+        with naming(f"only rank 0 has weights: {has_weights}; otherwise only rank 0 initialises"):
+            plain = on_cpu(Zoo) if has_weights and rank == 0 else on_meta(Zoo)
+            torch.manual_seed(SEED + rank)
+            received = wrap(plain, sync_module_states=True)
+            same(received, expected)
 
     if world_size > 1:
         with naming("seeds that differ"):
@@ -149,11 +147,9 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
             same(model, expected)
 
     with naming("training"):
-        optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
-        twin = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-        for trained, optim in ((received, optimizer), (expected, twin)):
+        for trained in (received, expected):
             trained(tokens).square().mean().backward()
-            optim.step()
+            step_and_zero(sgd(trained))
         same(received, expected, 1e-6)
 
 
@@ -204,19 +200,15 @@ def resident(path: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
 @on_ranks(4)
-def test_only_own_parts_of_a_mapped_file_are_read(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_rank_reads_its_parts_of_a_file(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Of a file that is mapped, not the parts of the other ranks."""
     path = tmp_path / "weights"
     if rank == 0:
         torch.save({f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}, path)
     torch.distributed.barrier()
 
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))
-
     model = ShardedWrapper(
-        on_meta(build),
+        on_meta(lambda: nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         param_init_fn=flatshard.leave_empty,
     )
@@ -226,8 +218,7 @@ def test_only_own_parts_of_a_mapped_file_are_read(
     model.load_state_dict(state)
     # The kernel maps up to 2 MiB around each fault.
     assert resident(path) - before <= size / world_size + 2 * 2 * 2**21
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key]), key
+    assert_equal(dict(model.state_dict()), state)
 
 
 # ---------------------------------------------------------------- memory
@@ -255,11 +246,8 @@ class Peak(TorchDispatchMode):
 @pytest.mark.uncoalesced  # many small units are built together
 @on_ranks(2)
 def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
-    def build() -> nn.Module:
-        # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
-        return nn.Sequential(*(nn.Linear(500, 500) for _ in range(10)))
-
-    model = on_meta(build)
+    # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(500, 500) for _ in range(10))))
     gc.collect()
     with Peak() as peak:
         policy = ModuleWrapPolicy({nn.Linear})
@@ -281,16 +269,13 @@ class NoReset(nn.Module):
         self.register_buffer("table", torch.ones(3), persistent=False)
 
 
-class Forgets(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("mask", torch.ones(3))
+def forgets() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_buffer("mask", torch.ones(3))
+    return layer
 
 
 class FailsOnRank1(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if torch.distributed.get_rank() == 1 and not self.weight.is_meta:
@@ -314,10 +299,6 @@ def other_shape(module: nn.Module) -> None:
         module.weight = nn.Parameter(torch.ones(2, 2))
 
 
-def linear() -> nn.Module:
-    return nn.Linear(3, 3)
-
-
 NO_WAY = r"no reset_parameters\(\): 0.gain \(NoReset\), 0.table \(NoReset\)\. Pass a param_init_fn"
 FORGOT = r"reset_parameters\(\) of module .* left '0.mask' without values"
 ON_META = "param_init_fn left '0.weight' on the meta device. In the function, call module.to_empty"
@@ -325,12 +306,17 @@ SHAPES = r"'0.weight': expected shape \(3, 3\), got shape \(2, 2\)"
 # How a module is built, the wrapper's `param_init_fn`, and words of the error.
 ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     (NoReset, None, ValueError, NO_WAY),
-    (Forgets, None, RuntimeError, FORGOT),
+    (forgets, None, RuntimeError, FORGOT),
     (half_real, None, ValueError, "module '0' has some parameters on the meta device"),
-    (FailsOnRank1, None, RuntimeError, r"module '0' .*failed: no luck \(rank 1\)"),
-    (linear, forgetful, RuntimeError, ON_META),
-    (linear, other_shape, RuntimeError, SHAPES),
-    (linear, 3, TypeError, "param_init_fn: expected a function that takes a module, got 3"),
+    (lambda: FailsOnRank1(3, 3), None, RuntimeError, r"module '0' .*failed: no luck \(rank 1\)"),
+    (lambda: nn.Linear(3, 3), forgetful, RuntimeError, ON_META),
+    (lambda: nn.Linear(3, 3), other_shape, RuntimeError, SHAPES),
+    (
+        lambda: nn.Linear(3, 3),
+        3,
+        TypeError,
+        "param_init_fn: expected a function that takes a module, got 3",
+    ),
 ]
 
 

@@ -89,13 +89,9 @@ def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -
         module.apply(expected._init_weights)
 
     for (way, number), init_fn in itertools.product(CASES, (None, init)):
+        keywords = {"auto_wrap_policy": POLICIES[number], "param_init_fn": init_fn}
         with naming(f"{way} {number} {init_fn}"):
-            model = ShardedWrapper(
-                on_meta(Pretrained),
-                auto_wrap_policy=POLICIES[number],
-                param_init_fn=init_fn,
-                **BASIC[way].keywords,
-            )
+            model = ShardedWrapper(on_meta(Pretrained), **keywords, **BASIC[way].keywords)
             names = ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight")
             if init_fn is None:
                 names = expected.state_dict()
@@ -115,12 +111,8 @@ def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -
 def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
     expected = _expected()
     for sync in (None, True):
-        model = ShardedWrapper(
-            on_meta(Pretrained),
-            auto_wrap_policy=POLICIES[1],
-            param_init_fn=flatshard.leave_empty,
-            sync_module_states=sync,
-        )
+        keywords = {"auto_wrap_policy": POLICIES[1], "param_init_fn": flatshard.leave_empty}
+        model = ShardedWrapper(on_meta(Pretrained), sync_module_states=sync, **keywords)
         model.load_state_dict(expected.state_dict())
         torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
     # Where nothing says what it is, the error says how to.
@@ -148,12 +140,8 @@ def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
             real, meta = nn.Linear(4, 4), on_meta(lambda: nn.Linear(4, 4))
             module[1].extend([real, nn.Sequential(meta)])
             before = real.weight.detach().clone()
-            model = ShardedWrapper(
-                module,
-                param_init_fn=init_fn,
-                auto_wrap_policy=policy,
-                ignored_modules=[real, module[1][2]],
-            )
+            keywords = {"param_init_fn": init_fn, "auto_wrap_policy": policy}
+            model = ShardedWrapper(module, ignored_modules=[real, module[1][2]], **keywords)
             assert torch.equal(model.module[1][1].weight, before)
             assert meta.weight.is_meta
             assert not {real, meta, module[1][2]} & set(seen)
