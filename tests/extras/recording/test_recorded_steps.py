@@ -21,7 +21,7 @@ from flatshard.module.wrappers import handles_in
 from flatshard.options.extras import EXTRAS
 from tests.harness import allow_warnings, assert_raises, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import snapshot
+from tests.oracle import assert_equal, snapshot, step_and_zero
 
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
@@ -70,8 +70,8 @@ def test_figures(rank: int, world_size: int, case: str) -> None:
     assert all(really == recorded for really, recorded in seen)
     assert last.memory.totals()[-1][1:] == (0, 0)
     units = [wrapper._sharded_unit.handles for wrapper in sharded_modules(model)]
-    unsharded = [sum(one.flat_param.nbytes for one in unit) * world_size for unit in units]
-    assert last.peak_gradient_bytes >= max(unsharded)
+    largest = max(sum(one.flat_param.nbytes for one in unit) for unit in units)
+    assert last.peak_gradient_bytes >= largest * world_size
     # The root's gradients come first and last: its buffer is there all the time.
     filled = [last.units[one.unit].name for one in last.memory.samples if one.gradient_bytes]
     assert filled.index("") < filled.index("blocks.1") < filled.index("blocks.0")
@@ -82,11 +82,13 @@ def test_figures(rank: int, world_size: int, case: str) -> None:
     assert reports[2].backward_seconds == 0
     assert model.step_report() is reports[2]
     # Every collective that was begun has ended.
-    ranges = [one.kind for report in reports for one in report.ranges]
-    for listed_as, kind in (("gather", Kind.GATHER), ("reduce", Kind.REDUCE)):
-        begun = sum(event.kind == listed_as for listed in events for event in listed)
-        assert ranges.count(kind) == begun > 0
-    _check_nothing_is_kept(case, model)
+    ended = Counter(one.kind for report in reports for one in report.ranges)
+    begun = Counter(event.kind for listed in events for event in listed)
+    assert ended[Kind.GATHER] == begun["gather"] > 0
+    assert ended[Kind.REDUCE] == begun["reduce"] > 0
+    before = _kept()
+    _step(case, model)
+    assert _kept() == before > 0, "a step that is not recorded leaves records"
 
 
 def _check_bytes(report: StepReport, listed: list[Event]) -> None:
@@ -104,13 +106,9 @@ def _check_bytes(report: StepReport, listed: list[Event]) -> None:
         assert min(unit.forward_seconds, unit.backward_seconds) > 0
 
 
-def _check_nothing_is_kept(case: str, model: ShardedWrapper) -> None:
-    def kept() -> int:
-        return sum(isinstance(one, Range | StepReport) for one in gc.get_objects())
-
-    before = kept()
-    _step(case, model)
-    assert kept() == before > 0
+def _kept() -> int:
+    """Records that are alive."""
+    return sum(isinstance(one, Range | StepReport) for one in gc.get_objects())
 
 
 @pytest.mark.uncoalesced
@@ -212,8 +210,7 @@ def _train(
             losses.append(loss.item())
             if step != 1:
                 model.clip_grad_norm_(0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             with torch.no_grad():
                 losses.append(loss_of(model(inputs), target).item())
     return losses, snapshot(model)
@@ -226,4 +223,4 @@ def test_nothing_changes(rank: int, world_size: int, case: str, strategy: str) -
     everything = _Everything()
     expected, found = (_train(case, rank, strategy, one) for one in (None, everything))
     assert set(everything.heard) == EVENTS
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_equal(found, expected)
