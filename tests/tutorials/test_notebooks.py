@@ -14,8 +14,8 @@ import pytest
 
 from tests.combinations import every
 from tests.forked_python import PYTHON
+from tests.harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "tables" / "notebooks.py"
 NEEDED = {"huggingface": ("peft", "safetensors", "transformers")}
 NAMES = [
