@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from flatshard import ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks, run_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, needs, small_net
 
-pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
-LINEARS = ModuleWrapPolicy({nn.Linear})
-SHARDING = {"auto_wrap_policy": LINEARS, "coalesce_bytes": 0}
+pytestmark = needs("accelerate")
+SHARDING = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "coalesce_bytes": 0}
 
 
 @contextmanager
@@ -52,10 +50,7 @@ class Training:
     """A program: made anew by each accelerator, always of the same numbers."""
 
     def __init__(self, accelerator: Any) -> None:
-        torch.manual_seed(0)
-        self.accelerator = accelerator
-        layers = [nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
-        plain = nn.Sequential(*layers)
+        self.accelerator, plain = accelerator, small_net()
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randn(48, 3))
@@ -81,9 +76,9 @@ class Training:
             self.losses.append(loss.item())
 
     def weights(self) -> dict[str, Tensor]:
-        if isinstance(self.model, ShardedWrapper):
-            return dict(self.model.state_dict())
-        return dict(self.accelerator.unwrap_model(self.model).state_dict())
+        is_sharded = isinstance(self.model, ShardedWrapper)
+        model = self.model if is_sharded else self.accelerator.unwrap_model(self.model)
+        return dict(model.state_dict())
 
 
 @on_ranks(2, preload=PRELOAD)
