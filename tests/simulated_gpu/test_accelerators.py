@@ -30,28 +30,26 @@ from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import NOTHING
-from tests.harness import on_ranks
+from tests.harness import assert_raises, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss
+from tests.oracle import local_loss, sgd
+
+# By so many looks, the gradients are computed, and reduced; whether the work reports its end, and
+# whether the wait ends with the reduction.
+WAITS = {
+    # A stream that waited for a peer which lacks a gradient would hold up the gathers that this
+    # peer needs to come to the end of its backward.
+    "a peer does not come": (0, 10**9, True, False),
+    "nobody knows": (0, 10**9, False, False),
+    # The device is behind the host for longer than a peer is waited for.
+    "still to be computed": (700, 701, True, True),
+}
 
 
-@pytest.mark.parametrize(
-    ("computed_after", "done_after", "tells", "is_reduced"),
-    [
-        # A stream that waited for a peer which lacks a gradient would hold up the gathers that
-        # this peer needs to come to the end of its backward.
-        (0, 10**9, True, False),
-        (0, 10**9, False, False),
-        # The device is behind the host for longer than a peer is waited for.
-        (700, 701, True, True),
-    ],
-    ids=["a peer does not come", "nobody knows", "still to be computed"],
-)
-def test_a_reduction_on_a_device_is_waited_for_by_the_host(
-    computed_after: int, done_after: int, tells: bool, is_reduced: bool
-) -> None:
-    """By so many looks, the gradients are computed, and reduced."""
-    computed, done = (chain(repeat(False, n), repeat(True)) for n in (computed_after, done_after))
+@pytest.mark.parametrize("case", WAITS)
+def test_the_host_waits_for_a_reduction_on_a_device(case: str) -> None:
+    *looks, tells, is_reduced = WAITS[case]
+    computed, done = (chain(repeat(False, n), repeat(True)) for n in looks)
     reduction: Any = SimpleNamespace(
         computed=SimpleNamespace(query=lambda: next(computed)),
         work=SimpleNamespace(reports_end=tells),
@@ -63,9 +61,7 @@ def test_a_reduction_on_a_device_is_waited_for_by_the_host(
 
 
 @on_ranks(2)
-def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
-    rank: int, world_size: int
-) -> None:
+def test_the_host_waits_for_gloo_on_a_device(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
     cuda = torch.device("cuda", 0)
     assert not comm.transport_for(cuda).stream_waits(cuda)
@@ -76,9 +72,8 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
 def _reductions_are_connected_at_construction() -> None:
     """At the first of each kind, in a backward, a rank may be alone for a while."""
     case = CASES["mlp"]
-    group = communicator(
-        dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
-    ).reduce_group
+    native_mode = TransportOptions(collectives=Collectives.NATIVE)
+    group = communicator(dist.group.WORLD, mode=native_mode).reduce_group
     connected: list[tuple[str, int]] = []
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,22 +89,17 @@ def _reductions_are_connected_at_construction() -> None:
         waits = mock.patch.object(native.NativeTransport, "stream_waits", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
-            (native, "_reduce_scatter_single"),
-            (native, "_all_gather_single"),
-            (dist, "all_reduce"),
-            (dist, "all_to_all_single"),
+            *((native, "_reduce_scatter_single"), (native, "_all_gather_single")),
+            *((dist, "all_reduce"), (dist, "all_to_all_single")),
         ):
             function = noted(name.strip("_"), getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, function))
+        scatter, gather = ("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)
         for strategy, mode, expected in (
             ("FULL_SHARD", "auto", [("reduce_scatter_single", 1 << 19)]),
             ("NO_SHARD", "auto", [("all_reduce", 1 << 20)]),
-            ("FULL_SHARD", "fixed_order", [("all_to_all_single", 1 << 20)]),
-            (
-                "NO_SHARD",
-                "fixed_order",
-                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
-            ),
+            ("FULL_SHARD", "fixed_order", [scatter]),
+            ("NO_SHARD", "fixed_order", [scatter, gather]),
         ):
             for _ in range(2):
                 precision = MixedPrecision(reduce_mode=mode)
@@ -123,13 +113,11 @@ def _reductions_are_connected_at_construction() -> None:
 def _memory_that_lacks_leaves_no_stale_buffer() -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = case.batch(0, 2)[0]
     model(batch).sum().backward()
-    optimizer.step()
+    sgd(model).step()
     with mock.patch.object(ParamGather, "start", side_effect=_lacking):
-        with pytest.raises(torch.OutOfMemoryError):
-            model(batch)
+        assert_raises(torch.OutOfMemoryError, "out of memory", model, batch)
     plain = case.model()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
