@@ -78,9 +78,8 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
         with naming(boundary):
             torch.manual_seed(0)
             layers = [*_large(), nn.Linear(8, 700), nn.Linear(700, 1000), nn.Linear(1000, 9)]
-            model = ShardedWrapper(
-                nn.Sequential(*layers), boundary=boundary, collectives=collectives
-            )
+            keywords = {"boundary": boundary, "collectives": collectives}
+            model = ShardedWrapper(nn.Sequential(*layers), **keywords)
             (handle,) = handles_in(model)
             assert handle.flat_param.nbytes > PAGED_BYTES
             inner = [end - start for _, start, end in handle.layout.gaps[:-1]]

@@ -80,9 +80,7 @@ def _accumulate(model: Net) -> None:
 @pytest.mark.parametrize("end", ["exception", "exit"])
 @pytest.mark.parametrize("collectives", ["native", "sockets", "auto"])
 @on_ranks(2, expendable=[1], group_timeout=120)
-def test_the_end_of_a_rank_is_told_at_once(
-    rank: int, world_size: int, collectives: str, end: str
-) -> None:
+def test_the_end_of_a_rank_is_told(rank: int, world_size: int, collectives: str, end: str) -> None:
     """The other ranks raise at once, with the rank and its exception, or that its program is over.
 
     An exit handler of another library, or the program itself, takes long afterwards.

@@ -19,7 +19,7 @@ from flatshard.module.wrappers import handles_in
 from flatshard.options import OffloadError, as_cpu_offload
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES
 from tests.oracle import OPTIMIZERS, snapshot, step_and_zero, trainable
 from tests.side import Run
@@ -212,16 +212,12 @@ def test_full_disk(rank: int, size: int, tmp_path: Path) -> None:
 def test_bad_paths(rank: int, size: int, tmp_path: Path) -> None:
     file = Path(tmp_path, f"file{rank}")
     file.write_text("")
-    for path, message in (
-        (f"{tmp_path}/missing", "No such file"),
-        (str(file), "Not a directory"),
-        ("/proc", "no file can be made"),
-    ):
+    paths = {f"{tmp_path}/missing": "No such file", str(file): "Not a directory"}
+    for path, message in (*paths.items(), ("/proc", "no file can be made")):
         bad = path if rank == 1 else tmp_path  # where rank 0's is good, it hears of it all the same
-        with pytest.raises(
-            ValueError, match=rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
-        ):
-            ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=bad))
+        says = rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
+        keywords = {"cpu_offload": CPUOffload(path=bad)}
+        assert_raises(ValueError, says, ShardedWrapper, nn.Linear(2, 2), **keywords)
     offload = CPUOffload(offload_params=rank == 0, offload_optimizer=rank == 1, path=tmp_path)
     with pytest.raises(ValueError, match="different models"):
         ShardedWrapper(nn.Linear(2, 2), cpu_offload=offload)

@@ -192,9 +192,6 @@ def _refused(rank: int) -> None:
     assert_raises(RuntimeError, "is inside a wrapper", model.fc1.join().__enter__)
     with model.join(enable=False):
         pass
-    with (
-        pytest.raises(RuntimeError, match="ranks with input must take the same action"),
-        model.join(),
-        torch.set_grad_enabled(rank == 0),
-    ):
+    same = pytest.raises(RuntimeError, match="ranks with input must take the same action")
+    with same, model.join(), torch.set_grad_enabled(rank == 0):
         model(case.batch(0, ROWS)[0])

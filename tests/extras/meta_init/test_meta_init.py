@@ -171,16 +171,14 @@ def test_param_init_fn(rank: int, world_size: int) -> None:
     net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     policy = ModuleWrapPolicy({nn.Linear})
     with rank_0_warns(rank, "weights are a mixture"):
-        model = ShardedWrapper(
-            net, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=False
-        )
+        keywords = {"param_init_fn": init, "sync_module_states": False}
+        model = ShardedWrapper(net, auto_wrap_policy=policy, **keywords)
     # Units first, then what is left, which lacks nothing.
     assert seen == ["Linear", "Linear"]
     assert model.state_dict()["0.weight"].unique().tolist() == [1.0, 2.0]
 
-    model = ShardedWrapper(
-        on_meta(lambda: nn.Linear(7, 5)), param_init_fn=init, sync_module_states=True
-    )
+    net = on_meta(lambda: nn.Linear(7, 5))
+    model = ShardedWrapper(net, param_init_fn=init, sync_module_states=True)
     assert model.state_dict()["weight"].unique().tolist() == [1.0]
 
 

@@ -230,9 +230,8 @@ def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], los
     [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
 )
 @on_ranks(2)
-def test_uses_of_a_childs_parameters(
-    rank: int, world: int, way: str, is_checkpointed: bool
-) -> None:
+def test_uses_of_a_child(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
+    """A module may compute with the parameters of its child in every way."""
     nth = 1 if way == "full" else 2  # the usual way meets all
     for name, use in every(nth, USES.items(), start=list(BASIC).index(way)):
 
@@ -412,10 +411,9 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
     """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
     torch.manual_seed(0)
     plain = Parent(USES["linear"]).double()
-    by_torch, by_hand = (
-        [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)],
-        [copy.deepcopy(plain) for _ in range(2)],
-    )
+    average = get_ema_multi_avg_fn(0.5)
+    by_torch = [AveragedModel(plain, multi_avg_fn=average) for _ in range(2)]
+    by_hand = [copy.deepcopy(plain) for _ in range(2)]
     sharded = _wrap(copy.deepcopy(plain), "full")
     loss: Step = lambda m, x: m(x).pow(2).mean()  # noqa: E731
     for _ in range(2):
@@ -430,8 +428,8 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
                 _lerp(by_hand[number], model)
         assert len(events) == 3 * 2 * 4  # the last model's: three updates of four units
         assert len(caught) <= 1
-        for average in (by_torch, by_hand):
-            assert_same_state(snapshot(average[1]), snapshot(average[0]), 1e-12, 0.0)
+        for of_plain, of_sharded in (by_torch, by_hand):
+            assert_same(of_sharded, of_plain, 1e-12, 0.0)
     chain, weights = sharded.chain, []
     with torch.no_grad(), allow_warnings(UserWarning):
         for number in (0, 2):
@@ -461,9 +459,8 @@ def test_in_forward_on_one_rank_alone(rank: int, world: int) -> None:
 
     for collectives in ("native", "sockets"):
         is_on = False
-        sharded = _wrap(
-            Parent(use), "full", process_group=dist.new_group(), collectives=collectives
-        )
+        keywords = {"process_group": dist.new_group(), "collectives": collectives}
+        sharded = _wrap(Parent(use), "full", **keywords)
         _train(sharded, lambda m, x: m(x).pow(2).mean(), [rank], 1)
         is_on = True
         start = time.monotonic()
@@ -500,11 +497,10 @@ def test_gradients_of_copies_of_parameters(rank: int, world: int) -> None:
     x = _batch(0, rank)
     for (name, make), (use, loss) in itertools.product(LEAVES.items(), USES_OF_LEAVES.items()):
         leaf = make(model.child.weight)
-        with (
-            naming(f"{name}, {use}"),
-            _quiet(),
-            pytest.raises(NotImplementedError, match=r"'child.weight'.*full_tensor\(\)\.detach"),
-        ):
+        refused = pytest.raises(
+            NotImplementedError, match=r"'child.weight'.*full_tensor\(\)\.detach"
+        )
+        with naming(f"{name}, {use}"), _quiet(), refused:
             loss(x, leaf).backward()
     with _quiet():
         values = model.child.weight.full_tensor().detach()
@@ -523,11 +519,6 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "a mask": lambda p: torch.where(torch.rand_like(p) > 0.5, p, 0 * p),
     "a copy": lambda p: p.sub(torch.zeros_like(p).copy_(torch.rand_like(p))),
 }
-
-
-def _apart_on(rank: int) -> Tensor:
-    """A tensor that differs between ranks."""
-    return torch.full((D, D), 1.0 + rank).double()
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
@@ -554,11 +545,8 @@ def test_noise_outside_of_forward_in_a_loss(rank: int, world: int, way: str) -> 
     torch.testing.assert_close(noise.norm(), expected)
     # Otherwise each rank would add up its own numbers for its own range.
     torch.manual_seed(rank)
-    for value in (
-        torch.rand_like(weight),
-        F.dropout(weight.detach()),
-        weight.data - _apart_on(rank),
-    ):
+    apart = weight.data - torch.full((D, D), 1.0 + rank).double()
+    for value in (torch.rand_like(weight), F.dropout(weight.detach()), apart):
         assert_raises(CollectiveError, r"different collectives", (2 * value).norm)
 
 
@@ -600,9 +588,7 @@ def test_parameters_in_a_loss(rank: int, world: int) -> None:
     """
     for name, penalty in LOSSES.items():
 
-        def loss(
-            model: Any, x: Tensor, penalty: Callable[[Any, Tensor], Tensor] = penalty
-        ) -> Tensor:
+        def loss(model: Any, x: Tensor, penalty: Step = penalty) -> Tensor:
             return _loss(model, x) + penalty(model, x)
 
         use: Use = _again if name != "full tensor" else lambda model, x: x

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
@@ -137,10 +137,8 @@ def test_times(rank: int, world_size: int) -> None:
     slept = [units["outer.first"].forward_seconds, units["outer"].backward_seconds]
     assert all(seconds >= SLEEP for seconds in slept)
     # What a unit sleeps is counted once: not for the root, which it is a part of, too.
-    assert all(
-        unit.forward_seconds + unit.backward_seconds <= reports[-1].seconds - 2 * SLEEP
-        for unit in units.values()
-    )
+    longest = max(unit.forward_seconds + unit.backward_seconds for unit in units.values())
+    assert longest <= reports[-1].seconds - 2 * SLEEP
     assert reports[-1].other_seconds >= SLEEP
     # After a failure a start waits, too, until the others have taken what was given last.
     starting = sum(unit.starting_seconds for unit in units.values())
@@ -189,9 +187,7 @@ class _Everything(StepExtension):
         return super().__getattribute__(name)
 
 
-def _train(
-    case: str, rank: int, strategy: str, watcher: StepExtension | None = None
-) -> tuple[list[float], dict[str, Tensor]]:
+def _train(case: str, rank: int, strategy: str, watcher: StepExtension | None) -> Any:
     model = CASES[case].wrap(CASES[case].model(), sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

@@ -201,12 +201,9 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
 @pytest.mark.uncoalesced
 def test_refused(strategy: str, hook: Any, error: type[Exception], message: str) -> None:
     """Alone, so the shapes of hooks go by the strategy and not by the number of ranks."""
+    narrow = MixedPrecision(reduce_dtype=torch.bfloat16)
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
-        model = MLP.wrap(
-            MLP.model(),
-            sharding_strategy=strategy,
-            mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
-        )
+        model = MLP.wrap(MLP.model(), sharding_strategy=strategy, mixed_precision=narrow)
     assert_raises(error, message, model.register_comm_hook, None, hook)
     local_loss(model, MLP, 0, 0, 1).backward()
     model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)

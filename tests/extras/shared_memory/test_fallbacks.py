@@ -61,12 +61,10 @@ PERMISSIONS = {
 
 @pytest.mark.parametrize("case", PERMISSIONS)
 @on_ranks(2, fresh=True)
-def test_permission_is_given_before_anybody_reads(
-    rank: int, world_size: int, case: str, tmp_path: Path
-) -> None:
-    """To processes of the ranks' launcher, or, if there are several, to any process of the user.
+def test_permission_to_read(rank: int, world_size: int, case: str, tmp_path: Path) -> None:
+    """A rank lets others read before anybody reads, so late ranks make nobody fall back to sockets.
 
-    Late ranks do not make the others fall back to sockets.
+    It lets processes of the ranks' launcher read, or, with several launchers, any of the user's.
     """
     has_one_launcher, fails, readers, way = PERMISSIONS[case]
     expected, report = trained(rank, world_size, collectives="sockets")
@@ -92,10 +90,8 @@ def test_permission_is_given_before_anybody_reads(
 
 def test_permission_lasts_while_some_group_reads() -> None:
     told = []
-    with (
-        mock.patch.object(peer_memory, "_readers", []) as readers,
-        mock.patch.object(peer_memory, "_set_reader", told.append),
-    ):
+    patched = mock.patch.object(peer_memory, "_set_reader", told.append)
+    with patched, mock.patch.object(peer_memory, "_readers", []) as readers:
         for change, reader in (
             *((readers.append, 7), (readers.append, peer_memory._ANY)),
             *((readers.remove, peer_memory._ANY), (readers.append, 7)),

@@ -22,7 +22,6 @@ from torch import nn
 
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
-from flatshard.engine import gradients
 from flatshard.extras import mapped_files, page_pool, shared_memory
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
@@ -95,16 +94,6 @@ def mapping_for(way: str) -> Any:
     return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
 
 
-@contextmanager
-def in_small_pieces() -> Iterator[None]:
-    """Gradients are copied as they arrive, and sent in small pieces."""
-    with (
-        mock.patch.object(gradients, "_SMALL_BYTES", 0),
-        mock.patch.object(sockets, "PIECE_BYTES", 256),
-    ):
-        yield
-
-
 @pytest.mark.parametrize(
     ("world_size", "settings", "names"),
     [
@@ -120,13 +109,15 @@ def test_same_as_sockets(
     rank: int, world_size: int, settings: dict[str, Any], names: list[str]
 ) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
+    # `mapping` also copies gradients as they arrive.
+    in_small_pieces = mock.patch.object(sockets, "PIECE_BYTES", 256)
     for number, (what, keywords) in enumerate(settings.items()):
         for name in every(min(2, len(settings)), names, start=number):
             with naming(f"{what}, {name}"):
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
                 if what == next(iter(settings)):
-                    with mapping_for("sockets") as made, in_small_pieces():
+                    with mapping_for("sockets") as made, in_small_pieces:
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
                     assert_equal(actual, expected)
@@ -153,9 +144,7 @@ class Slow(Mlp):
 @pytest.mark.parametrize("way", TRANSPORTS)
 @pytest.mark.parametrize("maps", [False, True])
 @on_ranks(2)
-def test_parameters_stay_until_all_have_them(
-    rank: int, world_size: int, maps: bool, way: str
-) -> None:
+def test_parameters_stay_for_late_ranks(rank: int, world_size: int, maps: bool, way: str) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
     with torch.no_grad(), mapping_for(way) if maps else nullcontext():
@@ -196,7 +185,7 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
     """A model of 1,000 units needs no more open files than `ulimit -n` allows."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
-    offload = {"cpu_offload": CPUOffload(path=tmp_path)} if where == "disk" else {}
+    offload = CPUOffload(path=tmp_path) if where == "disk" else None
 
     def layers() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(7, 7) for _ in range(31)))
@@ -205,12 +194,9 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
         ShardedWrapper(layers())
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:
-            model = ShardedWrapper(
-                layers(),
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                coalesce_bytes=0,
-                **offload,
-            )
+            keywords = {"coalesce_bytes": 0, "cpu_offload": offload}
+            policy = ModuleWrapPolicy({nn.Linear})
+            model = ShardedWrapper(layers(), auto_wrap_policy=policy, **keywords)
             with torch.no_grad():
                 model(torch.ones(3, 7))
             model(torch.ones(3, 7)).sum().backward()

@@ -186,9 +186,8 @@ class Script:
     def __init__(self, rank: int, strategy: str, in_backward: bool) -> None:
         self.rank, self.in_backward = rank, in_backward
         torch.default_generator.manual_seed(3)
-        self.model = ShardedWrapper(
-            Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy([Layer])
-        )
+        policy = ModuleWrapPolicy([Layer])
+        self.model = ShardedWrapper(Net(), sharding_strategy=strategy, auto_wrap_policy=policy)
         self.net: Any = self.model.module
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.registration = self.model.step_in_backward(self.optimizer) if in_backward else None

@@ -28,6 +28,10 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+def _trainable(run: Run) -> list[bool]:
+    return [param.requires_grad for param in run.model.parameters()]
+
+
 # ---------------------------------------------------------------- what is shown
 
 
@@ -48,9 +52,7 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
         with summon(sharded.model, **options):
             shown = dict(sharded.model.named_parameters())
             assert all(type(param) is nn.Parameter for param in shown.values())
-            assert [p.requires_grad for p in shown.values()] == [
-                p.requires_grad for p in plain.model.parameters()
-            ]
+            assert _trainable(sharded) == _trainable(plain)
             assert_equal(_whole(sharded.model), _whole(plain.model))
             assert_equal(snapshot(sharded.model), snapshot(plain.model))
         after = list(sharded.model.named_parameters())
@@ -112,9 +114,8 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     def edit(run: Run) -> None:
         with torch.no_grad():
             run.submodule("fc1").weight.t().mul_(2)
-            nn.init.orthogonal_(
-                run.submodule("fc2").weight, generator=torch.Generator().manual_seed(5)
-            )
+            generator = torch.Generator().manual_seed(5)
+            nn.init.orthogonal_(run.submodule("fc2").weight, generator=generator)
             run.submodule("fc2").bias.data = torch.arange(4.0, dtype=torch.float64)
             run.submodule("fc3").weight[1:, 2] = 7.0
         run.submodule("fc3").bias.requires_grad_(False)
@@ -127,9 +128,7 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     with summon(sharded.model):
         edit(sharded)
     edit(plain)
-    assert [p.requires_grad for p in sharded.model.parameters()] == [
-        p.requires_grad for p in plain.model.parameters()
-    ]
+    assert _trainable(sharded) == _trainable(plain)
     for run in (sharded, plain):
         run.submodule("fc3").bias.requires_grad_(True)
     assert_trains_alike(sharded, plain)
@@ -202,9 +201,8 @@ def test_rank0_only(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     backward(sharded, plain)
     before = list(sharded.model.named_parameters())
-    with summon(
-        sharded.model, writeback=False, rank0_only=True, offload_to_cpu=True, with_grads=True
-    ):
+    options = {"rank0_only": True, "offload_to_cpu": True, "with_grads": True}
+    with summon(sharded.model, writeback=False, **options):
         if rank == 0:
             assert_equal(_whole(sharded.model), _whole(plain.model))
             # No other rank takes part.
@@ -227,11 +225,8 @@ def test_rank0_only_edits_on_other_ranks(rank: int, world_size: int) -> None:
     """Rank 0's edit is undone and the other's would stay: a mixture."""
     sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
-    with (
-        refused if rank == 1 else contextlib.nullcontext(),
-        summon(sharded.model, rank0_only=True, writeback=False),
-        torch.no_grad(),
-    ):
+    shown = summon(sharded.model, rank0_only=True, writeback=False)
+    with refused if rank == 1 else contextlib.nullcontext(), shown, torch.no_grad():
         for param in sharded.model.parameters():
             param.mul_(2)
 
@@ -246,9 +241,8 @@ def test_other_ranks_hold_one_unit_at_a_time(rank: int, world_size: int) -> None
 
     def count_whole() -> int:
         tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
-        return sum(
-            one.numel() == width * width and one.untyped_storage().nbytes() > 0 for one in tensors
-        )
+        whole = [one for one in tensors if one.numel() == width * width]
+        return sum(one.untyped_storage().nbytes() > 0 for one in whole)
 
     alive: list[int] = []
 

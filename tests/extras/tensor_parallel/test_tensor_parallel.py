@@ -275,18 +275,14 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
     early = _sgd(model.parameters())
     plain = ShardedWrapper(_build())
-    for apply in (
-        lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
-        lambda: distribute_module(plain.module.last, mesh["tp"]),
-    ):
-        assert_raises(ValueError, r"cannot follow ShardedWrapper: .*parallelize_module", apply)
+    late, plan = r"cannot follow ShardedWrapper: .*parallelize_module", _plan(sequence=False)
+    assert_raises(ValueError, late, parallelize_module, plain, mesh["tp"], plan)
+    assert_raises(ValueError, late, distribute_module, plain.module.last, mesh["tp"])
     wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
     assert_raises(RuntimeError, r"made before wrapping, and still has the DTensor", early.step)
-    for call in (
-        lambda: checkpoint.save(f"{tmp_path}/it", wrapped),
-        lambda: checkpoint.save_safetensors(wrapped, f"{tmp_path}/it.safetensors"),
-    ):
-        assert_raises(NotImplementedError, "was a DTensor before", call)
+    refused, path = "was a DTensor before", f"{tmp_path}/it"
+    assert_raises(NotImplementedError, refused, checkpoint.save, path, wrapped)
+    assert_raises(NotImplementedError, refused, checkpoint.save_safetensors, wrapped, path)
     wrapped(_batch(0)).mean().backward()
     with pytest.raises(NotImplementedError, match=r"was a DTensor\. Muon needs full"):
         torch.optim.Muon([p for p in wrapped.parameters() if p.dim() == 2]).step()
