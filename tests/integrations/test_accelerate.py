@@ -40,10 +40,8 @@ def accelerators(rank: int, world_size: int) -> Iterator[tuple[Any, Any]]:
             GradientState._reset_state()
             return kind(cpu=True, **keywords)
 
-        yield (
-            functools.partial(make, accelerate.Accelerator),
-            functools.partial(make, Accelerator, sharding=SHARDING),
-        )
+        ours = functools.partial(make, Accelerator, sharding=SHARDING)
+        yield functools.partial(make, accelerate.Accelerator), ours
 
 
 class Training:
@@ -55,9 +53,8 @@ class Training:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randn(48, 3))
         loader = torch.utils.data.DataLoader(data, batch_size=2)
-        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
-            plain, optimizer, loader, scheduler
-        )
+        prepared = accelerator.prepare(plain, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
         self.batches = iter(self.loader)
         self.losses: list[float] = []
 
@@ -122,10 +119,8 @@ def _sync_in_backward(theirs: Any, ours: Any) -> None:
         with run.accelerator.trigger_sync_in_backward(run.model):
             run.accelerator.backward(losses[1])
         run.accelerator.clip_grad_value_(run.model.parameters(), 0.02)
-        grads.append(
-            [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in run.model.parameters()]
-        )
-    assert_close(*grads)
+        grads.append([param.grad for param in run.model.parameters()])
+    assert_close([grad.full_tensor() for grad in grads[1]], grads[0])
 
 
 def _values_and_names(ours: Any, rank: int, folder: Path) -> None:
@@ -198,9 +193,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
     with accelerators(rank, world_size) as (_, ours):
         names = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
         run = Training(ours(project_config=names))
-        run.accelerator.register_for_checkpointing(
-            torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
-        )
+        counter = torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
+        run.accelerator.register_for_checkpointing(counter)
         run.accelerator.load_state()
         expected = torch.load(f"{folder}/expected.pt")
         assert_close(run.weights(), expected["weights"], rtol=0, atol=0)

@@ -21,9 +21,8 @@ def _tokenizer() -> Any:
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, WORDS[0]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=WORDS[0], eos_token=WORDS[1], unk_token=WORDS[0]
-    )
+    own = {"pad_token": WORDS[0], "eos_token": WORDS[1], "unk_token": WORDS[0]}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **own)
 
 
 def _logs(kind: Any, config: Any, folder: Path, keys: tuple[str, ...], **given: Any) -> Any:

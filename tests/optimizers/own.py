@@ -139,8 +139,7 @@ class OwnEntries(torch.optim.SGD):
         super().load_state_dict(state)
 
 
-KINDS: dict[str, type[torch.optim.Optimizer]] = {
-    one.__name__: one for one in (OneElement, Elementwise, Rows, Nested, NestedOnShards, OwnEntries)
-}
+_KINDS = (OneElement, Elementwise, Rows, Nested, NestedOnShards, OwnEntries)
+KINDS: dict[str, type[torch.optim.Optimizer]] = {one.__name__: one for one in _KINDS}
 ONLY_FULL = {"Nested", "NestedOnShards", "OwnEntries"}
 """DCP's own functions do not restore them without a wrapper either."""

@@ -73,9 +73,13 @@ def _is_ours(value: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return _like(value, "meta")
     return torch.device("meta") if _is_ours(value) else value
 
 
@@ -150,10 +154,7 @@ class Kernels(TorchDispatchMode):
             device = torch.device(kwargs.get("device") or source.device)
             if device.type != source.device.type:
                 like = torch.empty_like(_to_meta(source), dtype=kwargs.get("dtype"))
-                out = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=device
-                )
-                return self._copy(out, source, bool(kwargs.get("non_blocking")))
+                return self._copy(_like(like, device), source, bool(kwargs.get("non_blocking")))
         return self._launch(func, args, kwargs)
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,9 +175,8 @@ class Kernels(TorchDispatchMode):
         def compute() -> None:
             inputs = tree_map(_widened, arguments) if widen else arguments
             found = func(*inputs, **named)
-            for place, one in zip(
-                tree_leaves(places), tree_leaves(found if is_many else [found]), strict=True
-            ):
+            values = tree_leaves(found if is_many else [found])
+            for place, one in zip(tree_leaves(places), values, strict=True):
                 if isinstance(place, Tensor) and isinstance(one, Tensor):
                     if place.data_ptr() != one.data_ptr():
                         place.copy_(one.view_as(place))
@@ -200,9 +200,7 @@ class Kernels(TorchDispatchMode):
     def _new(self, planned: Any) -> Any:
         if not isinstance(planned, Tensor):
             return planned
-        return torch.empty_strided(
-            planned.size(), planned.stride(), dtype=planned.dtype, device="cuda"
-        )
+        return _like(planned, "cuda")
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         copy = torch.ops.aten.copy_.default

@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
 
 def test_real_ranks_equal_the_plain_model(tmp_path: Path) -> None:
     place = ["--device", "cpu", "--backend", "gloo", "--ranks", "2"]
-    worker = ["--worker", "gloo", "--quick", "--limit", "90", *place]
-    status, out, err = run_script(
-        SCRIPTS / "gpu_check.py", *worker, "--out", "outcome.json", cwd=tmp_path
-    )
+    worker = ["--worker", "gloo", "--quick", "--limit", "90", "--out", "outcome.json", *place]
+    status, out, err = run_script(SCRIPTS / "gpu_check.py", *worker, cwd=tmp_path)
     assert status == 0, out + err
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["result"] == "pass", outcome["text"]

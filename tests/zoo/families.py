@@ -40,10 +40,8 @@ def _timm() -> dict[str, Model]:
     def make(name: str) -> nn.Module:
         return timm.create_model(name, num_classes=10)
 
-    found = {
-        f"timm/{name}": Model(functools.partial(make, name), functools.partial(images, 160))
-        for name in timm.list_models("test_*")
-    }
+    large, names = functools.partial(images, 160), timm.list_models("test_*")
+    found = {f"timm/{name}": Model(functools.partial(make, name), large) for name in names}
     small = {"img_size": 56, "embed_dim": 48, "depth": 2, "num_classes": 10}
     eva = functools.partial(timm.create_model, "eva02_tiny_patch14_336", **small)
     return {**found, "timm/eva02": Model(eva, functools.partial(images, 56))}
@@ -319,10 +317,8 @@ def _from_config(name: str, keywords: dict[str, Any]) -> nn.Module:
 def _two_towers(kind: str, **keywords: Any) -> nn.Module:
     import transformers
 
-    towers = {
-        f"{part.lower()}_config": config_of(f"{kind}{part}Config", {}).to_dict()
-        for part in ("Text", "Vision")
-    }
+    text, vision = (config_of(f"{kind}{p}Config", {}).to_dict() for p in ("Text", "Vision"))
+    towers = {"text_config": text, "vision_config": vision}
     config = getattr(transformers, f"{kind}Config")(**towers, **keywords)
     return getattr(transformers, f"{kind}Model")(config)
 

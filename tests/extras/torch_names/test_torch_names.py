@@ -73,9 +73,8 @@ def test_docs_have_the_tables() -> None:
 
 
 def test_ignored_keywords_warn_once() -> None:
-    meant, notes = torch_names.read_keywords(
-        {"bucket_cap_mb": 25, "find_unused_parameters": False, "shard_placement_fn": len}, {}
-    )
+    keywords = {"bucket_cap_mb": 25, "find_unused_parameters": False, "shard_placement_fn": len}
+    meant, notes = torch_names.read_keywords(keywords, {})
     assert meant == {}
     assert [note.split(":")[0] for note in notes] == ["bucket_cap_mb", "shard_placement_fn"]
 

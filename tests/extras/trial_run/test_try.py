@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -300,9 +301,7 @@ def test_verdicts(tmp_path: Path) -> None:
     assert sent[0] > 4  # KiB of gradients of one model
 
 
-def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, environment, text in (
         (["none.py"], {}, "SCRIPT is not a file"),
         (["--steps", "0", __file__], {}, "at least 1"),
@@ -311,9 +310,7 @@ def test_bad_input_is_one_line(
         (["--policy", "all", __file__], {}, "--policy: auto or none"),
         ([__file__], {"RANK": "0"}, "--keep: a new folder"),
     ):
-        with monkeypatch.context() as patched:
-            for name, value in environment.items():
-                patched.setenv(name, value)
+        with mock.patch.dict(os.environ, environment):
             assert main(["try", *words]) == 3
         said = "".join(capsys.readouterr())
         assert text in said
@@ -369,12 +366,9 @@ def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_ranks_and_the_report_is_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HEAD + "train(*start())")
-    command = tmp_path / "command.py"
-    command.write_text(
-        "from flatshard.checkpoint.command_line import main\nraise SystemExit(main())"
-    )
+    command = ROOT / "flatshard" / "__main__.py"
     words = ["try", "--steps", "4", "--keep", "kept", "--json", "a.json", "script.py"]
-    status, out, err = torchrun(2, command, *words, environment=ENVIRONMENT, cwd=tmp_path)
+    status, out, err = torchrun(2, command, *words, cwd=tmp_path)
     assert status == 0, out + err
     assert out.count("The same numbers") == 1
     report = json.loads((tmp_path / "a.json").read_text())

@@ -115,6 +115,10 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     assert (bias.name, bias.indices) == ("bias", None)
 
 
+def _wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(torch.complex128) for name, tensor in tensors.items()}
+
+
 class _Mixed(nn.Module):
     """Many dtypes, a scalar, and an image in another memory order."""
 
@@ -143,12 +147,8 @@ def test_every_dtype(rank: int, world_size: int, collectives: str) -> None:
             are_whole = [one.indices is None for one in some if one.name.startswith("p")]
             assert are_whole == [step in (0, 3)] * 4  # everything, and more than a tenth
             flatshard.apply_changes(received, some)
-            wide = [
-                {name: tensor.to(torch.complex128) for name, tensor in tensors.items()}
-                for tensors in (received, _full(model, dtype))
-            ]
             with naming(f"{dtype}, step {step}"):
-                assert_equal(*wide)
+                assert_equal(*map(_wide, (received, _full(model, dtype))))
             # One element on one rank, in every tensor; in the last step, half of the elements.
             with torch.no_grad(), flatshard.ShardedWrapper.summon_full_params(model):
                 for tensor in (*model.parameters(), *model.buffers()):

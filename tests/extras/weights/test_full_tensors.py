@@ -28,10 +28,8 @@ from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
 
-NAMES = (
-    "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types batch-norm "
-    "frozen cnn-channels-last lstm"
-).split()
+NAMES = "mlp tied-in-unit tied-across-units tied-blocks nested odd-shapes mixed-types".split()
+NAMES += "batch-norm frozen cnn-channels-last lstm".split()
 
 
 # In any order: a unit's tensors come together.
@@ -98,9 +96,8 @@ def test_buckets_are_small_and_names_are_ordered(rank: int, world_size: int) -> 
 def test_sends_each_chosen_unit_once_in_the_narrower_dtype(rank: int, world_size: int) -> None:
     case = CASES["mlp"]  # float64
     model = case.wrap(case.model(), coalesce_bytes=0)
-    sizes = {
-        part.params[0].spec.unit: part.flat_layout.padded_numel for part in model.flat_parameters()
-    }
+    parts = list(model.flat_parameters())
+    sizes = {part.params[0].spec.unit: part.flat_layout.padded_numel for part in parts}
     assert len(sizes) > 1
 
     def gathered(**keywords: Any) -> dict[str, int]:
@@ -113,14 +110,10 @@ def test_sends_each_chosen_unit_once_in_the_narrower_dtype(rank: int, world_size
     assert gathered() == {unit: 8 * numel for unit, numel in sizes.items()}
     assert gathered(dtype=torch.bfloat16) == {unit: 2 * numel for unit, numel in sizes.items()}
     chosen = "fc2.weight"
-    assert gathered(names=[chosen]).keys() == {
-        part.params[0].spec.unit
-        for part in model.flat_parameters()
-        if chosen in [param.name for param in part.params]
-    }
-    assert [*_tensors(model, names=lambda name: name.endswith("bias"))] == [
-        name for name in _tensors(model) if name.endswith("bias")
-    ]
+    (part,) = (part for part in parts if chosen in [param.name for param in part.params])
+    assert gathered(names=[chosen]).keys() == {part.params[0].spec.unit}
+    biases = [name for name in _tensors(model) if name.endswith("bias")]
+    assert [*_tensors(model, names=lambda name: name.endswith("bias"))] == biases
 
 
 def _layers(width: int, depth: int, **keywords: Any) -> ShardedWrapper:
@@ -231,11 +224,8 @@ def test_one_rank_stops(rank: int, world_size: int, name: str) -> None:
 
 
 def test_the_interpreter_exits_before_the_last_item() -> None:
-    program = (
-        "import torch, flatshard\n"
-        "items = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
-        "print(next(items)[0])"
-    )
+    program = "import torch, flatshard\nitems = flatshard.full_tensors(torch.nn.Linear(2, 2))\n"
+    program += "print(next(items)[0])"
     assert run_code(program) == (0, "weight\n", "")
 
 

@@ -162,9 +162,8 @@ def test_steps_as_an_unwrapped_model(rank: int, world_size: int) -> None:
                 if run.is_sharded and world_size > 1:
                     assert adapter_of(optimizers[0]).mode is KINDS[kind][1]
             # torch's Muon multiplies in bfloat16.
-            assert_same(
-                *(run.model for run in runs), rtol=0.0, atol=1e-2 if kind == "muon" else TOLERANCE
-            )
+            bound = 1e-2 if kind == "muon" else TOLERANCE
+            assert_same(*(run.model for run in runs), rtol=0.0, atol=bound)
 
 
 @on_ranks(2)
@@ -406,11 +405,15 @@ def test_random_draws_for_large_parameters_only_are_told(rank: int, world_size: 
 def _held(shapes: list[tuple[int, ...]], world_size: int) -> list[dict[int, int]]:
     params = {str(number): torch.empty(shape) for number, shape in enumerate(shapes)}
     layout = FlatLayout.build(params, world_size=world_size, itemsize=4)
-    numels = [
-        {rank: layout.local_span(index, rank).numel for rank in range(world_size)}
-        for index in range(len(shapes))
+    ranks = range(world_size)
+    return [
+        {
+            rank: layout.local_span(n, rank).numel
+            for rank in ranks
+            if layout.local_span(n, rank).numel
+        }
+        for n in range(len(shapes))
     ]
-    return [{rank: numel for rank, numel in one.items() if numel} for one in numels]
 
 
 def test_work_and_elements_are_shared_out() -> None:
