@@ -13,13 +13,33 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.extras.summon.summoning import assert_trains_alike, backward, step_alike, summon
 from tests.harness import assert_raises, naming, on_ranks
 from tests.oracle import assert_equal, assert_same, assert_same_gradients, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
+
+summon = ShardedWrapper.summon_full_params
+
+
+def assert_trains_alike(sharded: Run, plain: Run) -> None:
+    assert_same(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.train(5, 7)
+    assert_same(sharded.model, plain.model)
+
+
+def backward(*runs: Run, step: int = 0) -> None:
+    for run in runs:
+        run.loss(step).backward()
+
+
+def step_alike(sharded: Run, plain: Run) -> None:
+    sharded.step()
+    plain.step()
+    assert_same(sharded.model, plain.model)
+
 
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import collectives
-from tests.extras.summon.summoning import assert_trains_alike, backward, summon
+from tests.extras.summon.test_summon import assert_trains_alike, backward, summon
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
