@@ -166,6 +166,12 @@ def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
             buffer.copy_(value)
 
 
+@torch.no_grad()
+def change_all(model: nn.Module, change: Callable[[nn.Parameter], object]) -> None:
+    for param in model.parameters():
+        change(param)
+
+
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state dict that later steps leave alone."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -34,7 +34,7 @@ import flatshard.checkpoint
 from tests import forked_python
 from tests.documents import Fence, before_and_after, build, data, examples, fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.oracle import assert_equal, assert_same, assert_same_gradients
+from tests.oracle import assert_equal, assert_same, assert_same_gradients, change_all
 from tests.scripts import run_code, torchrun
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -210,9 +210,7 @@ def _check_shared_modules(names: dict[str, Any], rank: int) -> None:
 def _check_restored(path: str, model: nn.Module, optimizers: Any) -> None:
     """`load` restores the weights that `save` has saved."""
     expected = model.state_dict()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    change_all(model, lambda param: param.zero_())
     flatshard.checkpoint.load(path, model, optimizers)
     assert_equal(model.state_dict(), expected)
 

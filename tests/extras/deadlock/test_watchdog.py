@@ -31,6 +31,11 @@ from tests.scripts import run_code
 pytestmark = pytest.mark.by_turns
 
 
+def _part(rank: int, model: ShardedWrapper, inputs: torch.Tensor) -> object:
+    """The ranks take different branches."""
+    return model.state_dict() if rank == 0 else model(inputs)
+
+
 def _begin(rank: int) -> tuple[ShardedWrapper, torch.Tensor, list[str]]:
     """A model, this rank's inputs, and the lines that flatshard logs."""
     lines, case = logged(), CASES["mlp"]
@@ -124,8 +129,7 @@ def test_a_new_group_reads_no_old_finding(rank: int, world_size: int, port: int)
             model = CASES["mlp"].wrap(CASES["mlp"].model())
             model(inputs).sum().backward()
             if is_first:
-                with pytest.raises(CollectiveError, match=ENDLESS):
-                    model.state_dict() if rank == 0 else model(inputs)
+                assert_raises(CollectiveError, ENDLESS, _part, rank, model, inputs)
             else:
                 time.sleep(2 * rank)
                 model(inputs).sum().backward()
@@ -286,7 +290,7 @@ def test_detection_survives_threads_and_failures(rank: int, world_size: int, por
     """Neither a thread that has ended nor failures of the store switch detection off."""
     init_by_tcp(rank, world_size, port, 30)
     model, inputs, lines = _begin(rank)
-    other = threading.Thread(target=lambda: model(inputs))  # evaluates, and ends
+    other = threading.Thread(target=model, args=(inputs,))  # evaluates, and ends
     other.start()
     other.join()
     model(inputs)
@@ -295,12 +299,9 @@ def test_detection_survives_threads_and_failures(rank: int, world_size: int, por
     def own_store() -> Any:
         return Unreliable(store(), left.pop() if left else 0)
 
-    with (
-        mock.patch.multiple(detector, **QUICK),
-        mock.patch.object(detector, "_own_store", own_store),
-        pytest.raises(CollectiveError, match=ENDLESS),
-    ):
-        model.state_dict() if rank == 0 else model(inputs)
+    store_fails = mock.patch.object(detector, "_own_store", own_store)
+    with mock.patch.multiple(detector, **QUICK), store_fails:
+        assert_raises(CollectiveError, ENDLESS, _part, rank, model, inputs)
     (line,) = lines
     assert line == "a check for deadlocks failed, and is tried again: Connection reset by peer"
 
@@ -315,7 +316,7 @@ def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     other.start()
     time.sleep(0.5)
     with mock.patch.multiple(detector, **QUICK), pytest.raises(CollectiveError) as error:
-        model.state_dict() if rank == 0 else model(inputs)
+        _part(rank, model, inputs)
     is_over.set()
     other.join()
     assert ENDLESS not in str(error.value)

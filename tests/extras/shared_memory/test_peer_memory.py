@@ -29,7 +29,7 @@ from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
-from tests.oracle import assert_equal, assert_same_gradients, sgd, train_steps, trained
+from tests.oracle import assert_equal, assert_same_gradients, change_all, sgd, train_steps, trained
 
 pytestmark = pytest.mark.by_turns
 
@@ -152,8 +152,7 @@ def test_parameters_stay_for_late_ranks(rank: int, world_size: int, maps: bool, 
         with counting_reads():
             model = case.wrap(case.model(), **TRANSPORTS[way])
             actual = model(x)
-            for param in model.parameters():
-                param.fill_(float("nan"))  # while the late rank computes
+            change_all(model, lambda param: param.fill_(torch.nan))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
 
 
@@ -242,9 +241,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         twin = copy.deepcopy(model)
         model.float()
         for one, scale in ((model, 2.0), (twin, 3.0)):
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.fill_(scale)
+            change_all(one, lambda param, scale=scale: param.fill_(scale))
         for one, scale in ((model, 2.0), (twin, 3.0)):
             assert all((v == scale).all() for v in one.state_dict().values())
             one.double()

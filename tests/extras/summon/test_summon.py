@@ -14,7 +14,7 @@ from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
-from tests.oracle import assert_equal, assert_same, assert_same_gradients, snapshot
+from tests.oracle import assert_equal, assert_same, assert_same_gradients, change_all, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
 
@@ -89,10 +89,9 @@ def test_container_of_units(rank: int, world_size: int, way: str, kind: type[nn.
     expected = _whole(plain)
     units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
     container = nn.Sequential(*units) if kind is nn.Sequential else nn.ModuleList(units)
-    with summon(container), torch.no_grad():
+    with summon(container):
         assert_equal(_whole(container), expected)
-        for param in container.parameters():
-            param.mul_(2)
+        change_all(container, lambda param: param.mul_(2))
     doubled = {name: 2 * value for name, value in expected.items()}
     with summon(container, writeback=False):
         assert_equal(_whole(container), doubled)
@@ -166,9 +165,7 @@ def test_edits_in_mixed_precision(rank: int, world_size: int, way: str) -> None:
             for param in sharded.parameters():
                 assert param.dtype == torch.float64
                 param.mul_(2)
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2)
+    change_all(plain, lambda param: param.mul_(2))
     assert_same(sharded, plain)
     expected = plain_run.evaluate()
     torch.testing.assert_close(run.evaluate().double(), expected, rtol=1e-5, atol=1e-5)
@@ -228,8 +225,7 @@ def test_rank0_only(rank: int, world_size: int, way: str) -> None:
             # No other rank takes part.
             assert_equal(snapshot(sharded.model), snapshot(plain.model))
             assert_same_gradients(sharded.model, plain.model)
-            for param in sharded.model.parameters():
-                param.data.zero_()
+            change_all(sharded.model, lambda param: param.zero_())
         else:
             now = list(sharded.model.named_parameters())
             assert all(new is old for (_, new), (_, old) in zip(now, before, strict=True))
@@ -246,9 +242,8 @@ def test_rank0_only_edits_on_other_ranks(rank: int, world_size: int) -> None:
     sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
     shown = summon(sharded.model, rank0_only=True, writeback=False)
-    with refused if rank == 1 else contextlib.nullcontext(), shown, torch.no_grad():
-        for param in sharded.model.parameters():
-            param.mul_(2)
+    with refused if rank == 1 else contextlib.nullcontext(), shown:
+        change_all(sharded.model, lambda param: param.mul_(2))
 
 
 @pytest.mark.uncoalesced  # one unit after another

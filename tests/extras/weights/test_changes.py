@@ -14,7 +14,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_equal, step_and_zero
+from tests.oracle import ROWS, assert_equal, change_all, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 
@@ -78,9 +78,7 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
         assert first.values.tolist() == [1.0]
         assert (second.name, second.indices.tolist()) == ("1.bias", [*range(20)])
     # A rank that stops early takes part in the rest, and then all ranks get all weights.
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
+    change_all(model, lambda param: param.add_(1))
     stopped = pytest.raises(RuntimeError, match="rank 0 stopped reading") if rank else nullcontext()
     with stopped:
         for number, _ in enumerate(changes.changes()):
