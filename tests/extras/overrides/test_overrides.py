@@ -14,17 +14,8 @@ from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
-from tests.precision.masters import (
-    BF16,
-    FP32,
-    NORMS,
-    ROUTED,
-    Layer,
-    assert_bitwise,
-    routed_by_hand,
-    trained,
-    trained_by_hand,
-)
+from tests.precision import masters
+from tests.precision.masters import BF16, FP32, NORMS, ROUTED, Layer, assert_bitwise, trained
 from tests.ways import BASIC
 
 FULL_PRECISION = ("norm", "router", "gain")
@@ -46,8 +37,8 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
     def dtype_of(name: str) -> torch.dtype:
         return FP32 if any(part in name for part in FULL_PRECISION) else BF16
 
-    by_hand = routed_by_hand((*NORMS, "router"))
-    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
+    by_hand = masters.routed_by_hand((*NORMS, "router"))
+    expected = masters.trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
     for name, way in BASIC.items():
         model = ROUTED.wrap(ROUTED.model(FP32), **way.keywords, mixed_precision=POLICY)
         # One flat parameter for what is in bfloat16, one for all that is not.

@@ -23,16 +23,7 @@ from flatshard.options.precision import FLOAT8
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, Mlp
-from tests.oracle import (
-    assert_equal,
-    assert_same,
-    local_loss,
-    sgd,
-    snapshot,
-    step_and_zero,
-    train,
-    train_steps,
-)
+from tests.oracle import assert_equal, assert_same, local_loss, sgd, snapshot, train, train_steps
 from tests.side import Run
 from tests.ways import BASIC, WAYS
 
@@ -340,7 +331,8 @@ def test_float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 with collectives.record() as events:
                     loss = model(torch.randn(8, 64)).float().pow(2).mean()
                 loss.backward()
-                step_and_zero(torch.optim.SGD(model.parameters(), lr=0.5))
+                torch.optim.SGD(model.parameters(), lr=0.5).step()
+                model.zero_grad()
             largest = max(master.abs().max() for master in masters.values() if master.dim() > 1)
             for used, master in zip(seen, masters.values(), strict=True):
                 assert master.dtype == FP32

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
@@ -24,11 +18,11 @@ from tests.harness import allow_warnings, assert_raises, on_ranks
 from tests.oracle import assert_equal
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
-WRAPPERS = [DistributedDataParallel, FullyShardedDataParallel]
+WRAPPERS = [DistributedDataParallel, fsdp.FullyShardedDataParallel]
 OURS = {*inspect.signature(ShardedWrapper.__init__).parameters, *wrapper.RARE}
 
 
-@pytest.mark.parametrize("wrapper", [*(one.__init__ for one in WRAPPERS), fully_shard])
+@pytest.mark.parametrize("wrapper", [*(one.__init__ for one in WRAPPERS), fsdp.fully_shard])
 def test_every_keyword(wrapper: Any) -> None:
     theirs = {name for name in inspect.signature(wrapper).parameters if name != "self"}
     others = {*torch_names.IGNORED, *torch_names.REFUSED, *torch_names.OTHER_NAMES}
@@ -36,13 +30,13 @@ def test_every_keyword(wrapper: Any) -> None:
     assert {name for name, fate, _ in _told() if fate == "same"} >= theirs & OURS
 
 
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, FSDPModule])
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, fsdp.FSDPModule])
 def test_every_method(wrapper: Any) -> None:
     own = set(dir(wrapper)) - set(dir(nn.Module)) - {"module", "broadcast_buffers"}
     public = {name for name in own if not name.startswith("_")}
     missing = {name for name in public if not hasattr(ShardedWrapper, name)}
     assert not missing - set(torch_names.MISSING_METHODS), "torch has new methods: give each a fate"
-    is_of_module = wrapper is FSDPModule
+    is_of_module = wrapper is fsdp.FSDPModule
     assert is_of_module or {name for name, fate, _ in _told() if fate == "same"} >= public - missing
     assert not [name for name in torch_names.MISSING_METHODS if hasattr(ShardedWrapper, name)]
 
@@ -114,7 +108,7 @@ def test_keywords_of_fully_shard(rank: int, world_size: int) -> None:
         torch.optim.SGD([p for p in model.parameters() if p is not module[1].bias], 0.1).step()
         return model
 
-    policies = MixedPrecisionPolicy(*dtypes), CPUOffloadPolicy()
+    policies = fsdp.MixedPrecisionPolicy(*dtypes), fsdp.CPUOffloadPolicy()
     own = MixedPrecision(*dtypes), CPUOffload(offload_params=True)
     theirs = trained("ignored_params", mesh=mesh, mp_policy=policies[0], offload_policy=policies[1])
     ours = trained("ignored_states", device_mesh=mesh, mixed_precision=own[0], cpu_offload=own[1])
