@@ -123,9 +123,7 @@ class Kernels(TorchDispatchMode):
         torch.backends.cuda.enable_cudnn_sdp(False)
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -184,9 +182,7 @@ class Kernels(TorchDispatchMode):
         _push(compute)
         return tuple(outs) if is_many else outs[0]
 
-    def _out(
-        self, schema: Any, number: int, planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _out(self, schema: Any, number: int, planned: Any, args: Any, kwargs: Any) -> Any:
         alias = schema.returns[number].alias_info if schema.returns else None
         if alias is not None and alias.is_write:
             given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs

@@ -122,10 +122,8 @@ def test_a_new_group_reads_no_old_finding(rank: int, world_size: int, port: int)
         # Gloo itself may read old addresses in a store, so only flatshard gets the same store.
         apart = dist.PrefixStore(str(is_first), store)
         dist.init_process_group("gloo", store=apart, rank=rank, world_size=2, timeout=limit)
-        with (
-            mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store),
-            mock.patch.multiple(detector, **QUICK),
-        ):
+        own = mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store)
+        with own, mock.patch.multiple(detector, **QUICK):
             model = CASES["mlp"].wrap(CASES["mlp"].model())
             model(inputs).sum().backward()
             if is_first:

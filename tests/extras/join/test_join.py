@@ -23,10 +23,8 @@ pytestmark = pytest.mark.by_turns
 _UNEVEN = {2: ((1, 3), (3, 0), (3, 2), (2, 2)), 3: ((3, 1, 2), (0, 2, 2))}
 
 
-def _train(
-    model: Any, rank: int, num_batches: int, how: str = "", case: str = "mlp", **keywords: Any
-) -> torch.optim.Optimizer:
-    """A batch on every rank, then as many as it has, inside ``join``.
+def _train(model: Any, rank: int, count: int, how: str = "", case: str = "mlp", **more: Any) -> Any:
+    """A batch on every rank, then as many as it has, inside ``join``; returns the optimizer.
 
     ``how``: "clips", "accumulates", "evaluates", or "zeros" for ``set_to_none=False``.
     """
@@ -52,8 +50,8 @@ def _train(
             model.train()
 
     step(1)
-    with model.join(**keywords):
-        for number in range(num_batches * (2 if how == "accumulates" else 1)):
+    with model.join(**more):
+        for number in range(count * (2 if how == "accumulates" else 1)):
             step(number)
     return optimizer
 

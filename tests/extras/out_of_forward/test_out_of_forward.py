@@ -87,11 +87,9 @@ class OwnCheckpoint(torch.autograd.Function):
     """A checkpoint as in guided-diffusion, or with ``saves`` the adjoint method of torchdiffeq."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Any, saves: bool, allows_unused: bool, x: Tensor, *params: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, run: Any, saves: bool, unused: bool, x: Tensor, *params: Tensor) -> Any:
         ctx.run, ctx.kept = run, None if saves else (x, *params)
-        ctx.allows_unused = allows_unused
+        ctx.allows_unused = unused
         ctx.save_for_backward(*((x, *params) if saves else ()))
         with torch.no_grad():
             return run(x)

@@ -19,11 +19,9 @@ from tests.precision.masters import BF16, FP32, NORMS, ROUTED, Layer, assert_bit
 from tests.ways import BASIC
 
 FULL_PRECISION = ("norm", "router", "gain")
-POLICY = MixedPrecision(
-    BF16,
-    module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
-    overrides={"layers.*.router": FP32, "*.gain": FP32},
-)
+WIDE = {"layers.*.router": FP32, "*.gain": FP32}
+NORM_CLASSES = (nn.BatchNorm1d, nn.LayerNorm)
+POLICY = MixedPrecision(BF16, module_classes_to_ignore=NORM_CLASSES, overrides=WIDE)
 
 
 @pytest.mark.parametrize("value", [[("norm", BF16)], {"norm": torch.int8}, {1: BF16}])
@@ -58,10 +56,9 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
     assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
 
     # By a function of the parameter, as torch spells it; modules cast for themselves.
-    full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
-    policy = MixedPrecision(
-        BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
-    )
+    full = [param for name, param in by_hand.named_parameters() if dtype_of(name) is FP32]
+    wide_of = dict.fromkeys(full, FP32).get
+    policy = MixedPrecision(BF16, module_classes_to_ignore=(), overrides=wide_of)
     by_hand.zero_grad()
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)

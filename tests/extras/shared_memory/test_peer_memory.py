@@ -79,10 +79,8 @@ def counting_reads() -> Iterator[list[int]]:
         sizes.append(nbytes)
         read(pid, source, destination, nbytes)
 
-    with (
-        mock.patch.object(shared_memory, "_PIECE_NUMEL", 19),
-        mock.patch.object(peer_memory, "_read", counted),
-    ):
+    in_pieces = mock.patch.object(shared_memory, "_PIECE_NUMEL", 19)
+    with in_pieces, mock.patch.object(peer_memory, "_read", counted):
         yield sizes
 
 
@@ -105,9 +103,7 @@ def mapping_for(way: str) -> Any:
     ids=["every-case", "2", "3", "4"],
 )
 @on_ranks()
-def test_same_as_sockets(
-    rank: int, world_size: int, settings: dict[str, Any], names: list[str]
-) -> None:
+def test_same_as_sockets(rank: int, world_size: int, settings: Any, names: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
     # `mapping` also copies gradients as they arrive.
     in_small_pieces = mock.patch.object(sockets, "PIECE_BYTES", 256)

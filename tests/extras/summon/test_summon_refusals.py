@@ -57,12 +57,9 @@ def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     def assign_grad(module: nn.Module) -> None:
         module.weight.grad = torch.ones_like(module.weight)
 
-    cases = {
-        replace: "replaced",
-        reshape: "expected data of shape",
-        retype: "expected data of shape",
-        assign_grad: "with_grads=True",
-    }
+    other_data = "expected data of shape"
+    cases = {replace: "replaced", reshape: other_data, retype: other_data}
+    cases[assign_grad] = "with_grads=True"
     for change, match in cases.items():
         if way == "no_shard" and change in (reshape, retype, assign_grad):
             continue  # shown as they are: what is done to them is done
@@ -101,13 +98,12 @@ def _drop_on_rank_1(run: Run) -> None:
 
 
 # The way, what comes before, options, and words of the error.
+_DROPPED = (_drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
 REFUSED: list[tuple[str, Callable[[Run], object], dict[str, bool], str]] = [
     ("full", lambda run: None, {"rank0_only": True}, "needs writeback=False"),
     ("full", _replace_weight, {}, r"'fc1.weight'.*replaced after wrapping"),
-    *(
-        (way, _drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
-        for way in ("full", "no_shard")
-    ),
+    ("full", *_DROPPED),
+    ("no_shard", *_DROPPED),
 ]
 
 
