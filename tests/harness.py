@@ -50,6 +50,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import options
 from flatshard.comm.ranks import forget_destroyed
@@ -325,6 +326,19 @@ def assert_raises(
     """
     with naming(message), pytest.raises(error, match=message):
         call(*args, **keywords)
+
+
+class Watching(TorchDispatchMode):
+    """Calls ``see(operation, output)`` after each operation of torch."""
+
+    def __init__(self, see: Callable[[Any, Any], object]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(func, out)
+        return out
 
 
 @contextlib.contextmanager

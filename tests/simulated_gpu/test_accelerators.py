@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
 from flatshard.comm.communicator import ALONE, Topology
@@ -30,7 +29,7 @@ from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import NOTHING
-from tests.harness import assert_raises, on_ranks
+from tests.harness import Watching, assert_raises, on_ranks
 from tests.models import CASES
 from tests.oracle import local_loss, sgd
 
@@ -180,16 +179,9 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
         published._finish_copies()
 
 
-class _Operations(TorchDispatchMode):
+def _listed(names: list[str]) -> Watching:
     """Lists what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
+    return Watching(lambda func, _: names.append(func._schema.name.removeprefix("aten::")))
 
 
 @on_ranks(1, init_group=False)
@@ -202,9 +194,10 @@ def test_what_a_group_without_host_memory_does(rank: int, world_size: int) -> No
         model = case.wrap(case.model(), coalesce_bytes=0)
     _reductions_under_way_take_as_much_as_two_large_ones(model)
     local_loss(model, case, 0, 0, 4).backward()
-    with _Operations() as operations:
+    names: list[str] = []
+    with _listed(names):
         model.clip_grad_norm_(1.0)
-    assert operations.names.count("_to_copy") < 5, "norms are cast together"
+    assert names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
         mock.patch.object(model._sharded_unit.context, "device", torch.device("cuda", 1)),
@@ -221,9 +214,10 @@ def _one_rank_casts_as_it_copies() -> None:
     precision = MixedPrecision(torch.bfloat16)
     model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
     (handle, *_) = _handles(model)
-    with _Operations() as operations:
+    names: list[str] = []
+    with _listed(names):
         handle.unshard("forward")
-    assert "_to_copy" not in operations.names
+    assert "_to_copy" not in names
     handle.reshard()
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
+from tests.harness import Watching, assert_raises, naming, on_ranks, rank_0_warns
 from tests.oracle import assert_equal, assert_same, sgd, snapshot, step_and_zero
 from tests.ways import BASIC, WAYS, Way
 
@@ -223,24 +222,6 @@ def test_a_rank_reads_its_parts_of_a_file(rank: int, world_size: int, tmp_path: 
 # ---------------------------------------------------------------- memory
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes in storages that were made under this mode and lived at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if type(tensor) is Tensor and tensor.device.type == "cpu":
-                self._storages.add(tensor.untyped_storage())
-        # Now, as the unsharded buffers are resized without a word.
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
-        return out
-
-
 @pytest.mark.parametrize("sync", [None, True])
 @pytest.mark.uncoalesced  # many small units are built together
 @on_ranks(2)
@@ -248,13 +229,23 @@ def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> No
     # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
     model = on_meta(lambda: nn.Sequential(*(nn.Linear(500, 500) for _ in range(10))))
     gc.collect()
-    with Peak() as peak:
+    storages: weakref.WeakSet[Any] = weakref.WeakSet()  # those that were made and still live
+    sizes: list[int] = []
+
+    def see(_: Any, out: Any) -> None:
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                storages.add(tensor.untyped_storage())
+        # Now, as the unsharded buffers are resized without a word.
+        sizes.append(sum(storage.nbytes() for storage in storages))
+
+    with Watching(see):
         policy = ModuleWrapPolicy({nn.Linear})
         wrapped = ShardedWrapper(model, auto_wrap_policy=policy, sync_module_states=sync)
     numel = sum(p.numel() for p in wrapped.parameters())
     unit = 4 * numel // 10
     shards = 10 * unit // world_size
-    assert peak.peak <= shards + 1.2 * unit, (peak.peak / unit, shards / unit)
+    assert max(sizes) <= shards + 1.2 * unit, (max(sizes) / unit, shards / unit)
     assert len(sharded_modules(wrapped)) == 11
 
 
