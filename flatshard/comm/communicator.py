@@ -157,12 +157,11 @@ class Communicator(Members):
         (``is_ordered``), all ranks must start them in the same order. A request with ``reduced`` is
         the second half of an all-reduce, and must be in order with reductions.
         """
-        numel = request.shard.numel() * self.size
-        assert request.out.numel() == numel, "the shards of all ranks fill the buffer"
-        action = f"all-gathering parameters for {request.purpose}"
-        if request.reduced:  # `reduce_scatter` has told the listeners about the whole all-reduce
-            action = _ALL_REDUCING
-        elif LISTENERS:
+        assert request.out.numel() == request.shard.numel() * self.size, "shards fill the buffer"
+        gathers = f"all-gathering parameters for {request.purpose}"
+        action = _ALL_REDUCING if request.reduced else gathers
+        # `reduce_scatter` has told the listeners about a whole all-reduce already.
+        if LISTENERS and not request.reduced:
             self.note("gather", request.unit_fqn, request.out.nbytes)
         transport = self.transport_for(request.out.device, request.tag)
         with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
@@ -173,14 +172,13 @@ class Communicator(Members):
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        out = request.out
         is_half = request.kind == "all_reduce"
-        action = _ALL_REDUCING if is_half else "reduce-scattering gradients in backward"
         if LISTENERS:
-            nbytes = out.numel() * self.size * request.full.dtype.itemsize
-            nbytes = (nbytes + out.nbytes * self.size) // 2 if is_half else nbytes
+            nbytes = request.full.nbytes
+            nbytes = (nbytes + request.out.nbytes * self.size) // 2 if is_half else nbytes
             self.note(request.kind, request.unit_fqn, nbytes)
-        transport = self.transport_for(out.device, request.tag)
+        action = _ALL_REDUCING if is_half else "reduce-scattering gradients in backward"
+        transport = self.transport_for(request.out.device, request.tag)
         with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
             return transport.reduce_scatter(request, op_name)
 

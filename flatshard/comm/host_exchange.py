@@ -33,6 +33,7 @@ FRAME_BYTES = 1024
 _DIGEST_BYTES = 8
 # Maximum number of bytes of values in a frame, next to the digest and the digest's complements.
 _ROOM = FRAME_BYTES - 2 * _DIGEST_BYTES
+_ALL_REDUCE_MAX = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
 _DETAIL = re.compile(r"\(|: ")  # ranks compare only the part of a name before "(" or ": "
 
 
@@ -179,8 +180,7 @@ class HostExchange:
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``data``; same length on all ranks."""
         sent = bytearray(data)
-        maximum = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
-        self._run(maximum, torch.frombuffer(sent, dtype=torch.uint8), op_name)
+        self._run(_ALL_REDUCE_MAX, torch.frombuffer(sent, dtype=torch.uint8), op_name)
         return bytes(sent)
 
     def _gather(self, value: Any, op_name: str) -> list[Any]:

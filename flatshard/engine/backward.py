@@ -100,7 +100,6 @@ class Backward:
         for extension in self._state.extensions:
             extension.begin_backward()
         self.is_active, self._graph_task = True, graph_task
-        must_wait = not self._may_reduce_early()
         _running.add(self)
         # Autograd calls `_end` after the last node. If the backward fails, autograd drops the
         # callback instead. Then Python calls `_fail`, because the callback is freed.
@@ -111,7 +110,7 @@ class Backward:
         for unit in self._state.units:
             unit.begin_model_backward()
         self.had_accumulated = any(h.grads.waits_for(GradSync.FULL) for h in self._state.handles)
-        self.queue.begin_backward(must_wait=must_wait)
+        self.queue.begin_backward(must_wait=not self._may_reduce_early())
         return True
 
     def _may_reduce_early(self) -> bool:
@@ -222,7 +221,10 @@ class Backward:
         pending[index] = grad
         for watcher in self._state.watchers:
             watcher.on_grad(unit, handle.params[index], grad)
-        if len(pending) + len(grads.arrived) < handle.num_trainable and index not in grads.large:
+        if (
+            len(grads.pending) + len(grads.arrived) < handle.num_trainable
+            and index not in grads.large
+        ):
             return
         grads.receive_pending(more_to_come=unit.sync is GradSync.ACCUMULATE)
         if len(grads.arrived) < handle.num_trainable:

@@ -66,8 +66,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     handles = state.handles
     # Other parts of the engine add votes to the message: `BufferSync` and the extensions. The order
     # of these parts is the same on all ranks.
-    buffers = [state.buffers] if state.buffers else []
-    voters: list[BufferSync | StepExtension] = [*buffers, *state.extensions]
+    voters: list[BufferSync | StepExtension] = [*filter(None, [state.buffers]), *state.extensions]
     # Collect votes before the exchange below, because `votes()` may itself run a collective.
     voter_votes = [one.votes() for one in voters]
     # Units in which this rank's program edited accumulated gradients, or parameters in forward. Do
@@ -77,10 +76,9 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
     # Some units (experts, for example) train only on the ranks of a smaller group. Other ranks have
     # a different unit at the same index, so for such units the maxima over all ranks are useless.
     # Therefore the ranks of the smaller group exchange their flags separately.
-    smaller = [h for h in handles if h.topology.world.size < state.world.size]
-    used_within = {handle: _used_within(handle) for handle in smaller}
+    used_within = {h: _used_within(h) for h in handles if h.topology.world.size < state.world.size}
     differing = [h.unit_name for h, (_, is_alike) in used_within.items() if not is_alike]
-    engine_votes: list[Sequence[int]] = [
+    votes: list[Sequence[int]] = [
         [bool(differing)],
         _program(state),
         _order(state),
@@ -93,15 +91,15 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
             for number, h in enumerate(handles)
         ],
         [i in h.grads.used_by_rank for h in handles for i in range(len(h.params))],
+        *voter_votes,
     ]
-    all_votes = [*engine_votes, *voter_votes]
     # Send all votes in one message, because each further message would cost a network latency.
     with state.span(Kind.RANKS_WAIT):
         also = "".join(one.exchange_name for one in state.extensions)
         op_name = f"used parameters of all units{also}, backward"
-        numbers = iter(state.world.maxima(bytes(chain.from_iterable(all_votes)), op_name=op_name))
-    maxima = [bytes(islice(numbers, len(votes))) for votes in all_votes]
-    differ_within, program, orders, waiting, edited, left_over, used = maxima[: len(engine_votes)]
+        numbers = iter(state.world.maxima(bytes(chain.from_iterable(votes)), op_name=op_name))
+    maxima = (bytes(islice(numbers, len(part))) for part in votes)
+    differ_within, program, orders, waiting, edited, left_over, used, *for_voters = maxima
     if any(differ_within):
         units = ", ".join(map(unit_text, differing)) or "a unit of other ranks"
         raise RuntimeError(
@@ -110,7 +108,7 @@ def exchange_end_of_backward(state: RunState, rest: Set[int]) -> Agreement:
         )
     _check_program(state, program)
     _check_order(state, orders)
-    for voter, voter_maxima in zip(voters, maxima[len(engine_votes) :], strict=True):
+    for voter, voter_maxima in zip(voters, for_voters, strict=True):
         voter.tally(voter_maxima)
     flags = map(bool, used)
     used_by = {handle: list(islice(flags, len(handle.params))) for handle in handles}
@@ -144,14 +142,13 @@ def _program(state: RunState) -> bytes:
     byte is followed by its complement (255 - byte): from the maxima of both over the ranks,
     ``differ`` finds the bytes in which ranks differ.
     """
-    loads = sum([unit.loads_sum for unit in state.units])
+    digest = sum([unit.loads_sum for unit in state.units])
     # Compare only the flat parameters that all ranks train. Experts may train only on some ranks.
     whole = [h for h in state.handles if h.topology.world.size == state.world.size]
     reduced = bytes([_SYNCS.index(h.unit.sync) * bool(h.num_trainable) for h in whole])
     trained = bytes(chain(*(h.trained for h in whole)))
-    steps = 0 if state.steps is None else state.steps.digest
-    digest = (loads + crc32(reduced + trained) + steps) % 2**32
-    return with_complements([state.number, *digest.to_bytes(4, "big")])
+    digest += crc32(reduced + trained) + (0 if state.steps is None else state.steps.digest)
+    return with_complements([state.number, *(digest % 2**32).to_bytes(4, "big")])
 
 
 def _check_program(state: RunState, maxima: bytes) -> None:

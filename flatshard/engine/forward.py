@@ -136,8 +136,9 @@ class Forward:
             for handle in unit.handles:
                 handle.summoned.check_shown()
             return None
+        casts = unit.casts[module]
         call = self.enter(unit)
-        changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
+        changed = casts.cast_inputs(args, kwargs, is_root=unit.is_root)
         call.ends_with_gradients = self.saved.ends_with_gradients(unit, call)
         if not torch.is_grad_enabled() or call.ends_with_gradients:
             return changed
@@ -178,10 +179,9 @@ class Forward:
                 changed = unit.casts[module].cast_output(output)
                 changed = self.saved.protect(changed, unit.name)
                 self.saved.end_call(unit, call)
-                if torch.is_grad_enabled():
-                    for tensor in tensors_in(changed):
-                        if tensor.grad_fn is not None:
-                            tensor.register_hook(partial(self._backward.enter, unit, call))
+                for tensor in tensors_in(changed) if torch.is_grad_enabled() else ():
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
             failed = output is None and sys.exc_info()[1] is not None
             if failed:

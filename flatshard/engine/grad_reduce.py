@@ -18,9 +18,9 @@ a wider dtype (``Transport.sum_dtype``), and are rounded before stage 2.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +124,12 @@ class GradReduce:
     # Event after which the device has computed the gradients: the host may only have queued the
     # kernels that compute them. None: the gradients are computed already.
     computed: torch.Event | None = None
+    # Functions that start the remaining stages.
+    later_stages: Sequence[Callable[[], AsyncWork]] = ()
+    _earlier_works: Sequence[AsyncWork] = ()  # the collectives of the stages that are over
+    # The reductions of all models whose second stage will use the same group and has not started,
+    # in the order in which their first stages started. Empty if this reduction has no second stage.
+    _second_stages: Any = ()
     _read_on_side_stream: Sequence[object] = ()  # kept alive for `_queue_later_stages`
 
     def __init__(
@@ -141,21 +147,15 @@ class GradReduce:
             self.computed = torch.Event(plan.device)
             self.computed.record()  # on the current stream of the device
         intra_group, second = plan.flat.topology.intra_group, plan.second_group
-        # Functions that start the remaining stages.
-        self.later_stages: deque[Callable[[], AsyncWork]] = deque()
-        # The reductions of all models whose second stage will use the same group and has not
-        # started. They are in the order in which their first stages started.
-        self._second_stages = second.second_stages
         if intra_group.size > 1:
             is_last = plan.flat.topology.inter_group.size == 1 and not plan.adds_replicas
             self._out = plan.new_output(plan.intra_numel, plan.intra_sum_dtype, is_last=is_last)
             self.work = self._reduce_scatter(intra_group, full, plan.tags[0])
         else:
             self._out, self.work = full, AsyncWork([], plan.flat.unit_name)
-        self._works = [self.work]
         if second.size == 1 or is_intra_only:
             return
-        self.later_stages.append(self._second_stage)
+        self._second_stages, self.later_stages = second.second_stages, [self._second_stage]
         if second is plan.flat.topology.replicate and plan.adds_replicas:
             self.later_stages.append(self._gather_replicas)
         # Second stages start in the order of this queue, which is the same on all ranks. First
@@ -199,9 +199,9 @@ class GradReduce:
     def _start_next_stage(self) -> None:
         """Wait for the present stage, and start the next stage."""
         self.work.wait(self._plan.flat.pending_sends)
-        begin = self.later_stages.popleft()
+        begin, *self.later_stages = self.later_stages
+        self._earlier_works = [*self._earlier_works, self.work]
         self.work = begin()
-        self._works.append(self.work)
 
     def _second_stage(self) -> AsyncWork:
         """Start the second stage: average over the ranks of the group ``second_group``.
@@ -270,7 +270,7 @@ class GradReduce:
 
     @property
     def nbytes(self) -> int:
-        kept = [one for work in self._works for one in work.kept]
+        kept = [one for work in (*self._earlier_works, self.work) for one in work.kept]
         return storage_bytes(kept if self.is_finished else [self._out, *kept])
 
 

@@ -123,7 +123,7 @@ class Gradients:
             param.kept_grad = None  # it has the dtype and device of the previous plan
         with torch.no_grad():
             for index, slot in slots.items():
-                self.receive(index, slot.to(plan.device), more_to_come=True)
+                self.receive(index, slot.to(plan.device))
             self.arrived.clear()  # these gradients did not arrive in a backward
             if intra_reduced is not None:
                 self.add_intra_reduced(intra_reduced.to(plan.device))
@@ -221,32 +221,40 @@ class Gradients:
     # ------------------------------------------------------------ accumulate
 
     def receive_pending(self, *, more_to_come: bool) -> None:
-        """Move the gradients in ``pending`` to ``slots``. ``more_to_come``: see ``receive``."""
+        """Move the gradients in ``pending`` to ``slots``.
+
+        ``more_to_come``: whether this backward reduces nothing, so that later backwards will add to
+        the gradients.
+        """
         pending, self.pending = self.pending, {}
         indices = pending.keys()
         # The usual case: autograd has given each gradient the strides of its parameter.
         if (
             self.slots.keys().isdisjoint(indices)
-            and self.large.isdisjoint(indices)
             and not (self._is_single or torch.is_grad_enabled())
             and {*map(_LAYOUT, pending.values())} == {torch.strided}
         ):
             self.slots.update(pending)
             for marks in (self._separate, self.arrived, self.used_by_rank):
                 marks.update(indices)
+            # If later backwards add to a gradient, do not round it to a narrower reduce dtype yet.
+            if not more_to_come or self.dtypes.accum_dtype is self.dtypes.reduce_dtype:
+                for index in self.large.intersection(indices):
+                    buffer = self._allocate() if self._buffer is None else self._buffer
+                    place = view_of(buffer, self._layout.spans[index])
+                    self.slots[index] = place.copy_(pending[index])
+                    self._separate.discard(index)
             return
         for index, grad in pending.items():
-            self.receive(index, grad, more_to_come=more_to_come)
+            self.receive(index, grad)
 
-    def receive(self, index: int, grad: Tensor, *, more_to_come: bool = False) -> None:
+    def receive(self, index: int, grad: Tensor) -> None:
         """Store the gradient of parameter ``index``, or add it to the stored gradient.
 
         Args:
             index: index of the original parameter.
             grad: the gradient, in the parameter's shape and any dtype, on the parameter's device.
                 The caller must not use the tensor afterwards: this object may keep and change it.
-            more_to_come: whether this backward reduces nothing, so that later backwards will add
-                to the gradient.
         """
         if grad.requires_grad:
             raise RuntimeError(
@@ -269,12 +277,6 @@ class Gradients:
             slot.add_(grad)
             return
         span = self._layout.spans[index]
-        # If later backwards add to the gradient, do not round it to a narrower reduce dtype yet.
-        may_widen = more_to_come and self.dtypes.accum_dtype is not self.dtypes.reduce_dtype
-        if index in self.large and not (may_widen or self._is_single):
-            buffer = self._allocate() if self._buffer is None else self._buffer
-            self.slots[index] = view_of(buffer, span).copy_(grad)
-            return
         # `take` reads the gradient's memory in order. So copy a gradient with other strides (an
         # expanded tensor, for example), and a gradient whose memory has other values than the
         # tensor (a lazily conjugated or negated tensor).
@@ -378,8 +380,7 @@ class Gradients:
             return whole.to(dtype)
         # Join all gradients by one kernel, because one kernel per parameter would take longer. The
         # gradients are dense, so each has a 1-D view in memory order.
-        indices = sorted(self._separate)
-        flat = [*map(self.slots.__getitem__, indices)]
+        flat = [self.slots[index] for index in sorted(self._separate)]
         if not self._is_contiguous:
             flat = [s.as_strided((s.numel(),), (1,)) for s in flat]
         if len(flat) == len(spans) and {one.dtype for one in flat} == {dtype}:  # the usual case
@@ -395,7 +396,7 @@ class Gradients:
             absent = (span for index, span in enumerate(spans) if index not in self.slots)
             zero([buffer[span.start : span.end] for span in absent])
         if flat:
-            places = [buffer[spans[index].start : spans[index].end] for index in indices]
+            places = [buffer[spans[i].start : spans[i].end] for i in sorted(self._separate)]
             torch._foreach_copy_(places, [one.view(-1) for one in flat])
         self._empty()
         return buffer

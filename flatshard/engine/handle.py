@@ -230,8 +230,8 @@ class FlatParamHandle:
         if self.clean_version < 0:
             # The buffer has new values. So set a version that the buffer never had before: then
             # autograd raises if backward reads a view that was saved with earlier values.
-            self._last_version = max(self._last_version, self.buffer._version) + 1
-            self.clean_version = self._last_version
+            self.clean_version = max(self._last_version, self.buffer._version) + 1
+            self._last_version = self.clean_version
         torch._C._autograd._unsafe_set_version_counter((self.buffer,), (self.clean_version,))
         unsharded.set_accessible(self.fulls, True)
         self.state = ShardState.UNSHARDED
@@ -344,6 +344,13 @@ class FlatParamHandle:
         )
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether the handle is SHARDED, and keeps no buffer and no secondary shard."""
+        secondary = self.gather.secondary
+        is_kept = secondary is not None and secondary.waits_for_backward
+        return self.state is ShardState.SHARDED and not (self.is_free_deferred or is_kept)
+
+    @property
     def buffer_bytes(self) -> int:
         """Size of the unsharded buffer in bytes. 0 if the shard itself is the buffer."""
         return 0 if self.shard_is_buffer else self.buffer.nbytes
@@ -370,12 +377,11 @@ class FlatParamHandle:
 
     def count_trainable(self) -> None:
         """Count the parameters that require a gradient. Users may freeze parameters at any time."""
-        num_flag_writes = sharded_tensor.num_flag_writes
         # Skip if no flag was set since the last call. With `is_whole`, read the flags each time:
         # users see plain parameters, for which nothing counts how often a flag was set.
-        if num_flag_writes == self._num_flag_writes and not self.is_whole:
+        if self._num_flag_writes == sharded_tensor.num_flag_writes and not self.is_whole:
             return
-        self._num_flag_writes = num_flag_writes
+        self._num_flag_writes = sharded_tensor.num_flag_writes
         with torch._C.DisableTorchFunctionSubclass():
             self.trained = [*map(_REQUIRES_GRAD, self.sharded)]
             # Users set `requires_grad` of the sharded parameters, so copy the flags from there.

@@ -101,13 +101,11 @@ class Prefetch:
         # network would be idle between the end of one all-gather and the next unit's forward. All
         # prefetched units together may take as much memory as the largest unit.
         first = None
-        for index in expected:
-            unit = self._units[index]
+        for unit in map(self._units.__getitem__, expected):
             if purpose == "backward" and not unit.for_backward:
                 continue
-            if first is None:
-                first = index
-            elif index != first and not (unit in self._in_background and self._fits(unit)):
+            first = first or unit
+            if unit is not first and not (unit in self._in_background and self._fits(unit)):
                 return
             # In backward, skip a unit if the backwards of all calls of the unit have begun already.
             # Some ranks may still have the unit unsharded, and would not take part in the

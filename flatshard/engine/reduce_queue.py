@@ -175,8 +175,8 @@ class ReduceQueue:
         """
         rest = self._order[self._num_started :]
         agreed = exchange_end_of_backward(self._state, set(rest))
-        self._uneven = {number: left - 1 for number, left in self._uneven.items() if left > 1}
-        self._uneven.update(dict.fromkeys(agreed.uneven, _REMEMBERED))
+        remembered = {number: left - 1 for number, left in self._uneven.items() if left > 1}
+        self._uneven = remembered | dict.fromkeys(agreed.uneven, _REMEMBERED)
         for handle in (self._handles[number] for number in rest):
             if handle.reduces and any(agreed.used[handle]):
                 self._start(handle)

@@ -5,8 +5,14 @@ and backward. So saved-tensor hooks replace each view of a buffer by a ``SavedVi
 asks for the tensor, the hooks unshard the unit, if necessary, and make a new view.
 
 Autograd does not check the versions of tensors that hooks have replaced, so this module does.
-Other saved-tensor hooks around a forward (of an activation checkpoint or ``save_on_cpu``) still
-receive every tensor that is not a view of an unsharded buffer.
+Other saved-tensor hooks around a forward (of ``save_on_cpu``, for example) still receive every
+tensor that is not a view of an unsharded buffer.
+
+[Note: checkpoints]
+A unit's forward inside an activation checkpoint (``torch.utils.checkpoint``, not reentrant) runs
+without flatshard's hooks. In forward, the checkpoint saves no tensors. In backward, the recomputed
+forward saves plain views, which backward reads while the unit is unsharded, or soon afterwards. As
+long as views exist, the buffer keeps its memory (``FlatParamHandle.had_views``).
 
 [Note: forwards without hooks]
 Autograd calls the hooks for every saved tensor, which takes a fifth of the host's time for a step.
@@ -46,6 +52,7 @@ from flatshard.tensor.sharded_tensor import untraced
 from flatshard.units.module_tree import unit_text
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_CHECKPOINT = "torch.utils.checkpoint"  # the module of torch's hooks for activation checkpointing
 
 CLEAN_STEPS = 2
 """After this number of steps in which hooks made no difference, forwards run without hooks.
@@ -183,8 +190,13 @@ class SavedTensors:
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""
-        is_foreign = self.push(needed=self.has_hooks or recomputes)
-        if not (is_foreign or recomputes):
+        is_foreign = self.push(needed=self.has_hooks or recomputes, in_checkpoint=False)
+        if is_foreign and not self.active[-1]:  # see [Note: checkpoints]
+            # No backward runs through a recomputed forward's graph, so do not count its inputs.
+            call.has_hooks = not recomputes
+            for handle in unit.handles:
+                handle.had_views = True
+        elif not (is_foreign or recomputes):
             call.has_hooks = self.has_hooks
             call.first_node = torch._C._autograd._get_sequence_nr()
 
@@ -218,11 +230,13 @@ class SavedTensors:
         self._num_unlike += not self.has_hooks
         self.has_hooks = bool(self._owners)
 
-    def push(self, *, needed: bool = True) -> bool:
+    def push(self, *, needed: bool = True, in_checkpoint: bool = True) -> bool:
         """Put this model's saved-tensor hooks on top of autograd's stack, unless already on top.
 
-        Returns whether hooks of other code (an activation checkpoint, for example) were on top.
-        With ``needed=False``, hooks are installed only in this case. Call ``pop`` afterwards.
+        Returns whether hooks of other code (``save_on_cpu``, for example) were on top. With
+        ``needed=False``, hooks are installed only in this case. Call ``pop`` afterwards.
+
+        ``in_checkpoint``: whether to install hooks if those of an activation checkpoint are on top.
         """
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(
@@ -235,12 +249,13 @@ class SavedTensors:
             )
         # The forward of every unit calls `push`, not only the outermost. An activation checkpoint
         # between an outer and an inner unit must receive the same saved tensors in forward and in
-        # recomputation. In recomputation, only the inner unit runs, and installs flatshard's hooks
-        # on top of the checkpoint's hooks. So the inner unit must do the same in forward.
+        # recomputation. In recomputation, only the inner unit runs. So whether the inner unit
+        # installs hooks on top of other hooks must not depend on the outer unit, nor on the step.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = self._installed[-1].pack_hook if self._installed else None
         is_foreign = outer is not None and outer[0] is not ours
-        self.active.append(is_foreign or (needed and outer is None))
+        is_left_out = not in_checkpoint and is_foreign and outer[0].__module__ == _CHECKPOINT
+        self.active.append(not is_left_out and (is_foreign or (needed and outer is None)))
         if self.active[-1]:
             # Torch calls only the topmost pair of hooks. So flatshard's pair passes all tensors
             # that are not views of buffers to the pair below (`outer`).

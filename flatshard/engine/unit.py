@@ -77,10 +77,22 @@ class Call:
 
     # Autograd's number for the next graph node when the call began. -1: not recorded.
     first_node: int = -1
-    has_hooks: bool = True  # whether the call's forward runs under flatshard's saved-tensor hooks
+    # Whether the call's forward runs under flatshard's saved-tensor hooks, or in an activation
+    # checkpoint. Then backward may read views after it has computed all parameters' gradients.
+    has_hooks: bool = True
     # If the forward runs without hooks: the versions, at the end of the forward, of the unsharded
     # buffers that backward reads through saved views.
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
+
+
+class _Casts(dict[nn.Module, UnitCasts]):
+    """The casts of a unit's modules. Raises for a shallow copy of a module, which has its hooks."""
+
+    def __missing__(self, module: nn.Module) -> NoReturn:
+        raise RuntimeError(
+            f"a copy of a {type(module).__name__} was called that shares the hooks of a module of "
+            "a ShardedWrapper. Instead of copy.copy(model.module), call copy.deepcopy(model)."
+        )
 
 
 class Unit:
@@ -109,7 +121,7 @@ class Unit:
         ignored: Ignored,
     ) -> None:
         # For each module of the unit, the casts of inputs and outputs (mixed precision).
-        self.casts = dict(modules)
+        self.casts = _Casts(modules)
         # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
         # The unit's flat parameters: one for each combination of dtype and `requires_grad`, and in
@@ -243,12 +255,7 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether the unit is IDLE, and keeps no buffer and no secondary shard for backward."""
-        return self.phase is Phase.IDLE and not any(
-            handle.state is not ShardState.SHARDED
-            or handle.is_free_deferred
-            or (handle.gather.secondary is not None and handle.gather.secondary.waits_for_backward)
-            for handle in self.handles
-        )
+        return self.phase is Phase.IDLE and all(handle.is_at_rest for handle in self.handles)
 
     @property
     def is_done(self) -> bool:
@@ -337,8 +344,6 @@ class Unit:
         ``buffer_action`` decides which buffers are freed. The unit moves to phase IDLE.
         """
         self.phase, is_over = Phase.IDLE, point is not ReshardPoint.AFTER_FORWARD
-        if is_over:
-            self._outstanding_inputs.clear()
         for handle in self.handles:
             if handle.installed is not None:
                 handle.put_back()
@@ -407,9 +412,10 @@ class Unit:
     # ------------------------------------------------------------ backward
 
     def begin_model_backward(self) -> None:
-        """Reset the counts of the last backward, and remove earlier gradients from ``.grad``.
+        """Forget what the last backward counted, and prepare the parameters' ``.grad``.
 
-        If earlier gradients stayed in ``.grad``, autograd would add new gradients to them in place.
+        Unreduced gradients move from ``.grad`` back to ``Gradients``, which adds those of this
+        backward. Otherwise autograd would add new gradients in place, to tensors of the program.
         """
         self._outstanding_inputs.clear()
         self._ends_unseen = False

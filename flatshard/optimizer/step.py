@@ -141,9 +141,8 @@ def _begin(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 @untraced
 def _end(optimizer: Optimizer, *_: Any) -> None:
     """Put the sharded parameters back after a step that did not raise."""
-    adapter = stepping.get(optimizer)
-    if adapter is not None and not unhooked:
-        adapter.end(optimizer)
+    if not unhooked and optimizer in stepping:
+        stepping[optimizer].end(optimizer)
         del stepping[optimizer]
 
 

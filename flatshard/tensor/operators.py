@@ -198,12 +198,11 @@ def _operand(value: Any) -> str:
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation, which combines tensors at the same position in lists."""
-    lists = [value for value in args if isinstance(value, list | tuple)]
     # The `ShardSpec` of the first sharded tensor at each position, or None. Other lists may have
     # plain tensors at this position, such as updates of sharded parameters.
     specs = [
         next((value.spec for value in values if isinstance(value, FlatShardTensor)), None)
-        for values in zip_longest(*lists)
+        for values in zip_longest(*(value for value in args if isinstance(value, list | tuple)))
     ]
 
     def local(values: Any) -> Any:
@@ -365,8 +364,7 @@ def _reduced(values: Tensor, comms: Comms, op: str, op_name: str) -> Tensor:
 
 def own_part(tensor: FlatShardTensor) -> Tensor:
     """Return this rank's elements of a sharded tensor. Raises for an unreduced gradient."""
-    unit = sharded_tensor.UNREDUCED.get(tensor)
-    if unit is not None:
+    if (unit := sharded_tensor.UNREDUCED.get(tensor)) is not None:
         where = f"{unit_text(unit)}, {tensor.spec.name!r}, rank {tensor.spec.comm.rank}"
         raise RuntimeError(sharded_tensor.not_reduced(where, "a norm or sum"))
     return tensor.local
@@ -374,8 +372,7 @@ def own_part(tensor: FlatShardTensor) -> Tensor:
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return an operator's arguments by name. Refuses ``dim``, for example."""
-    names = (argument.name for argument in func._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
     if given.pop("keepdim", False) or given.pop("dim", None) not in (None, []):
         first_sharded(args, kwargs).refuse(f"{func._schema.name} along a dimension")
     for name in given.keys() - {"self", "ord", "dtype"}:
@@ -434,21 +431,19 @@ def joined_norms(
     # negative order, infinity to this power adds 0 to the sum.
     nothing = torch.full((), 0.0 if order >= 0 else math.inf, device=device)
     found = dict.fromkeys(range(len(parts)), nothing)
-    for kind in {part.dtype for part in parts}:
+    for kind in {part.dtype for part in parts if part.numel() > 0}:
         some = {i: p for i, p in enumerate(parts) if p.dtype == kind and p.numel() > 0}
-        sums = dtype or _SUM_DTYPES.get(kind)
-        norms = torch._foreach_norm([*some.values()], order, sums) if some else []
+        norms = torch._foreach_norm([*some.values()], order, dtype or _SUM_DTYPES.get(kind))
         found.update(zip(some, (norm.to(device) for norm in norms), strict=True))
     # Use float64, because powers of the norms are added: the square of 1e20 overflows float32.
     local = torch.stack([*found.values()]).to(torch.float64)
-    op_name = f"norm of order {order:g} of {names[0]}"
-    if len(parts) > 1:
-        op_name = f"norms of order {order:g} of {len(parts)} tensors from {names[0]} on, set "
-        op_name += f"{zlib.crc32(', '.join(names).encode()):08x}"
+    digest = zlib.crc32(", ".join(names).encode())
+    others = f" and {len(names) - 1} more tensors, digest {digest:08x}" if len(names) > 1 else ""
+    op_name = f"norm of order {order:g} of {names[0]}{others}"
     if math.isinf(order):
         return _extremes(local, comms, largest=order > 0, op_name=op_name)
-    power = order or 1.0  # the norm of order 0 is the number of nonzero elements
-    return _reduced(local.pow(power), comms, "SUM", op_name).pow(1 / power)
+    # The norm of order 0 is the number of nonzero elements, a plain sum.
+    return _reduced(local.pow(order or 1.0), comms, "SUM", op_name).pow(1 / (order or 1.0))
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:

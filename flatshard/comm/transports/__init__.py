@@ -18,7 +18,7 @@ from torch import Tensor
 from flatshard.comm.host_exchange import HOST, HostExchange
 from flatshard.comm.process_groups import backend_for, control_of, is_fake, new_group, ranks_text
 from flatshard.comm.work import AsyncWork, named
-from flatshard.memory import BufferMemory, OffloadTarget, allocate
+from flatshard.memory import AllocatedBuffer, BufferMemory, OffloadTarget
 from flatshard.options import Collectives, TransportOptions
 
 
@@ -202,7 +202,7 @@ class Transport(abc.ABC):
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
         """Return memory for an unsharded buffer, which calls of ``gather`` will fill."""
-        return allocate(request.numel, request.dtype, request.device)
+        return AllocatedBuffer(request.numel, request.dtype, request.device)
 
     def stream_waits(self, device: torch.device) -> bool:
         """Whether a wait for other ranks blocks a stream of ``device``, and not the host."""

@@ -67,8 +67,7 @@ class NativeTransport(Transport):
         if not request.reduced:
             # Ranks compare `what`, so leave out the purpose of the all-gather: one rank may unshard
             # the unit for forward, and another rank for backward, in the same all-gather.
-            unit = request.unit_fqn or "the root unit"
-            what = f"all-gather of {unit!r}, flat parameter {request.tag}"
+            what = f"all-gather of {request.unit_fqn or 'the root'!r}, flat parameter {request.tag}"
             if is_gloo:
                 members.host.announce(what)
         need = members.history.begin(group, what=what)
@@ -93,8 +92,7 @@ class NativeTransport(Transport):
             kept.append(arrived)
             then = partial(average, arrived.chunk(self._members.size), request.out)
         else:
-            into = as_real(request.out)
-            work = _reduce_scatter_single(into, as_real(buffer), group=group)
+            work = _reduce_scatter_single(as_real(request.out), as_real(buffer), group=group)
         works = [] if self._members.is_fake else [work]
         # gloo's handle reports completion only after a wait, so callers must not poll it.
         reports_end = buffer.device.type not in self._on_gloo

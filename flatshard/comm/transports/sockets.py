@@ -331,7 +331,7 @@ _dropped = _Thread("dropped messages")
 
 
 def _end_dropped(begun: Future[Any], _: object) -> None:
-    with contextlib.suppress(Exception):  # gloo's errors concern only the dropped model
+    with contextlib.suppress(Exception):  # the program has deleted the model of these sends
         begun.result().wait()
 
 

@@ -112,5 +112,5 @@ def test_refusals(rank: int, world_size: int) -> None:
         model = ShardedWrapper(nn.Linear(3, 3), process_group=dist.new_group())
         model(torch.ones(2, 3)).sum().backward()
         model.norms("update")
-        with naming(kinds), pytest.raises(CollectiveError, match="norms of order 2"):
+        with naming(kinds), pytest.raises(CollectiveError, match="norm of order 2"):
             model.norms(kinds[rank])
