@@ -198,11 +198,13 @@ def assert_same_state(
         )
 
 
+def _state_of(value: Any) -> Any:
+    return snapshot(value) if isinstance(value, nn.Module) else value
+
+
 def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
     """Models and state dicts have the same entries, and all that is compared has close values."""
-    actual, expected = (
-        snapshot(value) if isinstance(value, nn.Module) else value for value in (actual, expected)
-    )
+    actual, expected = map(_state_of, (actual, expected))
     if isinstance(expected, dict):
         assert_same_state(actual, expected, rtol, atol)
     else:
@@ -210,8 +212,11 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e
 
 
 def assert_identical(actual: Any, expected: Any) -> None:
-    """The same, bit by bit."""
-    assert_same(actual, expected, rtol=0.0, atol=0.0)
+    """The same structure, order of names, shapes, dtypes and bits; of modules, the state dicts."""
+    actual, expected = map(_state_of, (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected)
 
 
 def assert_same_gradients(
@@ -225,13 +230,6 @@ def assert_same_gradients(
             assert mine.grad is not None, name
             grad = getattr(mine.grad, "full_tensor", mine.grad.detach)()
             torch.testing.assert_close(grad, theirs.grad, rtol=rtol, atol=atol, msg=name)
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    """The same structure, order of names, shapes, dtypes and bits."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    if isinstance(expected, Mapping):
-        assert list(actual) == list(expected)
 
 
 def own_parts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

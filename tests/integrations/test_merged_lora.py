@@ -14,7 +14,7 @@ from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import assert_raises, full_disk, naming, on_ranks
 from tests.integrations import PRELOAD, needs
-from tests.oracle import assert_equal, snapshot
+from tests.oracle import assert_identical, snapshot
 
 pytestmark = needs("peft", "lightning", "trl")  # the server of ranks loads the last two
 
@@ -109,7 +109,7 @@ def test_merged_weights(rank: int, world_size: int, tmp_path: Path) -> None:
                 before, items = snapshot(model), flatshard.full_tensors(model, merge_lora=True)
                 found = {key: tensor.clone() for key, tensor in items}
                 torch.testing.assert_close(found, dict(expected))
-                assert_equal(snapshot(model), before)
+                assert_identical(snapshot(model), before)
     _arguments(rank)
     _saved(tmp_path / "merged.safetensors")
     _rounded_once()

@@ -34,7 +34,7 @@ import flatshard.checkpoint
 from tests import forked_python
 from tests.documents import Fence, before_and_after, build, data, examples, fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.oracle import assert_equal, assert_same, assert_same_gradients, change_all
+from tests.oracle import assert_identical, assert_same, assert_same_gradients, change_all
 from tests.scripts import run_code, torchrun
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -212,7 +212,7 @@ def _check_restored(path: str, model: nn.Module, optimizers: Any) -> None:
     expected = model.state_dict()
     change_all(model, lambda param: param.zero_())
     flatshard.checkpoint.load(path, model, optimizers)
-    assert_equal(model.state_dict(), expected)
+    assert_identical(model.state_dict(), expected)
 
 
 def _check_two_models(names: dict[str, Any], rank: int) -> None:
@@ -323,7 +323,7 @@ def _check_saved(names: dict[str, Any], rank: int) -> None:
         return
     plain = build()
     flatshard.checkpoint.load("runs/step-1000", plain)
-    assert_equal(names["model"].state_dict(), dict(plain.state_dict()))
+    assert_identical(names["model"].state_dict(), dict(plain.state_dict()))
 
 
 def _check_several_optimizers(names: dict[str, Any], rank: int) -> None:

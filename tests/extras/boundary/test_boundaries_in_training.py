@@ -17,7 +17,7 @@ from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import assert_equal, sgd, snapshot, step_and_zero, train_steps, trainable
+from tests.oracle import assert_identical, sgd, snapshot, step_and_zero, train_steps, trainable
 from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
@@ -64,7 +64,7 @@ def test_same_losses_and_weights(rank: int, world_size: int, way: str) -> None:
             with naming(f"{name}, {boundary}"):
                 model, losses = _train(name, rank, world_size, boundary=boundary, **keywords)
                 assert losses == expected
-                assert_equal(snapshot(model), snapshot(plain))
+                assert_identical(snapshot(model), snapshot(plain))
                 assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
                 _check_cuts(model, boundary)
 
@@ -91,7 +91,7 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
                 step_and_zero(optimizer)
             assert all(not handle.flat_param[a:b].any() for a, b in _own_gaps(handle))
             found.append(snapshot(model))
-            assert_equal(found[-1], found[0])
+            assert_identical(found[-1], found[0])
 
 
 def _own_gaps(handle: Any) -> list[tuple[int, int]]:
@@ -129,18 +129,18 @@ def _load(rank: int, world_size: int, folder: Path, expected: Any) -> None:
         with naming(boundary):
             model = case.wrap(_moved(case.model()), boundary=boundary)
             assert checkpoint.load_safetensors(model, folder / "model.safetensors") == ([], [])
-            assert_equal(snapshot(model), weights)
+            assert_identical(snapshot(model), weights)
             model = case.wrap(_moved(case.model()), boundary=boundary)
             optimizer, other = _adamw(model), _adamw(model)
             checkpoint.load(folder / "training", model, optimizer)
-            assert_equal(snapshot(model), weights)
+            assert_identical(snapshot(model), weights)
             to_load = ShardedWrapper.optim_state_dict_to_load(model, other, state)
             other.load_state_dict(to_load)
             for one in (optimizer, other):
                 actual = checkpoint.full_optim_state_dict(model, one)
                 if rank == 0:
                     assert list(actual["state"]) == list(state["state"])
-                    assert_equal(actual["state"], state["state"])
+                    assert_identical(actual["state"], state["state"])
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -167,7 +167,7 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
     assert_raises(ValueError, refused, ShardedWrapper, module, **unbalanced)
     assert_raises(ValueError, refused, predict, module, world_size=2, **unbalanced)
     assert all(type(one) is nn.Linear for one in module)
-    assert_equal(module.state_dict(), before)
+    assert_identical(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
         ShardedWrapper(_large(), boundary="row" if rank else "element")
 

@@ -18,7 +18,7 @@ from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import Watching, assert_raises, naming, on_ranks, rank_0_warns
-from tests.oracle import assert_equal, assert_same, sgd, snapshot, step_and_zero
+from tests.oracle import assert_identical, assert_same, sgd, snapshot, step_and_zero
 from tests.ways import BASIC, WAYS, Way
 
 pytestmark = pytest.mark.by_turns
@@ -216,7 +216,7 @@ def test_a_rank_reads_its_parts_of_a_file(rank: int, world_size: int, tmp_path: 
     model.load_state_dict(state)
     # The kernel maps up to 2 MiB around each fault.
     assert resident(path) - before <= size / world_size + 2 * 2 * 2**21
-    assert_equal(dict(model.state_dict()), state)
+    assert_identical(dict(model.state_dict()), state)
 
 
 # ---------------------------------------------------------------- memory

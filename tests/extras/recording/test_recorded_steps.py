@@ -21,7 +21,7 @@ from flatshard.module.wrappers import handles_in
 from flatshard.options.extras import EXTRAS
 from tests.harness import allow_warnings, assert_raises, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import assert_equal, snapshot, step_and_zero
+from tests.oracle import assert_identical, snapshot, step_and_zero
 
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
@@ -219,4 +219,4 @@ def test_nothing_changes(rank: int, world_size: int, case: str, strategy: str) -
     everything = _Everything()
     expected, found = (_train(case, rank, strategy, one) for one in (None, everything))
     assert set(everything.heard) == EVENTS
-    assert_equal(found, expected)
+    assert_identical(found, expected)

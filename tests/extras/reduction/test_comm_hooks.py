@@ -23,7 +23,7 @@ from flatshard.options.precision import FLOAT8
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, Mlp
-from tests.oracle import assert_equal, assert_same, local_loss, sgd, snapshot, train, train_steps
+from tests.oracle import assert_identical, assert_same, local_loss, snapshot, train
 from tests.side import Run
 from tests.ways import BASIC, WAYS
 
@@ -49,7 +49,7 @@ def test_a_hook_reduces(rank: int, world_size: int) -> None:
             hook = Averaging()
             model = _registered(case, hook, **way.keywords)
             with collectives.record() as events:
-                train_steps(model, sgd(model), case, rank, world_size, steps=3)
+                Run(model, case, rank, world_size).train(0, 3)
             assert_same(model, expected.state, rtol=1e-10, atol=1e-10)
             assert {event.kind for event in events} <= {"gather", "scalars", "broadcast"}
             # What no rank uses is not reduced.
@@ -147,10 +147,10 @@ def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
                 if hook is not None:
                     model.register_comm_hook(state, hook)
                 with collectives.record() as events:
-                    train_steps(model, sgd(model), case, rank, world_size, steps=2)
+                    Run(model, case, rank, world_size).train()
                 runs.append((snapshot(model), [tuple(event) for event in events]))
             for state_dict, events in runs[1:]:
-                assert_equal(state_dict, runs[0][0])
+                assert_identical(state_dict, runs[0][0])
                 assert events == runs[0][1]
 
     half = dist.new_group([0])

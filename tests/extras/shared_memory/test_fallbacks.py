@@ -14,7 +14,7 @@ from flatshard.extras import mapped_files
 from flatshard.extras.shared_memory import peer_memory
 from tests.harness import on_ranks
 from tests.models import CASES
-from tests.oracle import assert_equal, sgd, snapshot, train_steps
+from tests.oracle import assert_identical, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.skipif(peer_memory._readv is None, reason="no process_vm_readv here")
 MLP = CASES["mlp"]
@@ -85,7 +85,7 @@ def test_permission_to_read(rank: int, world_size: int, case: str, tmp_path: Pat
         actual, report = trained(rank, world_size)
     assert f"\n{way}" in report
     assert yama.readers == [parent if one == LAUNCHER else one for one in readers]
-    assert_equal(actual, expected)
+    assert_identical(actual, expected)
 
 
 def test_permission_lasts_while_some_group_reads() -> None:
@@ -128,7 +128,7 @@ def test_what_one_rank_lacks(rank: int, world_size: int, what: str) -> None:
     expected, _ = trained(rank, world_size, collectives="sockets")
     with mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name)):
         actual, report = trained(rank, world_size)
-    assert_equal(actual, expected)
+    assert_identical(actual, expected)
     last_lines: list[Any] = [None, None]
     dist.all_gather_object(last_lines, report.splitlines()[-1])
     assert last_lines[0] == last_lines[1]

@@ -29,7 +29,8 @@ from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
-from tests.oracle import assert_equal, assert_same_gradients, change_all, sgd, train_steps, trained
+from tests.oracle import assert_identical, assert_same_gradients, change_all, trained
+from tests.side import Run
 
 pytestmark = pytest.mark.by_turns
 
@@ -116,12 +117,12 @@ def test_same_as_sockets(rank: int, world_size: int, settings: Any, names: list[
                     with mapping_for("sockets") as made, in_small_pieces:
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
-                    assert_equal(actual, expected)
+                    assert_identical(actual, expected)
                 with counting_reads() as sizes:
-                    assert_equal(trained(case, rank, world_size, **keywords), expected)
+                    assert_identical(trained(case, rank, world_size, **keywords), expected)
                 assert sizes, "nothing was read"
                 with mapping(shared_memory.MappedShards) as made, counting_reads():
-                    assert_equal(trained(case, rank, world_size, **keywords), expected)
+                    assert_identical(trained(case, rank, world_size, **keywords), expected)
                 assert made or what in ON_NODES, "nothing was mapped"
 
 
@@ -213,7 +214,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
-        assert_equal(model.state_dict(), before)
+        assert_identical(model.state_dict(), before)
 
         # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
         # be moved, they have new ones.
@@ -229,7 +230,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
             modules = {"open_of": peer_memory, "_move_pages": page_pool}
             module = modules.get(name, mapped_files)
             with mock.patch.object(module, name, fails or getattr(module, name)):
-                assert_equal(trained(case, rank, world_size, **keywords), expected)
+                assert_identical(trained(case, rank, world_size, **keywords), expected)
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
@@ -241,7 +242,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         for one, scale in ((model, 2.0), (twin, 3.0)):
             assert all((v == scale).all() for v in one.state_dict().values())
             one.double()
-            train_steps(one, sgd(one), case, rank, world_size, steps=2)
+            Run(one, case, rank, world_size).train()
         gc.collect()
         open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in _files()]
         assert made
@@ -268,7 +269,7 @@ def test_backward_inside_forward(rank: int, world_size: int) -> None:
     expected = trained(case, rank, world_size, collectives="sockets")
     for way, keywords in TRANSPORTS.items():
         with mapping_for(way) as made:
-            assert_equal(trained(case, rank, world_size, **keywords), expected)
+            assert_identical(trained(case, rank, world_size, **keywords), expected)
         assert made
 
 
@@ -294,7 +295,7 @@ def test_a_dead_peer_is_a_named_error(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     with counting_reads():
         model = case.wrap(case.model())
-        train_steps(model, sgd(model), case, rank, world_size, steps=1)
+        Run(model, case, rank, world_size).train(0, 1)
         if rank == 1:
             os._exit(1)
         with pytest.raises(CollectiveError, match="rank 0: all-gathering parameters for forward"):

@@ -20,7 +20,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_equal, local_loss, snapshot, step_and_zero, trainable
+from tests.oracle import assert_identical, local_loss, snapshot, step_and_zero, trainable
 
 STEPS = 4
 
@@ -81,7 +81,7 @@ def _early_alike(
 ) -> int:
     weights, states, none = _ends(CASES[case], strategy, make, 0, removes, *ranks)
     found, found_states, early = _ends(CASES[case], strategy, make, num_early, removes, *ranks)
-    assert_equal((found, found_states), (weights, states))
+    assert_identical((found, found_states), (weights, states))
     assert none == 0
     return early
 
@@ -317,7 +317,7 @@ def test_what_waits_for_the_end(rank: int, world_size: int) -> None:
                     run = Script(rank, strategy, in_backward)
                     script(run)
                     ends.append(snapshot(run.model))
-                assert_equal(ends[1], ends[0])
+                assert_identical(ends[1], ends[0])
 
 
 def test_not_while_others_take() -> None:

@@ -14,7 +14,7 @@ from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import assert_raises, naming, on_ranks
-from tests.oracle import assert_equal, assert_same, assert_same_gradients, change_all, snapshot
+from tests.oracle import assert_identical, assert_same, assert_same_gradients, change_all, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
 
@@ -73,8 +73,8 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
             shown = dict(sharded.model.named_parameters())
             assert all(type(param) is nn.Parameter for param in shown.values())
             assert _trainable(sharded) == _trainable(plain)
-            assert_equal(_whole(sharded.model), _whole(plain.model))
-            assert_equal(snapshot(sharded.model), snapshot(plain.model))
+            assert_identical(_whole(sharded.model), _whole(plain.model))
+            assert_identical(snapshot(sharded.model), snapshot(plain.model))
         after = list(sharded.model.named_parameters())
         assert [n for n, _ in after] == [n for n, _ in before]
         assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
@@ -90,11 +90,11 @@ def test_container_of_units(rank: int, world_size: int, way: str, kind: type[nn.
     units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
     container = nn.Sequential(*units) if kind is nn.Sequential else nn.ModuleList(units)
     with summon(container):
-        assert_equal(_whole(container), expected)
+        assert_identical(_whole(container), expected)
         change_all(container, lambda param: param.mul_(2))
     doubled = {name: 2 * value for name, value in expected.items()}
     with summon(container, writeback=False):
-        assert_equal(_whole(container), doubled)
+        assert_identical(_whole(container), doubled)
 
 
 @on_ranks_each_way(2)
@@ -221,9 +221,9 @@ def test_rank0_only(rank: int, world_size: int, way: str) -> None:
     options = {"rank0_only": True, "offload_to_cpu": True, "with_grads": True}
     with summon(sharded.model, writeback=False, **options):
         if rank == 0:
-            assert_equal(_whole(sharded.model), _whole(plain.model))
+            assert_identical(_whole(sharded.model), _whole(plain.model))
             # No other rank takes part.
-            assert_equal(snapshot(sharded.model), snapshot(plain.model))
+            assert_identical(snapshot(sharded.model), snapshot(plain.model))
             assert_same_gradients(sharded.model, plain.model)
             change_all(sharded.model, lambda param: param.zero_())
         else:

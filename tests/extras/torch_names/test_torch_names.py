@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrapper
 from flatshard.extras import torch_names
 from tests.harness import allow_warnings, assert_raises, on_ranks
-from tests.oracle import assert_equal
+from tests.oracle import assert_identical
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "migration.md"
 WRAPPERS = [DistributedDataParallel, fsdp.FullyShardedDataParallel]
@@ -112,7 +112,7 @@ def test_keywords_of_fully_shard(rank: int, world_size: int) -> None:
     own = MixedPrecision(*dtypes), CPUOffload(offload_params=True)
     theirs = trained("ignored_params", mesh=mesh, mp_policy=policies[0], offload_policy=policies[1])
     ours = trained("ignored_states", device_mesh=mesh, mixed_precision=own[0], cpu_offload=own[1])
-    assert_equal(theirs.state_dict(), ours.state_dict())
+    assert_identical(theirs.state_dict(), ours.state_dict())
     assert (theirs.mixed_precision, theirs.cpu_offload) == (ours.mixed_precision, ours.cpu_offload)
     with pytest.raises(ValueError, match=r"mesh=DeviceMesh.* contradicts another keyword"):
         ShardedWrapper(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)), device_mesh=mesh)

@@ -18,7 +18,7 @@ from flatshard.module.wrappers import handles_in
 from tests.comm_hooks import Averaging
 from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, loss_of
-from tests.oracle import ROWS, assert_equal, assert_same, sgd, snapshot
+from tests.oracle import ROWS, assert_identical, assert_same, sgd, snapshot
 from tests.ways import WAYS, ranks_of
 
 # Micro-batches of each rank in each step.
@@ -235,7 +235,7 @@ def test_narrow_parameters(rank: int, world_size: int) -> None:
     with models[1].no_sync():
         backward(models[1], 0)
     backward(models[1], 1)
-    assert_equal(*([param.grad.to_local() for param in model.parameters()] for model in models))
+    assert_identical(*([param.grad.to_local() for param in model.parameters()] for model in models))
 
 
 def _changed_on_one_rank(case: Case, rank: int) -> None:

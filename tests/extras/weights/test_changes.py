@@ -14,7 +14,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
 from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_equal, change_all, step_and_zero
+from tests.oracle import ROWS, assert_identical, change_all, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 
@@ -49,7 +49,7 @@ def test_after_steps(rank: int, world_size: int, way: str) -> None:
             some = [*map(pickle.loads, pickles)]
             flatshard.apply_changes(received, some)
         with naming(name):
-            assert_equal(received, _full(model, torch.bfloat16))
+            assert_identical(received, _full(model, torch.bfloat16))
         assert any(one.indices is not None for one in some), "all units were sent whole"
         assert list(changes.changes()) == []
 
@@ -68,7 +68,7 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     changes = flatshard.WeightChanges(model, dtype=torch.float32)
     received = _empty(model, torch.float32)
     flatshard.apply_changes(received, changes.changes())
-    assert_equal(received, _full(model, torch.float32))
+    assert_identical(received, _full(model, torch.float32))
     set_one(3, 5)
     with torch.no_grad():
         model[1].bias.add_(1)
@@ -85,7 +85,7 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
             if rank == 0 and number == 1:
                 break
     flatshard.apply_changes(received, changes.changes(digests=True))
-    assert_equal(received, _full(model, torch.float32))
+    assert_identical(received, _full(model, torch.float32))
     # A receiver that missed a pass finds out by the digest.
     set_one(0, 0)
     list(changes.changes())
@@ -106,7 +106,7 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     both = nn.ModuleDict({"one": model, "two": copy.deepcopy(model)})  # names in the whole model
     received = _empty(both, torch.bfloat16)
     flatshard.apply_changes(received, flatshard.WeightChanges(both).changes(digests=True))
-    assert_equal(received, _full(both, torch.bfloat16))
+    assert_identical(received, _full(both, torch.bfloat16))
     unwrapped = nn.Linear(3, 2)
     (weight, bias) = flatshard.WeightChanges(unwrapped).changes()
     assert torch.equal(weight.values, unwrapped.weight.bfloat16())
@@ -146,7 +146,7 @@ def test_every_dtype(rank: int, world_size: int, collectives: str) -> None:
             assert are_whole == [step in (0, 3)] * 4  # everything, and more than a tenth
             flatshard.apply_changes(received, some)
             with naming(f"{dtype}, step {step}"):
-                assert_equal(*map(_wide, (received, _full(model, dtype))))
+                assert_identical(*map(_wide, (received, _full(model, dtype))))
             # One element on one rank, in every tensor; in the last step, half of the elements.
             with torch.no_grad(), flatshard.ShardedWrapper.summon_full_params(model):
                 for tensor in (*model.parameters(), *model.buffers()):
