@@ -29,14 +29,10 @@ class Net(nn.Module):
 def wrapped(*widths: int, collectives: str = "native", strategy: str = "FULL_SHARD") -> Net:
     """One unit for each width, on a group that no case before has used."""
     torch.manual_seed(0)
-    model: Net = ShardedWrapper(
-        Net(*widths),
-        process_group=dist.new_group() if strategy == "FULL_SHARD" else None,
-        sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        coalesce_bytes=0,
-        collectives=collectives,
-    )
+    group = dist.new_group() if strategy == "FULL_SHARD" else None
+    keywords = {"process_group": group, "sharding_strategy": strategy, "collectives": collectives}
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model: Net = ShardedWrapper(Net(*widths), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
     for _ in range(2):  # the second has prefetches
         step(model)
     return model

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, wrap
+from tests.models import Residual
 
 
 class Fence(NamedTuple):
@@ -64,13 +65,9 @@ def before_and_after(diff: str) -> tuple[str, str]:
     return "\n".join(before), "\n".join(after)
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        super().__init__(8, 16)
 
 
 class Model(nn.Module):
@@ -94,13 +91,8 @@ def build() -> Model:
 
 def data(rank: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
-    return [
-        (
-            torch.randint(11, (3, 4), generator=generator),
-            torch.randint(5, (3,), generator=generator),
-        )
-        for _ in range(3)
-    ]
+    draw = functools.partial(torch.randint, generator=generator)
+    return [(draw(11, (3, 4)), draw(5, (3,))) for _ in range(3)]
 
 
 class Engine:
@@ -112,6 +104,9 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             self.loaded[name] = tensor.clone()
+
+
+PUBLIC = (ShardedWrapper, MixedPrecision, CPUOffload, wrap.CustomPolicy, wrap.ModuleWrapPolicy)
 
 
 def surroundings(text: str, rank: int) -> dict[str, Any]:
@@ -129,31 +124,19 @@ def surroundings(text: str, rank: int) -> dict[str, Any]:
     batches = data(rank)
     mesh = functools.partial(_mesh, init_device_mesh)
     return {
-        **{name: getattr(wrap, name) for name in ("CustomPolicy", "ModuleWrapPolicy")},
-        "torch": torch,
+        **{one.__name__: one for one in (contextlib, copy, flatshard, functools, torch)},
+        **{one.__name__: one for one in (Block, Model, *PUBLIC)},
         "nn": nn,
         "dist": dist,
-        "flatshard": flatshard,
         "rank": rank,
         "device": torch.device("cpu"),
-        "contextlib": contextlib,
-        "functools": functools,
-        "copy": copy,
-        "ShardedWrapper": ShardedWrapper,
-        "MixedPrecision": MixedPrecision,
-        "CPUOffload": CPUOffload,
         "init_device_mesh": mesh,
-        "Block": Block,
-        "Model": Model,
-        "batches": batches,
-        "micro_batches": batches,
-        "group": dist.group.WORLD,
+        **dict.fromkeys(("batches", "micro_batches"), batches),
+        **dict.fromkeys(("group", "shard"), dist.group.WORLD),
+        **dict.fromkeys(("loss_fn", "loss_of"), nn.functional.cross_entropy),
         "inputs": batches[0][0],
         "labels": batches[0][1],
-        "loss_fn": nn.functional.cross_entropy,
-        "loss_of": nn.functional.cross_entropy,
         "engine": Engine(),
-        "shard": dist.group.WORLD,
         "replicate": _alone(rank),
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),

@@ -120,6 +120,16 @@ def train_steps(
     return losses
 
 
+def assert_trains_alike(
+    case: Case, rank: int, world_size: int, model: nn.Module | None = None, **keywords: Any
+) -> None:
+    """Three steps of ``model``, or of a model wrapped with ``keywords``, are the plain model's."""
+    expected = train(case, world_size, steps=3)
+    model = model or case.wrap(case.model(), **keywords)
+    train_steps(model, sgd(model), case, rank, world_size, steps=3)
+    assert_same_state(model.state_dict(), expected.state, 1e-11, 1e-12)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](trainable(model))
 
@@ -165,6 +175,11 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e
         assert_same_state(actual, expected, rtol, atol)
     else:
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_identical(actual: Any, expected: Any) -> None:
+    """The same, bit by bit."""
+    assert_same(actual, expected, rtol=0.0, atol=0.0)
 
 
 def assert_same_gradients(

@@ -37,11 +37,8 @@ class Run:
         return loss_of(self.model(inputs), target)
 
     def inputs(self, step: int) -> Tensor:
-        return (
-            self.rows(step, self.rank)
-            if self.is_sharded
-            else self.case.batch(step, self.world_size * ROWS)[0]
-        )
+        everyones = self.case.batch(step, self.world_size * ROWS)[0]
+        return self.rows(step, self.rank) if self.is_sharded else everyones
 
     def rows(self, step: int, rank: int) -> Tensor:
         """Inputs of a rank."""

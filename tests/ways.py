@@ -94,9 +94,3 @@ def on_ranks_each_way(world_size: int | None = None) -> Callable[..., Callable[.
         return on_ranks(world_size)(all_ways)
 
     return decorate
-
-
-TOPOLOGIES = {
-    name: way for name, way in WAYS.items() if name not in (*BASIC, "full-3", "no_shard-3")
-}
-"""What else there is: other world sizes, nodes, and units that stay unsharded in other ways."""

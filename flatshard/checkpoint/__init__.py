@@ -20,17 +20,9 @@ from flatshard.optimizer.state_dicts import copied
 from flatshard.state.model_state import StateDictOptions
 from flatshard.state.optim_state import OptimState
 
-__all__ = [
-    "PendingSave",
-    "convert",
-    "full_optim_state_dict",
-    "full_state_dict",
-    "latest",
-    "load",
-    "load_safetensors",
-    "save",
-    "save_safetensors",
-]
+__all__ = ["PendingSave", "latest", "load", "save"]
+__all__ += ["convert", "load_safetensors", "save_safetensors"]
+__all__ += ["full_optim_state_dict", "full_state_dict"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -58,9 +50,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         RuntimeError: a forward or backward of the model is running.
     """
     shards = model_shards(model, "full_state_dict()")
-    if shards is not None:
-        return shards.state_dict(StateDictOptions(offload_to_cpu=True, rank0_only=True))
-    return copied(model.state_dict(), torch.device("cpu")) if _is_first_rank() else {}
+    state = shards.state_dict(StateDictOptions(offload_to_cpu=True, rank0_only=True))
+    if shards.units:
+        return state
+    return copied(state, torch.device("cpu")) if _is_first_rank() else {}
 
 
 @overload
@@ -110,9 +103,8 @@ def full_optim_state_dict(
     if isinstance(one, Mapping):
         return {name: full_optim_state_dict(model, each) for name, each in one.items()}
     shards = model_shards(model, "full_optim_state_dict()")
-    units = [] if shards is None else shards.units
-    state = OptimState(model, one, units).full(None, torch.device("cpu"), rank0_only=True)
-    return state if shards is not None or _is_first_rank() else {}
+    state = OptimState(model, one, shards.units).full(None, torch.device("cpu"), rank0_only=True)
+    return state if shards.units or _is_first_rank() else {}
 
 
 def _is_first_rank() -> bool:

@@ -105,11 +105,10 @@ def load(
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
         states = training.optim_states()
-        wanted = {"model": training.model_state(), "optimizer": joined(states)}
+        wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
-        incomplete = dcp_files.incomplete_tensors(found)
-        targets = _targets(path, found, wanted, incomplete)
+        targets = _targets(path, found, wanted, dcp_files.incomplete_tensors(found))
         return marker, found, wanted, targets, training.kinds(states)
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
@@ -231,8 +230,7 @@ def _require_complete(path: Path) -> Marker:
     marker = folders.read_marker(path)
     if marker is None:
         inside = folders.latest(path)
-        last = inside or folders.latest(path.parent)
-        remedy = f"Last complete checkpoint: {last or 'none'}."
+        remedy = f"Last complete checkpoint: {inside or folders.latest(path.parent) or 'none'}."
         if not path.exists() or path.name.endswith(folders.INCOMPLETE):
             is_begun = folders.incomplete(path).exists() or path.exists()
             state = "is incomplete: its save did not finish" if is_begun else "does not exist"

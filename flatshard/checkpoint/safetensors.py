@@ -23,8 +23,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,6 +87,7 @@ class Plan:
     places: dict[str, Place] = field(default_factory=dict)
     index: str = ""  # text of the index; empty for a single file
     replaces: str = ""  # regular expression for the names of old files, which `commit` deletes
+    made: list[Path] = field(default_factory=list)  # temporary files that this process has made
 
     def temporary(self, name: str) -> Path:
         """Return the temporary path of a file, which is the same on all ranks."""
@@ -111,7 +111,8 @@ class Plan:
         self.folder.mkdir(parents=True, exist_ok=True)
         ends = {place.path: place.offset + place.nbytes for place in self.places.values()}
         for name, header in self.headers.items():
-            with open(self.temporary(name), "wb") as file:
+            self.made.append(self.temporary(name))
+            with open(self.made[-1], "wb") as file:
                 end = max(ends.get(file.name, 0), len(header))
                 try:
                     # Reserve all bytes now, so that a full disk raises before tensors are written.
@@ -149,10 +150,11 @@ class Plan:
                 old.unlink()
         sync(self.folder)
 
-    def discard(self) -> None:
-        for name in self.headers:
+    def close(self) -> None:
+        """Delete the temporary files that this process has made, unless they were renamed."""
+        for path in self.made:
             with contextlib.suppress(OSError):
-                self.temporary(name).unlink()
+                path.unlink()
 
 
 def as_saved(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -198,12 +200,11 @@ def plan_files(
         groups[-1][name] = one
         filled += one.nbytes
     plan = Plan(path, replaces=r"model(-\d{5}-of-\d{5})?\.safetensors")
-    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
         plan.add(f"model{suffix}.safetensors", group, metadata)
-        weight_map |= dict.fromkeys(group, f"model{suffix}.safetensors")
     if len(groups) > 1:
+        weight_map = {name: Path(place.path).stem for name, place in plan.places.items()}
         size = {"total_size": sum(one.nbytes for one in tensors.values())}
         plan.index = json.dumps({"metadata": size, "weight_map": weight_map}, indent=2)
     else:
@@ -346,35 +347,28 @@ def move_range(
     ``part`` has elements in memory order (``order``: dimensions, outermost first), and begins with
     the tensor's element ``start``. Elements are cast to or from the dtype of ``place``.
     """
-    file = open(place.path, "r+b" if to_file else "rb", buffering=0)
+    file: Any = open(place.path, "r+b" if to_file else "rb")
     try:
         with file:
             for values, first in _pieces(place, order, start, part):
                 is_there = values.is_contiguous() and values.is_cpu and values.dtype == place.dtype
                 moved = values if is_there else torch.empty(values.shape, dtype=place.dtype)
+                # A view of the tensor's bytes: numpy would need elements of a type that it knows.
+                data = (ctypes.c_char * moved.nbytes).from_address(moved.data_ptr())
+                file.seek(place.offset + first * place.dtype.itemsize)
                 if to_file:
                     moved.copy_(values)
-                file.seek(place.offset + first * place.dtype.itemsize)
-                _move_all(moved, file.write if to_file else file.readinto, place.path)
-                if not to_file:
+                    file.write(data)
+                elif missing := len(data) - file.readinto(data):
+                    raise ValueError(
+                        f"{place.path} became shorter while it was read: {missing} bytes are "
+                        "missing. Restore the file, and do not write to it during a load."
+                    )
+                else:
                     values.copy_(moved)
     except OSError as error:  # reads and writes raise errors without the path
         error.filename = error.filename or place.path
         raise
-
-
-def _move_all(values: Tensor, move: Callable[[memoryview], int | None], path: str) -> None:
-    # Make a view of the tensor's bytes with ctypes, because numpy may not be installed.
-    array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    left = memoryview(array).cast("B")
-    while left:
-        count = move(left)
-        if not count:
-            raise ValueError(
-                f"{path} became shorter while it was read: {len(left)} bytes are missing. Restore "
-                "the file, and do not write to it during a load."
-            )
-        left = left[count:]
 
 
 def write_whole(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -482,15 +476,12 @@ def save_safetensors(
         # Map the other names of a tied tensor to the saved name, as `safetensors.torch.load_model`
         # expects.
         ties = {name: first[one.key] for name, one in entries.items() if name not in kept}
-        more = {**ties, **(metadata or {})}
-        return entries, plan_files(kept, path, max_shard_size, more)
+        return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
 
     entries, plan = ranks.agree(prepare, op_name)
     facts = {name: str(header) for name, header in plan.headers.items()}
     ranks.compare({"the path": str(plan.folder), **facts}, op_name, _REMEDY)
-    with ExitStack() as incomplete:
-        if is_first:
-            incomplete.callback(plan.discard)
+    with contextlib.closing(plan):
         ranks.on_first(plan.create, op_name)
         if weights is None:
             ranks.agree(lambda: _write(entries, plan, is_first), op_name)
@@ -498,7 +489,6 @@ def save_safetensors(
             merged = weights.full_tensors(model, dtype=dtype, merge_lora=True, ranks=0)
             ranks.agree(partial(write_whole, plan, merged), op_name)
         ranks.on_first(plan.commit, op_name)
-        incomplete.pop_all()
     if is_first:
         log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
@@ -514,8 +504,7 @@ def _write(entries: Entries, plan: Plan, is_first: bool) -> None:
                 rank, size = one.replicas.rank, one.replicas.size
                 low, high = high * rank // size, high * (rank + 1) // size
             if low < high and (one.replicas is not None or is_first):
-                part = one.local[low:high]
-                move_range(place, part, one.order, one.offset + low, to_file=True)
+                move_range(place, one.local[low:high], one.order, one.offset + low, to_file=True)
     plan.sync()
 
 

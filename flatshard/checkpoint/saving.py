@@ -259,7 +259,7 @@ class Save:
         With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
         """
         rest = None
-        self.tensors["model"] = training.model_state()
+        self.tensors["model"] = training.shards.state_dict()
         states = training.optim_states()
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
@@ -288,7 +288,7 @@ class Save:
         self.own = _saved(own)
         same = []
         for name, one in training.optimizers.items():
-            params = OptimParams(training.plain, one, training.units)
+            params = OptimParams(training.plain, one, training.shards.units)
             same.append((type(one).__name__, unsharded_state(states[name], params)))
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))

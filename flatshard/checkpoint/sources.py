@@ -9,6 +9,7 @@ load numpy's numbers as Python numbers, without running numpy's code.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -16,7 +17,7 @@ import re
 import struct
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,18 @@ class Source:
     ties: dict[str, str] = field(default_factory=dict)
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
+
+    def check_complete(self, path: object, parts: Collection[str] | None = None) -> None:
+        """Raise ValueError if the files lack values of tensors, or of tensors in some ``parts``.
+
+        The part of a tensor ("model", for example) is the outermost key.
+        """
+        lacking = [one for one in self.incomplete if not parts or one.partition(".")[0] in parts]
+        if lacking:
+            raise ValueError(
+                f"{path} is incomplete: its files lack values of {', '.join(lacking):.300}. Use "
+                "another checkpoint."
+            )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
         """Return the names of the model's parameters, mapped to the keys in ``tensors``.
@@ -288,6 +301,7 @@ def convert(
         model = found.model(key)
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from error
+    found.check_complete(source, {names[0] for names in model.values()})
     like: dict[str, Tensor] = {}
     ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
     first: dict[Any, str] = {}
@@ -307,13 +321,10 @@ def convert(
     if is_torchs:
         _write_torch(final, like, ties, read)
     else:
-        plan = safetensors.plan_files(like, final, max_shard_size, ties)
-        try:
+        with contextlib.closing(safetensors.plan_files(like, final, max_shard_size, ties)) as plan:
             plan.create()
             safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
             plan.commit()
-        finally:
-            plan.discard()
     folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 
 
@@ -325,7 +336,8 @@ def _write_torch(
     state = {name: torch.empty_like(one, device="cpu") for name, one in like.items()}
     state |= {alias: state[kept] for alias, kept in ties.items()}
     beside = final.with_name(f"{final.name}.incomplete")
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(beside.unlink, missing_ok=True)  # does nothing once the file was renamed
         with torch.serialization.skip_data(), folders.zip_stream(beside) as stream:
             torch.save(state, stream)
             # Allocate disk space first: otherwise the file has a hole here, and on a full disk, a
@@ -338,6 +350,3 @@ def _write_torch(
         del state
         folders.sync(beside)
         beside.replace(final)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -102,13 +102,13 @@ def by_name(optimizer: Optimizers | None) -> dict[str, Any]:
 class Training:
     """The model and the optimizers that a call saves or loads, and the ranks that train the model.
 
-    ``shards`` is None if the model is unwrapped. ``plain`` is the model, or the module inside
-    DistributedDataParallel: its parameters have the names of the unwrapped model.
+    ``plain`` is the model, or the module inside DistributedDataParallel: its parameters have the
+    names of the unwrapped model. ``shards`` has no units if the model is unwrapped.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        self.model, self.optimizers = model, by_name(optimizer)
+        self.optimizers = by_name(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
@@ -120,28 +120,18 @@ class Training:
                     f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
                     "For several optimizers over one model, pass a list, or a dict with names."
                 )
-        self.plain = model
-        group = dist.group.WORLD if dist.is_initialized() else None
-        self.shards = model_shards(model, caller)
-        if self.shards is not None:
-            self.shards.refuse_dtensors(caller)
-            group = self.shards.world.group
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
+        self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             self.plain, group = model.module, model.process_group
-        self.ranks = HostRanks.of(group)
-
-    @property
-    def device(self) -> torch.device:
-        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
-
-    def model_state(self) -> dict[str, Any]:
-        """Return the model's sharded state dict, whose tensors share memory with the model."""
-        return self.plain.state_dict() if self.shards is None else self.shards.state_dict()
+        self.shards = model_shards(self.plain, caller)
+        self.shards.refuse_dtensors(caller)
+        self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
 
     def optim_states(self) -> dict[str, dict[str, Any]]:
         """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""
-        states = {n: OptimState(self.plain, one, self.units) for n, one in self.optimizers.items()}
-        return {name: state.sharded(None, None) for name, state in states.items()}
+        units, optimizers = self.shards.units, self.optimizers.items()
+        return {n: OptimState(self.plain, one, units).sharded(None, None) for n, one in optimizers}
 
     def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
@@ -149,10 +139,6 @@ class Training:
             name: [type(self.optimizers[name]).__name__, sorted(_fqns(state))]
             for name, state in states.items()
         }
-
-    @property
-    def units(self) -> list[Any]:  # not `Unit`: checkpoints do not import the engine
-        return [] if self.shards is None else self.shards.units
 
 
 def _fqns(state: dict[str, Any]) -> Iterator[str]:
@@ -190,7 +176,7 @@ def sharded(model: nn.Module, caller: str) -> tuple[ModelShards, HostRanks]:
         ValueError: the model is unwrapped.
     """
     training = Training(model, None, caller)
-    if training.shards is None:
+    if not training.shards.units:
         raise ValueError(
             f"{caller}: expected a ShardedWrapper or a module with a ShardedWrapper inside, got an "
             f"unwrapped {type(model).__name__}. For unwrapped models, use safetensors.torch."

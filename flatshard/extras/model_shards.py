@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.comm.communicator import Communicator
+from flatshard.comm.communicator import ALONE, Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.run_state import temporarily
 from flatshard.module.wrappers import state_dicts_in, units_between_steps
@@ -17,14 +17,18 @@ from flatshard.tensor.shard_spec import first_of_dtensor
 
 
 class ModelShards:
-    """Gives access to this rank's shards of a model, for saving and loading. Never communicates."""
+    """Gives access to this rank's shards of a model, for saving and loading. Never communicates.
+
+    An unwrapped model has no units, and its ``world`` is ``ALONE``.
+    """
 
     def __init__(self, model: nn.Module, parts: Sequence[UnitStateDict]) -> None:
         self.parts = parts
         self._model, self.units = model, [part.unit for part in parts]
         self._handles = [handle for unit in self.units for handle in unit.handles]
         # The ranks of the largest unit: some units train on fewer ranks.
-        self.world = max((unit.topology.world for unit in self.units), key=lambda one: one.size)
+        worlds = (unit.topology.world for unit in self.units)
+        self.world = max(worlds, key=lambda one: one.size, default=ALONE)
 
     def refuse_dtensors(self, caller: str) -> None:
         """Raise NotImplementedError if a parameter was a DTensor."""
@@ -65,8 +69,8 @@ class ModelShards:
             handle.page_out()
 
 
-def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
-    """Return this rank's shards of a model, for checkpoints; None for an unwrapped model.
+def model_shards(model: nn.Module, caller: str) -> ModelShards:
+    """Return this rank's shards of a model, for checkpoints.
 
     Collective: all ranks that train the model. If one rank is inside of a step or of
     ``summon_full_params``, all ranks raise that rank's error.
@@ -78,10 +82,7 @@ def model_shards(model: nn.Module, caller: str) -> ModelShards | None:
         # Raise the error on all ranks below. If only this rank raised here, the other ranks would
         # wait for this rank in the next collective.
         problem = error
-    parts = state_dicts_in(model)
-    if not parts:
-        return None
-    shards = ModelShards(model, parts)
+    shards = ModelShards(model, state_dicts_in(model))
     # Pass `caller`, the name of the user's call. Deadlock detection reports the name if the other
     # ranks never make the call (for example under `if rank == 0:`).
     raise_everywhere(problem, shards.world, op_name=caller)

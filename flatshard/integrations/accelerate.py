@@ -138,12 +138,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found.module if isinstance(found, ShardedWrapper) else found
 
     @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> Any:
         """Let the next backward reduce gradients, even if the forward ran under ``no_sync``."""
         plan_backward(model, reduces=True)
-        with accelerate.Accelerator.trigger_sync_in_backward(model):
-            yield
+        return accelerate.Accelerator.trigger_sync_in_backward(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -215,14 +213,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "model, optimizer.optimizer, torch.load(path), load_directly=True)."
                 )
 
-        hook = self.register_load_state_pre_hook(check)
-        try:
-            with self._without_models() as trained:
-                super().load_state(input_dir, *args, **kwargs)
-                for number, (model, optimizer) in enumerate(trained):
-                    checkpoint.load(Path(found[0]) / f"{_FOLDER}_{number}", model, optimizer)
-        finally:
-            hook.remove()
+        with self.register_load_state_pre_hook(check), self._without_models() as trained:
+            super().load_state(input_dir, *args, **kwargs)
+            for number, (model, optimizer) in enumerate(trained):
+                checkpoint.load(Path(found[0]) / f"{_FOLDER}_{number}", model, optimizer)
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[list[tuple[nn.Module, torch.optim.Optimizer | None]]]:

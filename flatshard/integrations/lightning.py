@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "flatshard"
+    restore_checkpoint_after_setup = True
     model: Any
     lightning_module: Any
 
@@ -120,11 +121,9 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
             # the wrapper's forward.
             return self.lightning_module.training_step(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients inside this context, without reducing them."""
-        with self.model.no_sync():
-            yield
+        return self.model.no_sync()  # type: ignore[no-any-return]
 
     def teardown(self) -> None:
         # Do not call DDPStrategy's teardown(), which would move the module to the CPU: then
@@ -134,10 +133,6 @@ class FlatshardStrategy(DDPStrategy):  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     # ------------------------------------------------------------ checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict on rank 0, and an empty dict on other ranks. Collective.
@@ -260,8 +255,7 @@ class FlatshardFabricStrategy(fabric_ddp.DDPStrategy):  # type: ignore[misc]
             for value in state.values() if isinstance(state, dict) else (state,):
                 optimizer = getattr(value, "optimizer", value)
                 if isinstance(optimizer, Optimizer):
-                    hook = optimizer.register_load_state_dict_pre_hook(self._part_of)
-                    stack.callback(hook.remove)
+                    stack.enter_context(optimizer.register_load_state_dict_pre_hook(self._part_of))
             return super().load_checkpoint(path, state, **options)  # type: ignore[no-any-return]
 
     def _part_of(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -285,9 +285,7 @@ def test_extra_state(count: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_asynchronous_saves_do_not_mix_with_training(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_async_saves_do_not_mix_with_training(rank: int, world_size: int, tmp_path: Path) -> None:
     model = CASE.wrap(CASE.model())
     optimizer = OPTIMIZERS["adamw"](trainable(model))
     expected: dict[int, dict[str, Tensor]] = {}

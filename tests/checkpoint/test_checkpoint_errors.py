@@ -25,13 +25,13 @@ from tests.oracle import snapshot
 from tests.scripts import run_script
 
 
-def _model(width: int = 40) -> nn.Module:
+def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, 50), nn.Linear(50, 60))
+    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 60))
 
 
-def _saved(path: Path, width: int = 40) -> nn.Module:
-    model = _model(width)
+def _saved(path: Path) -> nn.Module:
+    model = _model()
     checkpoint.save(path, model)
     return model
 
@@ -224,15 +224,14 @@ def test_names_and_old_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "step-7.incomplete").mkdir()  # of a save that was killed
     (tmp_path / "other-7.incomplete").mkdir()  # of another training
     checkpoint.save(tmp_path / "step-12", _model(), keep=2)
-    names = sorted(path.name for path in tmp_path.iterdir())
     others = [f"other-{step}" for step in (10, 11, "7.incomplete", 8, 9)]
-    assert names == [*others, "step-11", "step-12"]
+    names = [*others, "step-11", "step-12"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert checkpoint.latest(tmp_path) == tmp_path / "step-12"
     assert main(["inspect", str(tmp_path / "step-11")]) == 0
     said = capsys.readouterr().out
     assert said.startswith("format: flatshard.checkpoint\nstep: 11\nworld size: 1\nmodel.0.weight")
     marker = folder.read_marker(tmp_path / "step-11")
-    assert marker is not None
     assert (marker.step, marker.world_size) == (11, 1)
     with pytest.raises(FileExistsError, match=r"step-12 already exists\. Save under another name"):
         _saved(tmp_path / "step-12")
@@ -247,9 +246,7 @@ def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(tmp_path / "one", model, extra={"loss": rank})
-    with pytest.raises(
-        TypeError, match=r"got a list\. .* once for each model, with its own folder"
-    ):
+    with pytest.raises(TypeError, match=r"a list\. .* once for each model, with its own folder"):
         checkpoint.save(tmp_path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
         checkpoint.load(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
@@ -340,20 +337,20 @@ def test_a_full_disk_is_an_error_on_all_ranks(
     checkpoint.save(tmp_path / "step-1", model)
     before = {one.name: one.read_bytes() for one in (tmp_path / "step-1").iterdir()}
     expected = r"save\(.*step-2'\), rank 1: .*too large"
-    with full_disk(limit) if rank == 1 else nullcontext():
+
+    def save() -> None:
+        checkpoint.save(tmp_path / "step-2", model, async_=async_)
         if async_:
-            checkpoint.save(tmp_path / "step-2", model, async_=True)
-            with pytest.raises(OSError, match=expected) as error:
-                checkpoint.save(tmp_path / "step-3", model)  # raises what happened in the thread
-        else:
-            with pytest.raises(OSError, match=expected) as error:
-                checkpoint.save(tmp_path / "step-2", model)
+            checkpoint.save(tmp_path / "step-3", model)  # raises what happened in the thread
+
+    is_full = full_disk(limit) if rank == 1 else nullcontext()
+    with is_full, pytest.raises(OSError, match=expected) as error:
+        save()
     (note,) = error.value.__notes__
     last = f"Last complete checkpoint: {tmp_path / 'step-1'}."
     assert note.endswith(f"step-2 was not saved. {last}")
     checkpoint.save(tmp_path / "step-3", model)
-    names = sorted(one.name for one in tmp_path.iterdir())
-    assert names == ["step-1", "step-3"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-1", "step-3"]
     assert before == {one.name: one.read_bytes() for one in (tmp_path / "step-1").iterdir()}
 
 
@@ -375,7 +372,7 @@ def _dies(rank: int, _: int, path: Path) -> None:
 
 
 @on_ranks(1, fresh=True)
-def test_an_error_nobody_waited_for_is_raised_at_the_end(
+def test_an_error_nobody_awaits_is_raised_at_exit(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     def fail(*_: Any) -> None:
@@ -383,7 +380,6 @@ def test_an_error_nobody_waited_for_is_raised_at_the_end(
 
     folder.finish = fail  # type: ignore[assignment]
     pending = checkpoint.save(tmp_path / "one", _model(), async_=True)
-    assert pending is not None
     while not pending.done():
         time.sleep(0.01)
     with pytest.raises(OSError, match="the disk is on fire"):
@@ -391,12 +387,8 @@ def test_an_error_nobody_waited_for_is_raised_at_the_end(
     saving.wait_for_pending()
 
 
-def test_a_group_that_is_destroyed_early(tmp_path: Path) -> None:
-    run_ranks(_destroys, 2, tmp_path, fresh=True)
-    assert checkpoint.latest(tmp_path) is None
-
-
-def _destroys(_: int, __: int, path: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_that_is_destroyed_early(rank: int, world_size: int, tmp_path: Path) -> None:
     write = saving.Save._write_files
 
     def late(*given: Any) -> Any:
@@ -405,11 +397,11 @@ def _destroys(_: int, __: int, path: Path) -> None:
         return write(*given)
 
     saving.Save._write_files = late  # type: ignore[method-assign]
-    pending = checkpoint.save(path / "one", ShardedWrapper(_model()), async_=True)
-    assert pending is not None
+    pending = checkpoint.save(tmp_path / "one", ShardedWrapper(_model()), async_=True)
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match=r"group was destroyed before .* Call wait\(\) on the"):
         pending.wait()
+    assert checkpoint.latest(tmp_path) is None
 
 
 def test_a_save_that_failed_is_the_programs_status(tmp_path: Path) -> None:

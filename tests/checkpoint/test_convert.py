@@ -237,6 +237,25 @@ def test_incomplete_dcp_folder(tmp_path: Path) -> None:
         open_source(tmp_path / "a")
 
 
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_dcp_folder_that_lacks_values(part: str, tmp_path: Path) -> None:
+    """A model without some of its values is not converted. The optimizer's values do not matter."""
+    path = tmp_path / "a"
+    with allow_warnings(UserWarning):
+        state = {"model": {"a": torch.ones(4)}, "optimizer": {"a": torch.ones(4)}}
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata[f"{part}.a"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if part == "model":
+        with pytest.raises(ValueError, match=r"a is incomplete: its files lack values of model\.a"):
+            convert(path, tmp_path / "o.pt")
+        assert [one.name for one in tmp_path.iterdir()] == ["a"]
+    else:
+        convert(path, tmp_path / "o.pt")
+        _assert_same(torch.load(tmp_path / "o.pt"), {"a": torch.ones(4)})
+
+
 # ---------------------------------------------------------------- ``flatshard explain``
 
 

@@ -23,7 +23,7 @@ from flatshard.optimizer import state_dicts
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
 from tests.optimizers.own import Model, Nested, OwnEntries, Rows, train
-from tests.oracle import assert_same, snapshot
+from tests.oracle import assert_same, snapshot, step_and_zero
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -46,10 +46,8 @@ def test_state_of_several_optimizers(rank: int, world_size: int, tmp_path: Path)
     def train_both(model: nn.Module, optimizers: list[Any], steps: range) -> dict[str, Tensor]:
         for step in steps:
             model(torch.full((2, 6), step + 1.0, dtype=torch.float64)).square().mean().backward()
-            for one in optimizers:
-                one.step()
-                one.zero_grad()
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+            step_and_zero(*optimizers)
+        return snapshot(model)
 
     model, optimizers = several(0)
     train_both(model, optimizers, range(3))
@@ -122,32 +120,25 @@ def _model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def _optimizers(model: nn.Module, container: str) -> Any:
+def _optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     params = list(model.parameters())
     muon = torch.optim.Muon([one for one in params if one.dim() == 2], lr=0.02)
     # Two groups: an optimizer's groups stay together.
     biases = [{"params": [one], "lr": 0.01 / n} for n, one in enumerate(params[1::2], 1)]
-    adamw = torch.optim.AdamW(biases)
-    if container in ("list", "tuple"):
-        return [muon, adamw] if container == "list" else (muon, adamw)
-    named = {"matrices": muon, "rest": adamw}
-    return named if container == "dict" else dict(reversed(named.items()))
+    return {"matrices": muon, "rest": torch.optim.AdamW(biases)}
 
 
 def _train(model: nn.Module, optimizers: Any, steps: range, rank: int, world_size: int) -> None:
-    each = list(optimizers.values()) if isinstance(optimizers, dict) else optimizers
     for step in steps:
         inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).double()
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
-        for optimizer in each:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers.values())
 
 
 @on_ranks(2)
 def test_full_state_and_errors(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedWrapper(_model())
-    optimizers = _optimizers(model, "dict")
+    optimizers = _optimizers(model)
     with allow_warnings():
         _train(model, optimizers, range(2), rank, world_size)
     checkpoint.save(tmp_path / "both", model, optimizers)
@@ -160,7 +151,7 @@ def test_full_state_and_errors(rank: int, world_size: int, tmp_path: Path) -> No
     dist.broadcast_object_list(sent)
     other = ShardedWrapper(_model(seed=1))
     other.load_state_dict(weights)
-    others = _optimizers(other, "dict")
+    others = _optimizers(other)
     for name, one in others.items():
         one.load_state_dict(ShardedWrapper.optim_state_dict_to_load(other, one, sent[0][name]))
     for one, its in ((model, optimizers), (other, others)):
@@ -234,9 +225,7 @@ def _load(rank: int, world_size: int, folder: Path) -> None:
         state = torch.load(folder / name, weights_only=True)
         fresh = torch.optim.AdamW(model.parameters())
         with naming(name):
-            with pytest.raises(
-                ValueError, match="of a sharded model contains only the parts of one rank"
-            ):
+            with pytest.raises(ValueError, match="model contains only the parts of one rank"):
                 ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
             with pytest.raises(RuntimeError, match=r"only that rank's parts.*full_optim"):
                 optimizer.load_state_dict(state)

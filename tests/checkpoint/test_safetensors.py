@@ -17,7 +17,7 @@ from flatshard.checkpoint import safetensors as files
 from flatshard.collectives import record
 from tests.harness import allow_warnings, full_disk, naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import assert_same_state, snapshot, train_steps, trainable
+from tests.oracle import assert_identical, snapshot, train_steps, trainable
 from tests.ways import WAYS, ranks_of
 
 pytestmark = pytest.mark.by_turns
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.by_turns
 FEW = ("tied-across-units", "odd-shapes", "cnn-channels-last")
 NAMES = ("mlp", "tied-blocks", "nested", "batch-norm", "frozen", "lstm", "multihead", *FEW)
 CHOSEN = ["full", "full-3", "no_shard", "op", "hybrid", "hybrid-op"]
-
-
-def _assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert_same_state(actual, expected, rtol=0.0, atol=0.0)
 
 
 def _trained(name: str, way: str, rank: int, world_size: int, **keywords: Any) -> ShardedWrapper:
@@ -57,7 +53,7 @@ def test_round_trip(rank: int, world_size: int, tmp_path: Path, way: str) -> Non
             case = CASES[name]
             plain = case.model(torch.float32)
             assert load_model(plain, path) == (set(), [])
-            _assert_identical(snapshot(plain), expected)
+            assert_identical(plain, expected)
             # With a forward before: what was gathered then is stale afterwards.
             other = case.wrap(case.model(torch.float32), **WAYS[way].keywords)
             inputs, _ = case.batch(0, 3, torch.float32)
@@ -66,7 +62,7 @@ def test_round_trip(rank: int, world_size: int, tmp_path: Path, way: str) -> Non
                 for parameter in other.parameters():
                     parameter.add_(1)
             assert load_safetensors(other, path) == ([], [])
-            _assert_identical(snapshot(other), expected)
+            assert_identical(other, expected)
             torch.testing.assert_close(other(inputs), plain.eval()(inputs))
 
 
@@ -89,13 +85,9 @@ def _everything(seed: int = 0) -> _Everything:
     return _Everything()
 
 
-def test_several_files(tmp_path: Path) -> None:
-    run_ranks(_several_files, 2, tmp_path)
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["model.safetensors"]
-
-
-def _several_files(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_several_files(rank: int, world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path
     plain = _everything()
     expected = snapshot(plain)
     model = ShardedWrapper(plain, ignored_states=[plain.own])
@@ -109,11 +101,11 @@ def _several_files(rank: int, world_size: int, folder: Path) -> None:
         merged = {}
         for name in names:
             merged |= load_file(folder / name)
-        _assert_identical({name: merged[name] for name in expected}, expected)
+        assert_identical({name: merged[name] for name in expected}, expected)
         other = _everything(1)
         other = ShardedWrapper(other, ignored_states=[other.own])
         load_safetensors(other, folder)
-        _assert_identical(snapshot(other), expected)
+        assert_identical(other, expected)
     save_safetensors(model, folder, dtype=torch.float16)
     saved = load_file(folder / "model.safetensors")
     for name, value in expected.items():
@@ -121,6 +113,7 @@ def _several_files(rank: int, world_size: int, folder: Path) -> None:
         assert torch.equal(saved[name], wanted), name
     load_safetensors(other, folder)
     assert torch.equal(snapshot(other)["fc.weight"], expected["fc.weight"].half().float())
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
 def test_ddp_prefix_and_one_name_of_a_tie(tmp_path: Path) -> None:
@@ -135,7 +128,7 @@ def _ties(rank: int, world_size: int, folder: Path, expected: dict[str, Tensor])
     for kept in ("embed.weight", "head.weight"):
         model = _trained("tied-across-units", "full", rank, world_size)
         assert load_safetensors(model, folder / f"{kept}.safetensors") == ([], [])
-        _assert_identical(snapshot(model), expected)
+        assert_identical(model, expected)
 
 
 def test_transformers_reads_it(tmp_path: Path) -> None:
@@ -155,14 +148,14 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
         loaded, info = plain.from_pretrained(path, output_loading_info=True)
         assert not any(info.values()), info
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
-        _assert_identical(snapshot(loaded), expected)
+        assert_identical(loaded, expected)
     # And the other way round, what it wrote itself.
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.add_(1)
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     load_safetensors(model, tmp_path / "theirs")
-    _assert_identical(snapshot(model), snapshot(loaded))
+    assert_identical(model, loaded)
 
 
 # ---------------------------------------------------------------- refusals
@@ -190,7 +183,7 @@ def test_what_does_not_fit(rank: int, world_size: int, tmp_path: Path) -> None:
         assert text in str(caught.value)
     with pytest.raises(ValueError, match=r"does not fit the model: 'fc2.weight': [^;]*$"):
         load_safetensors(model, path, strict=False)
-    _assert_identical(snapshot(model), before)
+    assert_identical(model, before)
     # One rank alone has something to say.
     with pytest.raises(ValueError, match=r"rank 1: .*absent.*no such file"):
         load_safetensors(
@@ -213,7 +206,7 @@ def test_what_does_not_fit(rank: int, world_size: int, tmp_path: Path) -> None:
     keys = load_safetensors(model, path, strict=False)
     assert keys.unexpected_keys == ["more"]
     assert set(keys.missing_keys) == set(before) - {"fc1.bias"}
-    _assert_identical(snapshot(model), before | {"fc1.bias": torch.full((5,), 7.0)})
+    assert_identical(model, before | {"fc1.bias": torch.full((5,), 7.0)})
 
 
 class _WithExtraState(nn.Linear):
@@ -299,4 +292,4 @@ def test_shards_on_disk(rank: int, world_size: int, tmp_path: Path) -> None:
                 parameter.zero_()
         load_safetensors(model, tmp_path / "export")
     assert not events  # no tensor is sent
-    _assert_identical(snapshot(model), expected)
+    assert_identical(model, expected)

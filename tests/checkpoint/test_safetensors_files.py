@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flatshard.checkpoint.safetensors import (
-    find_tensors,
-)
+from flatshard.checkpoint.safetensors import find_tensors, move_range
 
 
 def _file(folder: Path) -> Path:
@@ -56,6 +54,14 @@ def test_truncated_and_corrupt(tmp_path: Path) -> None:
         find_tensors(path)
     _with_header(path, a=good)
     assert list(find_tensors(path).places) == ["a"]
+
+
+def test_file_that_becomes_shorter(tmp_path: Path) -> None:
+    path = _file(tmp_path)
+    place = find_tensors(path).places["a"]
+    path.write_bytes(path.read_bytes()[: place.offset + 5])
+    with pytest.raises(ValueError, match="became shorter while it was read: 7 bytes are missing"):
+        move_range(place, torch.empty(3), [0], 0, to_file=False)
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -14,14 +14,16 @@ from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.process_groups import control_of, new_group
 from flatshard.comm.ranks import communicator
 from flatshard.comm.transports import Gather
+from flatshard.module.wrappers import handles_in
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Composed
 
-pytestmark = pytest.mark.by_turns
+pytestmark = pytest.mark.uncoalesced  # counts and names collectives and units one by one
 
 LAYERS = ("0", "1", "2")
+SCALARS = ("scalars", "used parameters of all units, backward")
 
 
 def _stack() -> nn.Sequential:
@@ -50,18 +52,16 @@ EXPECTED = {
 }
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_prefetch_at_the_end_of_forward(rank: int, world_size: int) -> None:
     """Backward begins with what forward ended with, and its gathers begin in forward."""
     model = _wrapped("FULL_SHARD", backward_prefetch="END_OF_FORWARD")
     unit_bytes = (8 * 8 + 8) * 4
     reductions = [("gather", "1"), ("reduce", "2"), ("gather", "0"), ("reduce", "1")]
-    scalars = ("scalars", "used parameters of all units, backward")
     _step(model)
     for _ in range(2):
         gathers = [("gather", n) for n in LAYERS]
-        assert _step(model) == [*gathers, *reductions, ("reduce", "0"), scalars]
+        assert _step(model) == [*gathers, *reductions, ("reduce", "0"), SCALARS]
     with collectives.record() as events:
         model(torch.ones(2, 8))
     assert [(e.kind, e.unit_fqn) for e in events] == [*gathers, ("gather", "1")]
@@ -87,16 +87,13 @@ def _lookups() -> nn.Module:
     return Composed(forward, words=words, bag=bag, head=nn.Linear(8, 3))
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> None:
     """Unless something of its forward is saved, or computed again."""
-    lookups, linear = {nn.Embedding, nn.EmbeddingBag}, {nn.Linear}
     for how, regathered in (("plain", []), ("saved", ["bag"]), ("recomputed", ["words"])):
         for mode in ("sockets", "native"):
-            model = ShardedWrapper(
-                _lookups(), auto_wrap_policy=ModuleWrapPolicy(lookups | linear), collectives=mode
-            )
+            policy = ModuleWrapPolicy({nn.Embedding, nn.EmbeddingBag, nn.Linear})
+            model = ShardedWrapper(_lookups(), auto_wrap_policy=policy, collectives=mode)
             plain = _lookups()
             tokens = torch.arange(6).view(2, 3)
             for _ in range(3):
@@ -115,22 +112,21 @@ def test_backward_of_a_lookup_gathers_nothing(rank: int, world_size: int) -> Non
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
 
 
-@pytest.mark.uncoalesced  # counts units on their way
 @on_ranks(2)
 def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) -> None:
     for mode, ahead in (("sockets", 3), ("native", 1)):
         torch.manual_seed(0)
         layers = [nn.Linear(8, 24), nn.Linear(24, 8), *(nn.Linear(8, 8) for _ in range(4))]
-        model = ShardedWrapper(
-            nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), collectives=mode
-        )
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = ShardedWrapper(nn.Sequential(*layers), auto_wrap_policy=policy, collectives=mode)
         on_the_way: list[int] = []
+
+        def count(*_: Any, seen: list[int] = on_the_way, of: nn.Module = model) -> None:
+            units = (wrapper._sharded_unit for wrapper in sharded_modules(of))
+            seen.append(sum(unit.is_prefetched for unit in units))
+
         for layer in model.module:
-            layer.module.register_forward_hook(
-                lambda *_, seen=on_the_way, of=model: seen.append(
-                    sum(wrapper._sharded_unit.is_prefetched for wrapper in sharded_modules(of))
-                )
-            )
+            layer.module.register_forward_hook(count)
         _step(model)
         on_the_way.clear()
         with torch.no_grad():
@@ -138,7 +134,6 @@ def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) ->
         assert max(on_the_way) == ahead  # 8 x 24 elements are three times 8 x 8
 
 
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks(2)
 def test_prefetch_can_be_turned_off(rank: int, world_size: int) -> None:
     for prefetch, expected in (
@@ -153,25 +148,19 @@ def test_prefetch_can_be_turned_off(rank: int, world_size: int) -> None:
 
 def _live_bytes(model: nn.Module) -> int:
     """Bytes of unsharded buffers that exist now."""
-    return sum(
-        handle.buffer.untyped_storage().nbytes()
-        for wrapper in sharded_modules(model)
-        for handle in wrapper._sharded_unit.handles
-        if handle.buffer_bytes
-    )
+    handles = (handle for handle in handles_in(model) if handle.buffer_bytes)
+    return sum(handle.buffer.untyped_storage().nbytes() for handle in handles)
 
 
-@pytest.mark.uncoalesced  # the report has a row for each layer
 def test_transports_that_cannot_be_had() -> None:
     run_ranks(_no_such_transport, 2)
     run_ranks(_other_backend, 1, init_group=False)
 
 
 def _no_such_transport(rank: int, world_size: int) -> None:
-    with pytest.raises(TypeError, match=r"wire_dtype: expected torch\.bfloat16 or None"):
-        _wrapped("FULL_SHARD", wire_dtype="bfloat16")
-    for dtype in (torch.float16, torch.int8):
-        with pytest.raises(ValueError, match=r"wire_dtype: expected torch\.bfloat16"):
+    for dtype in ("bfloat16", torch.float16, torch.int8):
+        kind = TypeError if dtype == "bfloat16" else ValueError
+        with pytest.raises(kind, match=r"wire_dtype: expected torch\.bfloat16 or None"):
             _wrapped("FULL_SHARD", wire_dtype=dtype)
     with pytest.raises(ValueError, match="own collectives"):
         _wrapped("FULL_SHARD", wire_dtype=torch.bfloat16, collectives="native")
@@ -212,9 +201,11 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
 
     # Bound to a device, NCCL's groups would be split off, which takes ranks that are not asked.
     seen = []
-    with mock.patch.object(
-        dist, "new_group", side_effect=lambda *_, **__: seen.append(world.bound_device_id)
-    ):
+
+    def note(*_: Any, **__: Any) -> None:
+        seen.append(world.bound_device_id)
+
+    with mock.patch.object(dist, "new_group", side_effect=note):
         world.bound_device_id = cuda
         for ranks in ([0, 2], [0, 1, 2, 3]):
             with pytest.raises(AssertionError, match="is a member"):
@@ -224,7 +215,6 @@ def _groups_without_host_memory(world: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.uncoalesced  # counts and names collectives unit by unit
 @on_ranks()
 def test_native_collectives(rank: int, world_size: int) -> None:
     """The path of back ends other than gloo: the same sequence, and the same gradients.
@@ -237,10 +227,7 @@ def test_native_collectives(rank: int, world_size: int) -> None:
         models = [_wrapped(strategy, collectives=mode) for mode in ("auto", "native")]
         for model in models:
             _step(model)
-            assert _step(model) == [
-                *expected,
-                ("scalars", "used parameters of all units, backward"),
-            ]
+            assert _step(model) == [*expected, SCALARS]
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             grads = [local_range(p.grad) for p in (one, other)]
             torch.testing.assert_close(*grads)

@@ -37,13 +37,10 @@ def _raise(_: torch.Tensor) -> None:
 
 def _program(rank: int, folder: Path) -> int:
     """Rank 0 leaves while an average is under way, and rank 1 when that ends."""
-    model = ShardedWrapper(
-        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        sharding_strategy="SHARD_GRAD_OP",  # nothing is gathered, and awaited, in backward
-        collectives="sockets",
-        coalesce_bytes=0,
-    )
+    # Nothing is gathered, and awaited, in backward.
+    keywords = {"sharding_strategy": "SHARD_GRAD_OP", "collectives": "sockets", "coalesce_bytes": 0}
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = ShardedWrapper(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **keywords)
     model(torch.ones(1, 64)).sum().backward()
     if rank == 0:
         model.module[1].register_forward_hook(_raise_in_backward)

@@ -74,7 +74,7 @@ class Run:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Any:
         return next(iter(self.model.parameters()))
 
     def backward(self) -> None:
@@ -93,14 +93,8 @@ def _on_sharded(call: Callable[[Run], object]) -> Callable[[Run], object]:
     return lambda run: call(run) if isinstance(run.model, ShardedWrapper) else None
 
 
-def _norm_of_gradient(run: Run) -> Tensor:
-    assert run.weight.grad is not None
-    return run.weight.grad.norm()
-
-
 def _full_tensor(run: Run) -> Tensor:
-    weight: Any = run.weight
-    return weight.full_tensor() if isinstance(run.model, ShardedWrapper) else weight.detach()
+    return getattr(run.weight, "full_tensor", run.weight.detach)()
 
 
 def _summon(run: Run) -> Tensor:
@@ -126,7 +120,7 @@ def _clip_and_step(run: Run) -> None:
 
 CALLS: dict[str, Callable[[Run], object]] = {
     "`p.norm()`": lambda run: run.weight.norm(),
-    "`p.grad.norm()`": _norm_of_gradient,
+    "`p.grad.norm()`": lambda run: run.weight.grad.norm(),
     "`p.sum()`": lambda run: run.weight.sum(),
     "`full_tensor()`": _full_tensor,
     # The limit changes no gradient: a lone clip must not make other numbers, only an error.
@@ -236,16 +230,12 @@ def _be_a_rank(setting: Setting, rank: int, folder: Path, quick: bool) -> None:
 def _trained(setting: Setting, rank: int, folder: Path, began: list[float]) -> float:
     """How far this rank's values are from the unwrapped model's; notes when the call began."""
     has_buffers = BUFFERS[setting.buffers]
-    model = ShardedWrapper(
-        build(has_buffers),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        coalesce_bytes=0,
-        collectives=TRANSPORTS[setting.transport],
-    )
-    both = plain, run = (
-        Run(build(has_buffers), range(setting.world), folder),
-        Run(model, [rank], folder),
-    )
+    keywords = {"collectives": TRANSPORTS[setting.transport], "coalesce_bytes": 0}
+    policy = ModuleWrapPolicy({Block})
+    model = ShardedWrapper(build(has_buffers), auto_wrap_policy=policy, **keywords)
+    plain = Run(build(has_buffers), range(setting.world), folder)
+    run = Run(model, [rank], folder)
+    both = plain, run
     for one in both:
         one.step()
         one.step()

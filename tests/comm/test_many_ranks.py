@@ -55,19 +55,15 @@ def rows_of(step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss
-
-
 def losses_of(model: nn.Module, first: int, optimizer: Any, rank: int, size: int) -> Any:
     """Train this rank's rows; yields the mean loss of all ranks for each step."""
     for step in range(first, STEPS):
-        loss = train(model, optimizer, rows_of(step).chunk(size)[rank]).detach()
+        optimizer.zero_grad()
+        loss = model(rows_of(step).chunk(size)[rank]).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss = loss.detach()
         if size > 1:
             dist.all_reduce(loss)
         yield float(loss) / size

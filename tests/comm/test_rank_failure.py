@@ -15,7 +15,7 @@ from flatshard import ShardedWrapper
 from tests.combinations import diagonal
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.oracle import local_loss, sgd
+from tests.oracle import local_loss, sgd, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -52,8 +52,9 @@ def _in_backward(module: nn.Module, fail: Callable[[], None]) -> None:
     module.register_forward_hook(hook)
 
 
+FAILURES = [_die, _oversleep]
 CASES_OF_FAILURE = [
-    *diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], [_die, _oversleep]),
+    *diagonal(2, ["NO_SHARD", "FULL_SHARD"], [_in_forward, _in_backward], FAILURES, ["auto"]),
     # A prefetch, or an average, fails as well: no second error.
     *product(["FULL_SHARD"], [_in_forward, _in_backward], [_die], ["sockets"]),
 ]
@@ -69,22 +70,15 @@ def test_in_the_middle_of_a_step(case: tuple[Any, ...]) -> None:
         assert re.search(NAMED, messages[rank]), messages[rank]
 
 
-def _step_with_a_bad_rank(
-    rank: int,
-    world_size: int,
-    strategy: str,
-    where: Callable[..., None],
-    fail: Callable[[], None],
-    collectives: str = "auto",
-) -> str:
+def _step_with_a_bad_rank(rank: int, world_size: int, *failure: Any) -> str:
+    strategy, where, fail, collectives = failure
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
     optimizer = sgd(model)
 
     def step(number: int) -> None:
         local_loss(model, case, number, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
     step(0)
     if rank == BAD_RANK:
@@ -97,7 +91,7 @@ def _step_with_a_bad_rank(
     return str(caught.value)
 
 
-@pytest.mark.parametrize("fail", [_die, _oversleep])
+@pytest.mark.parametrize("fail", FAILURES)
 def test_before_construction(fail: Callable[[], None]) -> None:
     messages = run_ranks(
         _construct_with_a_bad_rank, 3, fail, group_timeout=GROUP_TIMEOUT, expendable=[BAD_RANK]

@@ -14,12 +14,10 @@ from tests.oracle import assert_same_state, sgd, snapshot, train, train_steps
 pytestmark = pytest.mark.by_turns
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OP", "HYBRID_SHARD_OP")
 NARROW_WAYS: list[dict[str, Any]] = [
-    {},
-    {"sharding_strategy": "SHARD_GRAD_OP"},
-    {"sharding_strategy": "SHARD_OP"},
-    {"sharding_strategy": "HYBRID_SHARD_OP"},
-    {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
+    *({"sharding_strategy": strategy} for strategy in STRATEGIES),
+    {"reshard_after_forward": 2},
 ]
 
 

@@ -36,6 +36,9 @@ class Net(nn.Module):
         return x if self.inner is None else self.inner(self, x)
 
 
+HEAD: Use = lambda net, x: net.head(x)  # noqa: E731
+
+
 def _quiet() -> contextlib.AbstractContextManager[None]:
     return allow_warnings(UserWarning, ".*outside of the unit's forward")
 
@@ -224,7 +227,7 @@ HOOKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 def test_hooks(rank: int, world: int) -> None:
     """Hooks of a parameter compute with this rank's gradient, and with full tensors."""
     for name, change in HOOKS.items():
-        models = _pair("full", lambda m, x: m.head(x))
+        models = _pair("full", HEAD)
         for model in models:
             weight = _head(model)
             weight.register_hook(lambda g, w=weight, f=change: f(g, w, _own()))
@@ -326,11 +329,11 @@ def test_assigned_gradients(rank: int, world: int) -> None:
         # After backward, all ranks have to assign the same.
         compare(between=_assign)
     _assigned_beside_a_cast(rank, world)
-    model = _wrap(Net(lambda m, x: m.head(x)))
+    model = _wrap(Net(HEAD))
     _assign(model, like=True)
     with pytest.raises(RuntimeError, match=r"'.*weight'.* was set to a sharded tensor"):
         model(_batch(0)).sum().backward()
-    model = _wrap(Net(lambda m, x: m.head(x)))
+    model = _wrap(Net(HEAD))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(_batch(0)).sum().backward()
     _assign(model, alike=False)
@@ -395,18 +398,13 @@ def test_reads_and_writes_that_gather(rank: int, world: int) -> None:
     for change in (_adaptive, _central, _quantile, _masked, _low_rank, _cut):
         for way in BASIC if change is _adaptive else ["full"]:
             with naming((change.__name__, way)):
-                _compare(
-                    way,
-                    _loss,
-                    lambda m, x: m.head(x),
-                    lambda m, c=change: [c(param) for param in m.parameters()],
-                )
+                _compare(way, _loss, HEAD, lambda m, c=change: [c(one) for one in m.parameters()])
 
 
 @on_ranks(2)
 def test_read_of_a_gradient_on_one_rank(rank: int, world: int) -> None:
     """Unreduced gradients and changes of the shape raise before any communication."""
-    model = _wrap(Net(lambda m, x: m.head(x)))
+    model = _wrap(Net(HEAD))
     with model.no_sync():
         model(_batch(0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^gradient of 'head.weight'.*along a dimension"):
@@ -428,7 +426,7 @@ def test_read_of_a_gradient_on_one_rank(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_bounded_names(rank: int, world: int) -> None:
     """A running average's text told all operations of all steps."""
-    model = _wrap(Net(lambda m, x: m.head(x)))
+    model = _wrap(Net(HEAD))
     model(_batch(0)).sum().backward()
     average = torch.zeros(D, D).double() + _head(model).grad.abs() * 0.85
     for _ in range(3):
@@ -442,7 +440,7 @@ def test_bounded_names(rank: int, world: int) -> None:
 def test_a_hook_never_gets_a_part_of_a_gradient(rank: int, world_size: int) -> None:
     # Autograd would call the hook only with the gradient from forward, so the hook's result would
     # replace one part of the gradient.
-    model = _wrap(Net(lambda net, x: net.head(x)))
+    model = _wrap(Net(HEAD))
     weight = model.module.head.weight
     hook = weight.register_hook(torch.zeros_like)
     model(_batch(0)).square().mean().backward()  # without other uses, the hook is right

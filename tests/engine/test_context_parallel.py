@@ -28,12 +28,8 @@ class _Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         first = 0
         if self.mesh is not None:
-            k, v = (
-                DTensor.from_local(one, self.mesh, [Shard(1)]).full_tensor(
-                    grad_placements=[Partial()]
-                )
-                for one in (k, v)
-            )
+            parts = (DTensor.from_local(one, self.mesh, [Shard(1)]) for one in (k, v))
+            k, v = (one.full_tensor(grad_placements=[Partial()]) for one in parts)
             first = self.mesh.get_local_rank() * x.size(1)
         mine = torch.arange(first, first + x.size(1))
         mask = torch.arange(k.size(1)) <= mine[:, None]
@@ -57,12 +53,8 @@ def test_training(rank: int, world_size: int) -> None:
     model = _build()
     for attention in model[:2]:
         attention.mesh = mesh["cp"]
-    sharded = ShardedWrapper(
-        model,
-        device_mesh=mesh["dp", "cp"]._flatten("dp_cp"),
-        auto_wrap_policy=ModuleWrapPolicy({_Attention}),
-        coalesce_bytes=0,
-    )
+    both, policy = mesh["dp", "cp"]._flatten("dp_cp"), ModuleWrapPolicy({_Attention})
+    sharded = ShardedWrapper(model, device_mesh=both, auto_wrap_policy=policy, coalesce_bytes=0)
     plain = _build()
     optimizers = [sgd(sharded), sgd(plain)]
     for step in range(3):

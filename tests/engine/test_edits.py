@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,13 +12,11 @@ from torch.nn.utils import parameters_to_vector
 
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.combinations import every, usual_and_every
-from tests.harness import naming, on_ranks, run_ranks
+from tests.combinations import every
+from tests.harness import naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, Script, pair
-from tests.ways import BASIC, on_ranks_each_way
-
-SHARDED = set(BASIC) - {"no_shard"}
+from tests.ways import on_ranks_each_way
 
 
 def _weights(run: Run) -> list[Tensor]:
@@ -80,14 +79,9 @@ def drawn_anew(run: Run) -> None:
         if weight.dim() == 1:
             nn.init.constant_(weight, 0.3)
             continue
-        for draw in (
-            nn.init.kaiming_uniform_,
-            nn.init.kaiming_normal_,
-            nn.init.xavier_uniform_,
-            nn.init.xavier_normal_,
-            nn.init.orthogonal_,
-        ):
-            draw(weight)
+        for kind in ("kaiming_uniform", "kaiming_normal", "xavier_uniform", "xavier_normal"):
+            getattr(nn.init, f"{kind}_")(weight)
+        nn.init.orthogonal_(weight)
 
 
 def in_inference_mode(run: Run) -> Tensor:
@@ -98,41 +92,25 @@ def in_inference_mode(run: Run) -> Tensor:
         return run.evaluate().clone()
 
 
-SCRIPTS: list[Script] = [
-    assigned_to_data,
-    put_away_and_back,
-    exchanged,
-    drawn_anew,
-    in_inference_mode,
-]
+SCRIPTS = (assigned_to_data, put_away_and_back, exchanged, drawn_anew, in_inference_mode)
 
 
 @pytest.mark.parametrize(
-    ("script", "world_size"),
-    [*((script, 2) for script in SCRIPTS), *((script, 3) for script in every(2, SCRIPTS))],
-    ids=lambda value: getattr(value, "__name__", value),
+    ("script", "world_size"), [*product(SCRIPTS, [2]), *product(every(2, SCRIPTS), [3])]
 )
-def test_script(script: Script, world_size: int) -> None:
-    # Other ranks tell what depends on their number.
-    number = SCRIPTS.index(script)
-    ways = usual_and_every(2, BASIC, number) if world_size == 2 else every(3, BASIC, number)
-    run_ranks(_run_script, world_size, script, ways)
-
-
-def _run_script(rank: int, world_size: int, script: Script, ways: list[str]) -> None:
-    for way in ways:
-        with naming(way):
-            sharded, plain = pair(rank, world_size, way)
-            results = []
-            for run in (sharded, plain):
-                run.train(20, 21)
-                results.append(script(run))
-            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-            assert_same(sharded.model, plain.model, 1e-12)
-            torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-9, atol=1e-12)
-            for run in (sharded, plain):
-                run.train(5, 7)
-            assert_same(sharded.model, plain.model, 1e-12)
+@on_ranks_each_way()
+def test_script(rank: int, world_size: int, script: Script, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    results = []
+    for run in (sharded, plain):
+        run.train(20, 21)
+        results.append(script(run))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    assert_same(sharded.model, plain.model, 1e-12)
+    torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=1e-9, atol=1e-12)
+    for run in (sharded, plain):
+        run.train(5, 7)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
 @pytest.mark.parametrize("script", [assigned_to_data, put_away_and_back, exchanged])
@@ -154,7 +132,7 @@ def test_script_in_mixed_precision(rank: int, world_size: int, script: Script) -
 @on_ranks(2)
 def test_what_needs_the_whole_tensor(rank: int, world_size: int) -> None:
     """What reads is right, what writes is a named error and changes nothing on any rank."""
-    for way in SHARDED:
+    for way in ("full", "grad_op"):
         with naming(way):
             sharded, plain = pair(rank, world_size, way)
             weight = sharded.submodule("fc2").weight
@@ -205,22 +183,14 @@ def test_added_in_place_through_a_unit(rank: int, world_size: int) -> None:
     assert torch.equal(model[0].weight.full_tensor(), before + 1)
 
 
-@on_ranks(2)
-def test_replaced_parameter(rank: int, world_size: int) -> None:
-    """Without sharding the new parameter computed, and nobody averaged its gradient."""
-    for way in BASIC:
-        with naming(way):
-            sharded, _ = pair(rank, world_size, way)
-            module = sharded.submodule("fc2")
-            module.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
-            for attempt in (sharded.model.float, lambda run=sharded: run.loss(0).backward()):
-                with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced after wrapping"):
-                    attempt()
-
-
 @on_ranks_each_way(2)
-def test_moving_to_meta_is_refused(rank: int, world_size: int, way: str) -> None:
-    """`to("meta")` raises, and the weights stay."""
-    run, _ = pair(rank, world_size, way)
+def test_moved_to_meta_or_replaced(rank: int, world_size: int, way: str) -> None:
+    """Both raise; a replaced parameter would train on each rank by itself."""
+    sharded, _ = pair(rank, world_size, way)
     with pytest.raises(RuntimeError, match="meta"):
-        run.model.to("meta")
+        sharded.model.to("meta")
+    module = sharded.submodule("fc2")
+    module.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    for attempt in (sharded.model.float, lambda: sharded.loss(0).backward()):
+        with pytest.raises(RuntimeError, match=r"'fc2\.weight'.*replaced after wrapping"):
+            attempt()

@@ -53,10 +53,8 @@ def test_training(rank: int, world_size: int) -> None:
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         model = _build(number)
         for name in ("expert", "second"):
-            expert = ShardedWrapper(
-                getattr(model, name), process_group=groups[number], sharding_strategy=strategy
-            )
-            setattr(model, name, expert)
+            keywords = {"process_group": groups[number], "sharding_strategy": strategy}
+            setattr(model, name, ShardedWrapper(getattr(model, name), **keywords))
         sharded = ShardedWrapper(model, sharding_strategy=strategy)
         plain = [_build(n) for n in range(2)]
         optimizers = [_sgd(one) for one in (sharded, *plain)]

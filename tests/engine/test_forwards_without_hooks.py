@@ -64,10 +64,8 @@ class _Model(nn.Sequential):
         if self.reads_outside:
             # The second use finds the block unsharded.
             weights = [self.blocks[0].down.weight, self.blocks[0].down.weight]
-            out = (
-                out
-                + sum(F.linear(F.linear(out, self[3].weight.t()), w.t()) for w in weights).mean()
-            )
+            back = F.linear(out, self[3].weight.t())
+            out = out + sum(F.linear(back, weight.t()) for weight in weights).mean()
         return out
 
 
@@ -128,49 +126,39 @@ def _evaluates_between(model: _Model, run: nn.Module, loss: Tensor) -> None:
     loss.backward()
 
 
-_RIGHT = (
-    _plainly,
-    _with_inner_loss,
-    _twice,
-    _second_order,
-    _several_times,
-    _other_times,
-    _outside,
-    _evaluates_between,
-)
+_ONE_FORWARD = (_plainly, _with_inner_loss, _twice, _second_order)
+_RIGHT = (*_ONE_FORWARD, _several_times, _other_times, _outside, _evaluates_between)
 
 
 def _trained(
-    sharded: bool,
-    strategy: str,
-    last: _Program,
-    first: _Program = _plainly,
-    *,
-    keeps: bool = False,
-    reads_late: bool = False,
+    sharded: bool, strategy: str, last: _Program, first: _Program, *flags: str
 ) -> dict[str, Tensor]:
     """Train for three steps whose backward is ``first``, and for two whose backward is ``last``."""
     module = _Model()
     for block in module.blocks:
-        block.keeps, block.reads_late = keeps, reads_late
+        block.keeps, block.reads_late = "keeps" in flags, "reads late" in flags
     model: nn.Module = module
     if sharded:
-        model = ShardedWrapper(
-            module,
-            sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({_Block}),
-            coalesce_bytes=0,
-        )
+        settings = {"sharding_strategy": strategy, "coalesce_bytes": 0}
+        model = ShardedWrapper(module, auto_wrap_policy=ModuleWrapPolicy({_Block}), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(_USUAL + 2):
         torch.manual_seed(step)
         module.x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
         loss = model(module.x).square().mean()
         if sharded and first is _plainly and 0 < step <= _USUAL:
-            assert [block.has_hooks for block in module.blocks] == [keeps] * 2, step
+            assert [block.has_hooks for block in module.blocks] == ["keeps" in flags] * 2, step
         (first if step < _USUAL else last)(module, model, loss)
         step_and_zero(optimizer)
     return snapshot(model)
+
+
+def _assert_same_numbers(
+    last: _Program, first: _Program = _plainly, *flags: str, strategy: str = "FULL_SHARD"
+) -> None:
+    """The sharded model ends where the unwrapped one does."""
+    plain, sharded = (_trained(one, strategy, last, first, *flags) for one in (False, True))
+    assert_same(sharded, plain)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -179,24 +167,21 @@ def test_programs_that_change(rank: int, world_size: int, strategy: str) -> None
     """The numbers of the unwrapped model, without an error."""
     for last in _RIGHT:
         with naming(last.__name__), allow_warnings(UserWarning, ".* outside of the unit"):
-            expected = _trained(False, strategy, last)
-            assert_same(_trained(True, strategy, last), expected)
+            _assert_same_numbers(last, strategy=strategy)
 
 
 @on_ranks(2)
 def test_weights_that_are_read_after_their_gradients(rank: int, world_size: int) -> None:
-    for last in (_plainly, _with_inner_loss, _twice, _second_order):
+    for last in _ONE_FORWARD:
         with naming(last.__name__):
-            expected = _trained(False, "FULL_SHARD", last, reads_late=True)
-            assert_same(_trained(True, "FULL_SHARD", last, reads_late=True), expected)
+            _assert_same_numbers(last, _plainly, "reads late")
 
 
 @on_ranks(2)
 def test_programs_that_need_hooks(rank: int, world_size: int) -> None:
     """Where backward begins inside of units from the first step on, forwards always have hooks."""
     for program in (_inner_backward_first, _inner_backward_last):
-        expected = _trained(False, "FULL_SHARD", program, program)
-        assert_same(_trained(True, "FULL_SHARD", program, program), expected)
+        _assert_same_numbers(program, program)
 
 
 @pytest.mark.parametrize("transport", ["native", "sockets"])
@@ -216,9 +201,8 @@ def test_ranks_that_differ(rank: int, world_size: int, transport: str) -> None:
         return out + _sum(module)
 
     for step in range(_USUAL + 4):
-        sum(
-            (loss(plain, plain, step, one) / world_size for one in (0, 1)), torch.zeros(())
-        ).backward()
+        for one in range(world_size):
+            (loss(plain, plain, step, one) / world_size).backward()
         loss(module, model, step, rank).backward()
         step_and_zero(*optimizers)
     assert_same(model, plain)
@@ -227,10 +211,9 @@ def test_ranks_that_differ(rank: int, world_size: int, transport: str) -> None:
 @on_ranks(2)
 def test_backward_begins_inside_of_a_unit(rank: int, world_size: int) -> None:
     """Right if a module keeps the tensor; else autograd raises, as for any changed tensor."""
-    expected = _trained(False, "FULL_SHARD", _inner_backward_first)
-    assert_same(_trained(True, "FULL_SHARD", _inner_backward_first, keeps=True), expected)
+    _assert_same_numbers(_inner_backward_first, _plainly, "keeps")
     with pytest.raises(RuntimeError, match="expected version"):
-        _trained(True, "FULL_SHARD", _inner_backward_first)
+        _trained(True, "FULL_SHARD", _inner_backward_first, _plainly)
 
 
 @pytest.mark.parametrize("operation", ["unlike forward", "norm", "penalty", "kept view"])

@@ -21,14 +21,8 @@ from flatshard import ShardedWrapper, ShardingStrategy, collectives
 from flatshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
-from tests.models import Case, Composed
-from tests.oracle import (
-    assert_same,
-    assert_same_state,
-    sgd,
-    train,
-    train_steps,
-)
+from tests.models import Case, Composed, vectors
+from tests.oracle import assert_same, assert_trains_alike, local_loss
 from tests.side import pair
 from tests.ways import WAYS, on_ranks_each_way, ranks_of
 
@@ -120,10 +114,6 @@ def _policy(name: str, width: int) -> Any:
     }[name]
 
 
-def _inputs(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, 7, generator=generator), torch.randn(rows, 3, generator=generator)
-
-
 @pytest.mark.parametrize(
     ("way", "collectives"),
     diagonal(2, ["full", "grad_op", "op", "hybrid-nodes-of-one"], ["auto", "sockets", "native"]),
@@ -142,17 +132,9 @@ def _train(rank: int, world_size: int, way: str, collectives: str, number: int) 
     tried = itertools.product(_models(width).items(), policies)
     for (name, (_, build)), policy in every(13, tried, start=number):
         with naming(f"{name}, {policy}"), allow_warnings(UserWarning, "are unsharded together"):
-            case = Case(name, build, _inputs, (Block,))
-            expected = train(case, world_size, steps=2)
-            model = ShardedWrapper(
-                case.model(),
-                auto_wrap_policy=_policy(policy, width),
-                collectives=collectives,
-                **WAYS[way].keywords,
-            )
-            optimizer = sgd(model)
-            train_steps(model, optimizer, case, rank, world_size, steps=2)
-            assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+            settings = {**WAYS[way].keywords, "collectives": collectives}
+            settings["auto_wrap_policy"] = _policy(policy, width)
+            assert_trains_alike(Case(name, build, vectors), rank, world_size, **settings)
 
 
 # ---------------------------------------------------------------- when units are resharded
@@ -215,20 +197,13 @@ def test_a_function_that_keeps_a_view(rank: int, world_size: int, collectives: s
     ):
 
         def build(run: Checkpoint = run, width: int = width) -> nn.Module:
-            layers = _Layer(7, width), _Layer(width, width), _Layer(width, 3)
-            frozen(layers[1])
-            return Composed(
-                # Below an activation that asks for gradients.
-                lambda net, x: run(net.inner, x.clone().requires_grad_()),
-                inner=nn.Sequential(*layers),
-            )
+            inner = nn.Sequential(_Layer(7, width), _Layer(width, width), _Layer(width, 3))
+            frozen(inner[1])
+            # Below an activation that asks for gradients.
+            return Composed(lambda net, x: run(net.inner, x.clone().requires_grad_()), inner=inner)
 
-        case = Case("keeps", build, _inputs, (_Layer,))
-        expected = train(case, world_size, steps=2)
-        model = case.wrap(case.model(), sharding_strategy=strategy, collectives=collectives)
-        optimizer = sgd(model)
-        train_steps(model, optimizer, case, rank, world_size, steps=2)
-        assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
+        settings = {"sharding_strategy": strategy, "collectives": collectives}
+        assert_trains_alike(Case("keeps", build, vectors, (_Layer,)), rank, world_size, **settings)
 
 
 # ---------------------------------------------------------------- other units within checkpoints
@@ -269,14 +244,11 @@ def _sharing(run: Checkpoint, inner: Checkpoint, times: int) -> nn.Module:
             x = net.inner(x)
         return x
 
-    first = nn.Linear(7, 7)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.last(run(functools.partial(repeat, net), net.first(x)))
+
     sharer = _Sharer(share, shared=nn.Linear(7, 7), last=nn.Linear(7, 7))
-    return Composed(
-        lambda net, x: net.last(run(functools.partial(repeat, net), net.first(x))),
-        first=first,
-        inner=sharer,
-        last=nn.Linear(7, 3),
-    )
+    return Composed(forward, first=nn.Linear(7, 7), inner=sharer, last=nn.Linear(7, 3))
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op", "op"])
@@ -286,33 +258,22 @@ def test_units_within_checkpoints(rank: int, world_size: int, way: str) -> None:
     """Modules held sharded parameters: nothing else of an embedding is needed in backward."""
     run, saved = KINDS["reentrant"], KINDS["saved"]
     cases = [
-        Case(f"{mode}", functools.partial(_Lookup, kind, mode), _inputs, (nn.Embedding,))
+        Case(mode, functools.partial(_Lookup, kind, mode), vectors, (nn.Embedding,))
         for kind in (run, saved)
         for mode in ("trained", "frozen", "no_grad", "twice")
     ]
     cases += [
-        Case(f"{times} times", functools.partial(_sharing, *kinds, times), _inputs, (_Sharer,))
+        Case(f"{times} times", functools.partial(_sharing, *kinds, times), vectors, (_Sharer,))
         for kinds in ((run, run), (run, saved), (saved, run))
         for times in (1, 2)
     ]
     for case in cases:
         with naming(case.name), allow_warnings(UserWarning, "None of the inputs have"):
-            expected = train(case, world_size, steps=2)
             model = case.wrap(case.model(), **WAYS[way].keywords)
-            optimizer = sgd(model)
             with model.no_sync():  # dropped: it only has to run
-                train_steps(model, _NoStep(), case, rank, world_size, steps=1)
+                local_loss(model, case, 0, rank, world_size).backward()
             model.zero_grad()
-            train_steps(model, optimizer, case, rank, world_size, steps=2)
-            assert_same_state(model.state_dict(), expected.state, 1e-9, 1e-11)
-
-
-class _NoStep:
-    def step(self) -> None:
-        pass
-
-    def zero_grad(self) -> None:
-        pass
+            assert_trains_alike(case, rank, world_size, model)
 
 
 @on_ranks_each_way(2)
@@ -334,9 +295,7 @@ def test_frozen_for_another_forward(rank: int, world_size: int, way: str) -> Non
 )
 @pytest.mark.uncoalesced
 @on_ranks(2)
-def test_frozen_while_a_rank_skips_the_unit(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_frozen_while_a_rank_skips_it(rank: int, world_size: int, options: dict[str, Any]) -> None:
     def forward(net: Any, x: Tensor, skips: bool) -> Tensor:
         return net.last(x if skips else net.first(x))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import ShardedWrapper
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks
 from tests.models import Case, Composed, vectors
@@ -71,31 +72,22 @@ class _Keeper(nn.Sequential):
 @pytest.mark.parametrize("collectives", ["auto", "sockets"])
 @pytest.mark.parametrize("numel", [7, 100_000])
 @on_ranks(2)
-def test_a_weight_kept_from_forward(
-    rank: int, world_size: int, collectives: str, numel: int
-) -> None:
+def test_weight_kept_from_forward(rank: int, world_size: int, collectives: str, numel: int) -> None:
     """Uses of a weight that a module keeps from forward are right, or raise if it was freed."""
     plain, x = _Keeper(numel), torch.ones(3, 7)
 
     (plain(x).pow(2).mean() + plain.kept[0].pow(2).sum()).backward()
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         keeper = _Keeper(numel)
-        model = ShardedWrapper(
-            keeper,
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            sharding_strategy=strategy,
-            collectives=collectives,
-            backward_prefetch="BACKWARD_PRE",
-        )
+        keywords = {"sharding_strategy": strategy, "collectives": collectives}
+        keywords["backward_prefetch"] = "BACKWARD_PRE"
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = ShardedWrapper(keeper, auto_wrap_policy=policy, **keywords)
         for _ in range(2):
             out = model(x).pow(2).mean()
             (kept,) = keeper.kept
             assert kept.shape == (numel, 7)
-            is_mapped = any(
-                h.memory.shows_shards
-                for unit in model._sharded_unit.context.units
-                for h in unit.handles
-            )
+            is_mapped = any(handle.memory.shows_shards for handle in handles_in(model))
             assert is_mapped is (numel > 7 and collectives == "auto")
             if strategy == "SHARD_GRAD_OP" and not is_mapped:
                 (out + kept.pow(2).sum()).backward()

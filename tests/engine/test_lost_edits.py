@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,29 +63,21 @@ def _gradient_before(keywords: dict[str, Any]) -> None:
     ShardedWrapper(module, **keywords)
 
 
-def _added(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
-    model.module.append(nn.Linear(6, 2))
-    model(torch.randn(2, 4))
+def _changed(num_steps: int, change: Callable[[Any], object]) -> Callable[[dict[str, Any]], None]:
+    """After some steps, change a wrapped model of two layers, and call it again."""
+
+    def run(keywords: dict[str, Any]) -> None:
+        module = nn.Sequential(nn.Sequential(_layer()), _layer())
+        model = ShardedWrapper(module, **keywords)
+        for _ in range(num_steps):
+            model(torch.randn(2, 4)).sum().backward()
+        change(model)
+        model(torch.randn(2, 4))
+
+    return run
 
 
-def _added_later(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Sequential(nn.Sequential(nn.Linear(4, 6))), **keywords)
-    model(torch.randn(2, 4)).sum().backward()
-    model.module[0].append(nn.Linear(6, 2))
-    model(torch.randn(2, 4))
-
-
-def _replaced_later(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), **keywords)
-    model(torch.randn(2, 4)).sum().backward()
-    model.module[1] = nn.Linear(6, 3)
-    model(torch.randn(2, 4))
-
-
-def _assigned(keywords: dict[str, Any]) -> None:
-    model = ShardedWrapper(nn.Sequential(nn.Linear(4, 6)), **keywords)
-    setattr(model, "0", nn.Linear(4, 6))
+_layer = partial(nn.Linear, 4, 4)
 
 
 def _functional(keywords: dict[str, Any]) -> None:
@@ -103,10 +96,12 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
-    "parameter '1.weight' was added after wrapping": _added,
-    "parameter '0.1.weight' was added after wrapping": _added_later,
-    "parameter '1.weight' was added after wrapping: it": _replaced_later,
-    "assigned to '0' of a sharded module": _assigned,
+    "parameter '2.weight' was added": _changed(0, lambda model: model.module.append(_layer())),
+    "parameter '0.1.weight' was added": _changed(1, lambda model: model[0].append(_layer())),
+    "parameter '1.weight' was added after wrapping: it": _changed(
+        1, lambda model: setattr(model.module, "1", _layer())
+    ),
+    "assigned to '0' of a sharded module": _changed(0, lambda model: setattr(model, "0", _layer())),
     "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
 }
 
@@ -119,6 +114,18 @@ def test_named_on_all_ranks(rank: int, world_size: int) -> None:
                 run(keywords)
 
 
+def _layers(kind: type[_Renormed], name: str, first: int) -> nn.Sequential:
+    """The second of three layers edits its weight as ``kind`` and ``name`` say."""
+    module = nn.Sequential(nn.Linear(4, 4), kind(4, 6), nn.Tanh(), nn.Linear(6, 6))
+    module[1].kind, module[1].first = name, first
+    return module
+
+
+def _wrapped(module: nn.Sequential, **keywords: Any) -> ShardedWrapper:
+    policy = ModuleWrapPolicy({type(module[1])})
+    return ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+
+
 @on_ranks(2)
 def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
     """Each forward is checked for edits, also of a module that runs late or seldom."""
@@ -128,11 +135,9 @@ def test_looked_for_in_every_forward(rank: int, world_size: int) -> None:
         (False, False, 1),
         (False, False, 4),
     ):
-        module = nn.Sequential(nn.Linear(4, 4), _Renormed(4, 6), nn.Tanh(), nn.Linear(6, 6))
+        module = _layers(_Renormed, "later", first)
         module[1].requires_grad_(not frozen)
-        module[1].kind, module[1].first = "later", first
-        policy = ModuleWrapPolicy({_Renormed})
-        model = ShardedWrapper(module, auto_wrap_policy=policy, coalesce_bytes=0)
+        model = _wrapped(module)
         found = {}
         for step in range(1, 10):
             if was_written and step == 3:  # a momentum encoder, written between steps
@@ -218,13 +223,9 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
             states = []
             for way in ("plain", "sharded"):
                 torch.manual_seed(0)
-                module = nn.Sequential(nn.Linear(4, 4), layer(4, 6), nn.Tanh(), nn.Linear(6, 6))
-                module[1].kind, module[1].first = kind, first
-                model: nn.Module = module
+                model: nn.Module = _layers(layer, kind, first)
                 if way == "sharded":
-                    policy = ModuleWrapPolicy({layer})
-                    keywords = {"auto_wrap_policy": policy, "coalesce_bytes": 0}
-                    model = ShardedWrapper(module, sharding_strategy=strategy, **keywords)
+                    model = _wrapped(model, sharding_strategy=strategy)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 torch.manual_seed(1)  # all ranks compute the same, so the plain model is the oracle
                 raised = None
@@ -240,5 +241,4 @@ def test_same_values_written_in_forward(rank: int, world_size: int) -> None:
                     assert raised == (at and (at, is_named)), (kind, first, strategy, raised)
                 states.append(model.state_dict())
             if at is None:
-                for name, value in states[0].items():
-                    torch.testing.assert_close(states[1][name], value, msg=f"{kind} {name}")
+                torch.testing.assert_close(states[1], states[0])

@@ -26,30 +26,28 @@ def test_accumulated_gradients_that_the_program_reads(
     for step in range(3):
         with model.no_sync():
             local_loss(model, case, step, rank, world_size).backward()
-            once = [_grad(param).local.clone() for param in params]
-            kept = _grad(params[0])
+            once = [param.grad.local.clone() for param in params]
+            kept = params[0].grad
             local_loss(model, case, step, rank, world_size).backward()
         for param, first in zip(params, once, strict=True):
-            torch.testing.assert_close(_grad(param).local, 2 * first, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(param.grad.local, 2 * first, rtol=1e-2, atol=1e-3)
         local_loss(model, case, step, rank, world_size).backward()
         assert kept.local.isfinite().all()
-        assert _grad(params[0]) is not kept
+        assert params[0].grad is not kept
         optimizer.step()
         optimizer.zero_grad()
     with model.no_sync():
         local_loss(model, case, 0, rank, world_size).backward()
-    _grad(params[0]).mul_(2.0)
+    params[0].grad.mul_(2.0)
     with pytest.raises(RuntimeError, match="were edited"):
         local_loss(model, case, 0, rank, world_size).backward()
 
 
-def _grad(param: nn.Parameter) -> FlatShardTensor:
-    grad = param.grad
-    assert isinstance(grad, FlatShardTensor)
-    return grad
-
-
 # ---------------------------------------------------------------- watchers
+
+
+def _is_extension(one: object) -> bool:
+    return isinstance(one, type) and issubclass(one, StepExtension)
 
 
 def test_watchers_come_last() -> None:
@@ -57,12 +55,9 @@ def test_watchers_come_last() -> None:
     found: list[type[StepExtension]] = []
     for name in EXTRAS:
         module = default_extra(name)
-        kinds = [one for one in vars(module).values() if isinstance(one, type)]
-        found += [
-            one
-            for one in kinds
-            if issubclass(one, StepExtension) and one.__module__ == module.__name__
-        ]
+        for one in vars(module).values():
+            if getattr(one, "__module__", "") == module.__name__ and _is_extension(one):
+                found.append(one)
     acting = [one for one in found if not one.watches and "end_backward" in vars(one)]
     watching = [one for one in found if one.watches]
     assert acting
@@ -91,29 +86,21 @@ class _Growing(nn.Module):
 @pytest.mark.parametrize("longer", [0, 1])
 @on_ranks(2)
 def test_buffer_of_another_length_on_each_rank(rank: int, world_size: int, longer: int) -> None:
-    """A buffer of another length stays each rank's own; the other buffers are rank 0's."""
+    """A buffer of another length stays each rank's own; the other buffers are rank 0's.
+
+    If one rank's buffers changed in a forward, the other ranks know it only after a backward.
+    """
     torch.manual_seed(0)
     plain = _Growing()
     model = ShardedWrapper(_Growing())
     model.load_state_dict(plain.state_dict())
-    x = torch.randn(8 if rank == longer else 3, 7)
-    for step in range(4):
-        model.offset.fill_(rank + step)
-        output = model(x)
-        torch.testing.assert_close(output, plain(x))
-        output.sum().backward()
-        assert torch.equal(model.offset, torch.full((4,), float(step)))
-    assert torch.equal(model.table, torch.arange(float(len(x))))
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-@on_ranks(2)
-def test_several_forwards_between_exchanges(rank: int, world_size: int, longer: int) -> None:
-    """Where one rank's buffers changed, no other rank can know it yet."""
-    model = ShardedWrapper(_Growing())
-    for step in range(3):
-        for number in range(1, 4):
+    for step, num_forwards in enumerate((1, 1, 1, 3, 3, 3)):
+        for number in range(1, num_forwards + 1):
             model.offset.fill_(rank + number + step)
-            output = model(torch.randn(3 * number * (step + 1) if rank == longer else 1, 7))
+            rows = 8 if num_forwards == 1 else 3 * number * (step + 1)
+            x = torch.randn(rows if rank == longer else 3, 7)
+            output = model(x)
+            torch.testing.assert_close(output, plain(x))
             assert torch.equal(model.offset, torch.full((4,), float(number + step)))
         output.sum().backward()
+    assert torch.equal(model.table, torch.arange(float(len(x))))

@@ -14,14 +14,7 @@ from flatshard import ShardedWrapper, ShardingStrategy
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import on_ranks, run_ranks
 from tests.models import Case, vectors
-from tests.oracle import (
-    Trained,
-    assert_same_state,
-    sgd,
-    snapshot,
-    train,
-    train_steps,
-)
+from tests.oracle import Trained, assert_same_state, sgd, snapshot, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -92,7 +85,7 @@ def _wrap(model: nn.Module, strategy: str, **keywords: Any) -> Any:
     return ShardedWrapper(model, sharding_strategy=ShardingStrategy[strategy], **keywords)
 
 
-def _train_zoo(rank: int, world_size: int, strategy: str) -> tuple[Trained, Strides]:
+def _train_zoo(rank: int, world_size: int, strategy: str) -> Trained:
     expected = kept_strides(_zoo())
     model = _wrap(_zoo(), strategy)
     optimizer = sgd(model)
@@ -109,24 +102,20 @@ def _train_zoo(rank: int, world_size: int, strategy: str) -> tuple[Trained, Stri
                 param.zero_()
         model.load_state_dict(saved)
         assert_same_state(snapshot(model), state, rtol=0.0, atol=0.0)
-    return Trained(state, losses), strides_of_parameters(model)
+    return Trained(state, losses)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY)
 def test_same_numbers_and_strides(strategy: str, world_size: int) -> None:
     expected = train(ZOO, world_size, dtype=DTYPE)
     results = run_ranks(_train_zoo, world_size, strategy)
-    for trained, _ in results:
+    for trained in results:
         assert_same_state(trained.state, expected.state, rtol=0.0, atol=TOLERANCE)
-    losses = [sum(rank) / world_size for rank in zip(*(t.losses for t, _ in results), strict=True)]
+    losses = [sum(ranks) / world_size for ranks in zip(*(r.losses for r in results), strict=True)]
     assert losses == pytest.approx(expected.losses, rel=1e-6, abs=TOLERANCE)
 
 
 # ---------------------------------------------------------------- everything that takes or gives
-
-
-def _fresh(strategy: str) -> tuple[nn.Module, Any]:
-    return _zoo(), _wrap(_zoo(), strategy)
 
 
 def _make_dense(model: nn.Module) -> None:
@@ -143,13 +132,9 @@ def _add_numbers(model: nn.Module) -> None:
                 param.add_(torch.arange(param.numel()).to(param.dtype).view(param.shape) / 100)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-
-
 def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        whole = _whole(param)
+        whole = getattr(param, "full_tensor", param.detach)()
         assert torch.equal(whole, expected), name
         assert whole.stride() == param.stride(), name
 
@@ -158,7 +143,7 @@ def _assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
 def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: str) -> None:
-    plain, model = _fresh(strategy)
+    plain, model = _zoo(), _wrap(_zoo(), strategy)
     _make_dense(plain)
     assert strides_of_parameters(model) == strides_of_parameters(plain)
     _assert_same_parameters(model, plain)
@@ -195,7 +180,7 @@ def test_operations_on_sharded_parameters(rank: int, world_size: int, strategy: 
 @pytest.mark.parametrize(("strategy", "world_size"), EVERY_WAY[1::2])
 @on_ranks()
 def test_summon_copy_convert(rank: int, world_size: int, strategy: str) -> None:
-    plain, model = _fresh(strategy)
+    plain, model = _zoo(), _wrap(_zoo(), strategy)
     expected = kept_strides(plain)
     with ShardedWrapper.summon_full_params(model):
         assert strides_of_parameters(model.module) == expected
@@ -230,14 +215,9 @@ def test_ranks_that_differ_in_format(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_conversion_after_wrapping_keeps_the_format(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    model = _wrap(
-        nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
-        strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}),
-    )
+def test_conversion_keeps_the_memory_format(rank: int, world_size: int, strategy: str) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    model = _wrap(module, strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
     before = snapshot(model)
     model.to(torch.float64, memory_format=torch.channels_last)
     assert model[0].weight.dtype == torch.float64
@@ -251,11 +231,8 @@ def test_conversion_to_the_format_it_has(rank: int, world_size: int) -> None:
     layers = [nn.Conv2d(3, 4, 2), nn.Conv2d(1, 4, 1), nn.Conv2d(1, 1, (2, 1)), nn.Conv2d(4, 1, 1)]
     model = nn.ModuleList(layers).to(memory_format=torch.channels_last)
     wrapped = ShardedWrapper(model).to(memory_format=torch.channels_last)
-    assert all(
-        p.is_contiguous(memory_format=torch.channels_last)
-        for p in wrapped.parameters()
-        if p.dim() == 4
-    )
+    weights = [param for param in wrapped.parameters() if param.dim() == 4]
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in weights)
 
 
 @pytest.mark.parametrize("collectives", ["auto", "sockets", "native"])
@@ -265,10 +242,7 @@ def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
     for numel in (6, (1 << 17) + 2):  # the larger one's gradients stay where autograd made them
         plain, wrapped = _Complex(numel), _Complex(numel)
         sharded = ShardedWrapper(wrapped, auto_wrap_policy=None, collectives=collectives)
-        batches = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(one))
-            for one in range(world_size)
-        ]
+        batches = torch.randn(world_size, numel, generator=torch.Generator().manual_seed(1))
         torch.stack([plain(x) for x in batches]).mean().backward()
         sharded(batches[rank]).backward()
         with ShardedWrapper.summon_full_params(sharded, with_grads=True):
@@ -280,10 +254,10 @@ def test_lazy_conjugates(rank: int, world_size: int, collectives: str) -> None:
 class _Complex(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
-        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64, generator=generator))
-        self.real = nn.Parameter(torch.randn(numel, generator=generator))
+        torch.manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(numel, dtype=torch.complex64))
+        self.turn = nn.Parameter(torch.randn(numel, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(numel))
 
     def forward(self, x: Tensor) -> Tensor:
         # The conjugate itself is saved, and one gradient is a conjugate, another a negative.

@@ -13,7 +13,7 @@ from flatshard import ShardedWrapper, collectives
 from flatshard.integrations.pipelining import PipelineStage
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
-from tests.oracle import assert_same, step_and_zero
+from tests.oracle import assert_same, sgd, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -32,6 +32,11 @@ def _parts(count: int) -> list[nn.Sequential]:
     return [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(count)]
 
 
+def _wrapped(part: nn.Module, mesh: Any) -> ShardedWrapper:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return ShardedWrapper(part, device_mesh=mesh, auto_wrap_policy=policy, coalesce_bytes=0)
+
+
 def _batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return tuple(torch.randn(16, 6, generator=generator).double() for _ in range(2))
@@ -39,10 +44,6 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -55,15 +56,7 @@ def test_schedules(rank: int, world_size: int) -> None:
         count = 4 if name == "interleaved" else 2
         parts = _parts(count)
         mine = list(range(number, count, 2))
-        models = [
-            ShardedWrapper(
-                parts[i],
-                device_mesh=mesh["dp"],
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                coalesce_bytes=0,
-            )
-            for i in mine
-        ]
+        models = [_wrapped(parts[i], mesh["dp"]) for i in mine]
         stages = [
             PipelineStage(model, i, count, torch.device("cpu"), group=group)
             for model, i in zip(models, mine, strict=True)
@@ -73,7 +66,7 @@ def test_schedules(rank: int, world_size: int) -> None:
         with pytest.raises(NotImplementedError, match=r"splits each backward in two"):
             stages[0].backward_maybe_with_nosync("input", {})
         plain = nn.Sequential(*_parts(count))
-        optimizers = [_sgd(one.parameters()) for one in (*models, plain)]
+        optimizers = [sgd(one) for one in (*models, plain)]
         for step in range(3):
             rows, target = (part.chunk(dp)[mesh["dp"].get_local_rank()] for part in _batch(step))
             with collectives.record() as events:
@@ -97,17 +90,12 @@ def test_tensor_parallel_stages(rank: int, world_size: int) -> None:
     number = mesh["pp"].get_local_rank()
     # Of each stage the first layer is cut by columns, the second by rows.
     plan = {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()}
-    model = ShardedWrapper(
-        parallelize_module(_parts(2)[number], mesh["tp"], plan),
-        device_mesh=mesh["dp"],
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        coalesce_bytes=0,
-    )
+    model = _wrapped(parallelize_module(_parts(2)[number], mesh["tp"], plan), mesh["dp"])
     group = mesh["pp"].get_group()
     stage = PipelineStage(model, number, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_loss)
     plain = nn.Sequential(*_parts(2))
-    optimizers = [_sgd(one.parameters()) for one in (model, plain)]
+    optimizers = [sgd(model), sgd(plain)]
     for step in range(3):
         rows, target = (part.chunk(2)[mesh["dp"].get_local_rank()] for part in _batch(step))
         schedule.step(*(() if number else (rows,)), **({"target": target} if number else {}))

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, collectives
@@ -27,17 +24,13 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
-from tests.oracle import (
-    assert_same,
-    assert_same_state,
-    local_loss,
-    sgd,
-    step_and_zero,
-    train_rank_by_rank,
-)
+from tests.oracle import assert_same, local_loss, sgd, step_and_zero, train_rank_by_rank
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
+pytestmark = pytest.mark.uncoalesced
+
 Checkpoint = Callable[..., Tensor]
+Gathered = dict[str, list[str]]
 
 
 class Layer(nn.Module):
@@ -62,26 +55,18 @@ class Layers(nn.Module):
     """Four units between two layers that the root owns.
 
     Args:
-        inner: the checkpoint inside each unit.
-        outer: the checkpoint around units.
         together: how many units one of the outer checkpoints contains.
-        whole: the checkpoint around all four, which may contain the others.
+        checkpoints: ``inner``, the checkpoint inside each unit; ``outer``, the checkpoint around
+            units; ``whole``, the checkpoint around all four, which may contain the others.
     """
 
-    def __init__(
-        self,
-        inner: Checkpoint | None = None,
-        outer: Checkpoint | None = None,
-        together: int = 1,
-        whole: Checkpoint | None = None,
-    ) -> None:
+    def __init__(self, together: int = 1, **checkpoints: Checkpoint) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 7)
-        self.layers = nn.ModuleList([Layer(inner) for _ in range(4)])
+        self.layers = nn.ModuleList([Layer(checkpoints.get("inner")) for _ in range(4)])
         self.head = nn.Linear(7, 3)
-        self.outer = outer
         self.together = together
-        self.whole = whole
+        self.outer, self.whole = checkpoints.get("outer"), checkpoints.get("whole")
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.stem(x))
@@ -126,35 +111,65 @@ def _nth(way: str) -> int:
     ("kind", "way"),
     [*itertools.product(["reentrant", "saved"], BASIC), ("saved-to-the-end", "full")],
 )
-@pytest.mark.uncoalesced
 @on_ranks(2)
-def test_same_numbers_and_no_gather_too_many(
-    rank: int, world_size: int, kind: str, way: str
-) -> None:
+def test_same_numbers_and_no_extra_gather(rank: int, world_size: int, kind: str, way: str) -> None:
     for place, build in every(_nth(way), _places(kind).items(), start=list(BASIC).index(way)):
         case = Case(place, build, vectors, (Layer,), row_wise=False)
         with naming(place), _no_input_gradients():
-            expected = train_rank_by_rank(case, world_size, steps=3)
-            model = _wrap(case, way)
-            optimizer = sgd(model)
-            for step in range(3):
-                forward, backward = _gathers_of(local_loss, model, case, step, rank, world_size)
-                step_and_zero(optimizer)
-                _check_gathers(way, forward, backward)
-            assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+            _check(way, case, _wrap(case, way), GATHERED)
+
+
+class _Late(nn.Linear):
+    """A unit whose backward reads the weight after it has computed all parameters' gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert top[0].__module__ == checkpoint.__module__, "flatshard has added slower hooks"
+        return F.linear(torch.sin(x), self.weight.detach(), self.bias) + self.weight.sum()
+
+
+class _LateLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Late(7, 7) for _ in range(4)), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = KINDS["saved"](layer, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["full", "grad_op"])
+@on_ranks(2)
+def test_late_reads_of_a_recomputed_forward(rank: int, world_size: int, way: str) -> None:
+    case = Case("late", _LateLayers, vectors, (_Late,), row_wise=False)
+    _check(way, case, _wrap(case, way), GATHERED)
 
 
 def _wrap(case: Case, way: str) -> ShardedWrapper:
     return case.wrap(case.model(), **WAYS[way].keywords)
 
 
-def _gathers_of(loss_of: Callable[..., Tensor], *args: Any) -> tuple[Counter[str], Counter[str]]:
-    """Per unit, how often the forward of a loss gathered it, and its backward."""
-    with collectives.record() as forward:
-        loss = loss_of(*args)
-    with collectives.record() as backward:
-        loss.backward()
-    return _gathers(forward), _gathers(backward)
+LAYERS = [f"layers.{index}" for index in range(4)]
+# The root is kept, as its backward follows at once.
+GATHERED: Gathered = {"full": LAYERS, "grad_op": [], "no_shard": []}
+"""By way, the units that a backward gathers."""
+
+
+def _check(way: str, case: Case, model: Any, gathered: Gathered, run: Any = None) -> None:
+    """``model``, called through ``run``, has the unwrapped model's numbers, and these gathers."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    expected = train_rank_by_rank(case, world_size, steps=3)
+    optimizer = sgd(model)
+    for step in range(3):
+        with collectives.record() as forward:
+            loss = local_loss(run or model, case, step, rank, world_size)
+        with collectives.record() as backward:
+            loss.backward()
+        step_and_zero(optimizer)
+        assert _gathers(forward) == Counter([] if way == "no_shard" else ["", *LAYERS])
+        assert _gathers(backward) == Counter(gathered[way])
+    assert_same(model, expected.state, 0.0, 1e-12)
 
 
 def _gathers(events: list[collectives.Event]) -> Counter[str]:
@@ -166,43 +181,19 @@ def _no_input_gradients() -> contextlib.AbstractContextManager[None]:
     return allow_warnings(UserWarning, "None of the inputs have requires_grad=True")
 
 
-LAYERS = [f"layers.{index}" for index in range(4)]
-
-
-def _check_gathers(way: str, forward: Counter[str], backward: Counter[str]) -> None:
-    if way == "no_shard":
-        assert not forward + backward
-        return
-    assert forward == Counter(["", *LAYERS])
-    # The root is kept, as its backward follows at once.
-    assert backward == (Counter(LAYERS) if way.startswith("full") else Counter())
-
-
 # ---------------------------------------------------------------- around the wrapper itself
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "saved"])
-@pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_around_the_whole_wrapper(rank: int, world_size: int, kind: str, way: str) -> None:
-    case = Case("whole", Layers, vectors, (Layer,), row_wise=False)
-    expected = train_rank_by_rank(case, world_size, steps=4)
-    model = _wrap(case, way)
-    run_again = _Around(model, KINDS[kind])
-    optimizer = sgd(model)
     # A reentrant checkpoint does nothing where no input asks for a gradient.
-    inputs_matter = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
-    for step in range(4):
-        forward, backward = _gathers_of(
-            local_loss, run_again, inputs_matter, step, rank, world_size
-        )
-        step_and_zero(optimizer)
-        if way.startswith("full"):
-            assert forward == Counter(["", *LAYERS])
-            # The first forward of a reentrant checkpoint looks like an evaluation.
-            root = [""] if kind == "reentrant" else []
-            assert backward == Counter([*root, *LAYERS])
-    assert_same_state(model.state_dict(), expected.state, 0.0, 1e-12)
+    case = Case("whole", Layers, _vectors_with_grad, (Layer,), row_wise=False)
+    model = _wrap(case, way)
+    # The first forward of a reentrant checkpoint looks like an evaluation.
+    everything = {"full": ["", *LAYERS], "grad_op": ["", *LAYERS], "no_shard": []}
+    gathered = everything if kind == "reentrant" else GATHERED
+    _check(way, case, model, gathered, _Around(model, KINDS[kind]))
 
 
 class _Around(nn.Module):
@@ -225,53 +216,37 @@ def _vectors_with_grad(rows: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def _wrapped_before(way: str, case: Case) -> ShardedWrapper:
     """Checkpoints inside the units, the way torchtitan applies both."""
-    model = case.model()
-    _checkpoint_modules(model, Layer)
-    return _shard(model, way, CheckpointWrapper)
+    return _shard(_checkpointed(case.model(), Layer), way, activations.CheckpointWrapper)
 
 
 def _wrapped_before_class_inside(way: str, case: Case) -> ShardedWrapper:
     """The policy names the class that a checkpoint hides."""
-    model = case.model()
-    _checkpoint_modules(model, Layer)
-    return _shard(model, way, Layer)
+    return _shard(_checkpointed(case.model(), Layer), way, Layer)
 
 
 def _wrapped_after(way: str, case: Case) -> ShardedWrapper:
     """Checkpoints around the units."""
-    model = _shard(case.model(), way, Layer)
-    _checkpoint_modules(model, ShardedWrapper)
+    return _checkpointed(_shard(case.model(), way, Layer), ShardedWrapper)
+
+
+def _checkpointed(model: Any, kind: type[nn.Module]) -> Any:
+    def is_chosen(module: nn.Module) -> bool:
+        return isinstance(module, kind) and module is not model
+
+    activations.apply_activation_checkpointing(model, activations.checkpoint_wrapper, is_chosen)
     return model
-
-
-def _checkpoint_modules(model: nn.Module, kind: type[nn.Module]) -> None:
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=checkpoint_wrapper,
-        check_fn=lambda module: isinstance(module, kind) and module is not model,
-    )
 
 
 def _shard(model: nn.Module, way: str, unit: type[nn.Module]) -> ShardedWrapper:
     return ShardedWrapper(model, **WAYS[way].keywords, auto_wrap_policy=ModuleWrapPolicy({unit}))
 
 
-@pytest.mark.uncoalesced
 @on_ranks_each_way(2)
 def test_checkpoint_wrappers(rank: int, world_size: int, way: str) -> None:
     case = Case("wrapped", Layers, vectors, (Layer,), row_wise=False)
-    expected = train_rank_by_rank(case, world_size, steps=3)
     for build in (_wrapped_before, _wrapped_before_class_inside, _wrapped_after):
         with naming(build.__name__):
             model = build(way, case)
-            optimizer = sgd(model)
-            for step in range(3):
-                with collectives.record() as events:
-                    local_loss(model, case, step, rank, world_size).backward()
-                step_and_zero(optimizer)
-                if way != "no_shard":
-                    num_gathers = 9 if way.startswith("full") else 5
-                    assert sum(_gathers(events).values()) == num_gathers
-            assert_same(model, expected.state, 0.0, 1e-12)
+            _check(way, case, model, GATHERED)
             model.load_state_dict(case.model().state_dict())
             assert_same(model, case.model(), 0.0, 0.0)

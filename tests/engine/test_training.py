@@ -54,21 +54,22 @@ def test_gradients_that_the_program_keeps(rank: int, world_size: int) -> None:
     def step() -> None:
         model(torch.randn(4, 6)).square().sum().backward()
 
+    def whole(grads: list[Any]) -> list[Tensor]:
+        return [grad.full_tensor().clone() for grad in grads]
+
     step()
     kept = [param.grad for param in params]
-    values = [grad.full_tensor().clone() for grad in kept]
+    values = whole(kept)
     model.zero_grad()
     step()
-    assert all(torch.equal(grad.full_tensor(), one) for grad, one in zip(kept, values, strict=True))
+    torch.testing.assert_close(whole(kept), values, rtol=0, atol=0)
     parts = [param.grad.detach() for param in params]
-    values = [part.full_tensor().clone() for part in parts]
+    values = whole(parts)
     known = [weakref.ref(param.grad) for param in params]
     model.zero_grad()
     assert [one() for one in known] == [None] * len(params)
     step()
-    assert all(
-        torch.equal(part.full_tensor(), one) for part, one in zip(parts, values, strict=True)
-    )
+    torch.testing.assert_close(whole(parts), values, rtol=0, atol=0)
     params[1].grad = torch.zeros(params[1].shape)
     assert not params[1].spec.original.kept_grad.__dict__, "memory is freed"
     params[0].grad.tag = 1
@@ -142,10 +143,9 @@ def test_a_backward_under_no_sync_on_one_rank_alone(rank: int, world_size: int) 
             with naming(f"{collectives}, {strategy}"):
                 case = CASES[name]
                 plain = Run(case.model(), case, rank, world_size)
+                settings = {"sharding_strategy": strategy, "collectives": collectives}
                 with mapping() if collectives == "auto" else contextlib.nullcontext():
-                    model = case.wrap(
-                        case.model(), sharding_strategy=strategy, collectives=collectives
-                    )
+                    model = case.wrap(case.model(), **settings)
                     sharded = Run(model, case, rank, world_size)
                     sharded.train(0, 2)
                     with sharded.no_sync():
@@ -166,24 +166,22 @@ def test_a_backward_under_no_sync_on_one_rank_alone(rank: int, world_size: int) 
 @on_ranks(2, group_timeout=5)
 def test_accumulated_gradients_edited_where_a_rank_has_no_part(rank: int, world_size: int) -> None:
     """An edit of accumulated gradients raises on all ranks, also where a rank has no part."""
-    case = CASES["mlp"]
-    plain = Run(case.model(), case, rank, world_size)
-    sharded = Run(case.wrap(case.model()), case, rank, world_size)
+    sharded, plain = pair(rank, world_size, "full")
     bias = sharded.parameter("fc3.bias")
-    with sharded.no_sync():
-        sharded.loss(0).backward()
-        assert bias.grad is not None
-        bias.grad.mul_(0.5)
-        sharded.loss(1).backward()
+
+    def accumulate_and_edit() -> None:
+        with sharded.no_sync():
+            sharded.loss(0).backward()
+            bias.grad.mul_(0.5)
+            sharded.loss(1).backward()
+
+    accumulate_and_edit()
     with pytest.raises(RuntimeError, match=r"unit 'fc3': .* were edited"):
         sharded.loss(2).backward()
     sharded.optimizer.zero_grad()
     with allow_warnings(UserWarning, "a backward failed"):
         sharded.train(2, 3)
-    with sharded.no_sync():
-        sharded.loss(0).backward()
-        bias.grad.mul_(0.5)
-        sharded.loss(1).backward()
+    accumulate_and_edit()
     sharded.optimizer.zero_grad()  # takes the edit along
     for run in (sharded, plain):
         run.train(3 if run is sharded else 2, 5)
@@ -210,6 +208,10 @@ def _pairs() -> nn.Module:
 
 
 _PAIRS = Case("pairs", _pairs, vectors, (_Pair,))
+_SETTINGS: list[dict[str, Any]] = [
+    *({"collectives": transport} for transport in ("auto", "sockets", "native")),
+    {"sharding_strategy": "NO_SHARD"},
+]
 
 
 def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
@@ -224,15 +226,10 @@ def _unlike_step(run: Run, step: int, halved: int | None = 2) -> None:
 @on_ranks(2, group_timeout=5)
 def test_units_that_ranks_use_in_part(rank: int, world_size: int) -> None:
     """Ranks learn which parts are used, so that later steps wait for no reduction."""
-    for keywords, has_hook in (
-        ({"collectives": "sockets"}, False),
-        ({}, True),
-        ({"collectives": "native"}, True),
-        ({"sharding_strategy": "NO_SHARD"}, True),
-    ):
+    for keywords in _SETTINGS:
+        has_hook = keywords != {"collectives": "sockets"}
         with naming(f"{keywords}, hook={has_hook}"):
-            plain = Run(_PAIRS.model(), _PAIRS, rank, world_size)
-            sharded = Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size)
+            sharded, plain = pair(rank, world_size, "full", _PAIRS, **keywords)
             hook = Averaging()
             if has_hook:
                 sharded.model.register_comm_hook("state", hook)
@@ -252,23 +249,18 @@ def test_units_that_ranks_use_in_part(rank: int, world_size: int) -> None:
 @on_ranks(2, group_timeout=5)
 def test_two_models_in_one_backward(rank: int, world_size: int) -> None:
     """Reductions of two models in one backward are kept apart."""
-    every: list[dict[str, Any]] = [{"collectives": "sockets"}, {"collectives": "native"}]
-    for keywords in ({}, *every, {"sharding_strategy": "NO_SHARD"}):
-        plain = [Run(_PAIRS.model(), _PAIRS, rank, world_size) for _ in range(2)]
-        sharded = [
-            Run(_PAIRS.wrap(_PAIRS.model(), **keywords), _PAIRS, rank, world_size) for _ in range(2)
-        ]
+    for keywords in _SETTINGS:
+        pairs = [pair(rank, world_size, "full", _PAIRS, **keywords) for _ in range(2)]
         with naming(keywords), mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.1):
             for step in range(3):
-                for runs in (plain, sharded):
-                    _step_of_two(runs, step)
-            for one, other in zip(sharded, plain, strict=True):
-                assert_same_model(one, other)
+                for runs in zip(*pairs, strict=True):
+                    _step_of_two(*runs, step)
+            for sharded, plain in pairs:
+                assert_same_model(sharded, plain)
 
 
-def _step_of_two(runs: list[Run], step: int) -> None:
+def _step_of_two(first: Run, second: Run, step: int) -> None:
     """Each rank leaves out something else, in a model that the other uses whole."""
-    first, second = runs
 
     def loss(rank: int) -> Tensor:
         middle = first.model(first.rows(step, rank), 2 if rank == 1 else None)
@@ -276,8 +268,8 @@ def _step_of_two(runs: list[Run], step: int) -> None:
         return middle.pow(2).mean() + end.pow(2).mean()
 
     first.backward(loss)
-    for run in runs:
-        run.step()
+    first.step()
+    second.step()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatshard import declare_elementwise
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming
+from tests.idioms.graphs import penalty_of
 from tests.idioms.side import ROWS, Planned, Side, fail, failing, idiom, planned
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
@@ -132,7 +133,7 @@ class _FailingWithin(torch.optim.Optimizer):
             raise self.error
 
 
-@idiom("an optimizer shows its parameters after a step that failed", ways=("full", "no_shard"))
+@idiom("an optimizer shows its parameters after a step that failed", ways="full no_shard")
 def parameters_after_failed_step(side: Side) -> Any:
     # The first step of a class fails, and a later step, and one that the user interrupts.
     class FirstSeenHere(_FailingSgd):
@@ -192,9 +193,7 @@ SURPRISES = (
 """What happens to a parameter in the middle of a run before a step."""
 
 
-@idiom(
-    "what was stepped as one the last time may not be one this time", by_hand=True, ways=("full",)
-)
+@idiom("what was stepped as one the last time may not be one this time", by_hand=True, ways="full")
 def runs_that_users_break_up(side: Side) -> Any:
     model = side.wrap_whole(Mlp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -217,7 +216,7 @@ def runs_that_users_break_up(side: Side) -> Any:
     return model
 
 
-@idiom("groups that take turns along the parameters", ways=("full",))
+@idiom("groups that take turns along the parameters", ways="full")
 def groups_that_take_turns(side: Side) -> Any:
     model = side.wrap_whole(Mlp())
     params = list(model.parameters())
@@ -225,7 +224,7 @@ def groups_that_take_turns(side: Side) -> Any:
     return side.fit(model, torch.optim.SGD(groups, momentum=0.9))
 
 
-@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways=("full", "no_shard"))
+@idiom("a closure of an optimizer of whole parameters, after `no_sync`", ways="full no_shard")
 def closure_of_whole_parameters(side: Side) -> Any:
     class Outside(torch.optim.SGD):
         """Not known to be element-wise."""
@@ -235,23 +234,17 @@ def closure_of_whole_parameters(side: Side) -> Any:
 
     model = side.wrap(Mlp())
     optimizer = Outside(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    results = []
     for step in range(0, 6, 2):
         _accumulate(side, model, step + 1)
-
-        def closure(step: int = step) -> Tensor:
-            loss = side.loss(model, step)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
+        results.append(optimizer.step(side.closure(model, step, [])))
         optimizer.zero_grad()
     if side.is_flatshard:
         for kind in (Outside, torch.optim.SGD):
             with pytest.raises(RuntimeError, match="accumulated under no_sync and not reduced"):
                 kind(model.parameters(), lr=0.1).step(lambda: _accumulate(side, model, 0))
             model.zero_grad()
-    return [*losses, model]
+    return [*results, model]
 
 
 # ---------------------------------------------------------------- gradients that are half reduced
@@ -277,7 +270,7 @@ def _branched(side: Side, model: nn.Module, step: int, *which: int) -> Tensor:
 @idiom(
     "other branches on each rank: `.grad` is an average where some rank used one, or None",
     by_hand=True,
-    ways=("full", "grad_op", "no_shard", "op", "hybrid", "hybrid-op"),
+    ways="full grad_op no_shard op hybrid hybrid-op",
 )
 def branches_by_rank(side: Side) -> Any:
     net = Branches()
@@ -298,13 +291,7 @@ def _accumulate(side: Side, model: nn.Module, *steps: int, **keywords: Any) -> N
             side.loss(model, step).backward()
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
-
-
-@idiom(
-    "`model.float().double()` between steps", by_hand=True, ways=("full", "hybrid-op", "regather")
-)
+@idiom("`model.float().double()` between steps", by_hand=True, ways="full hybrid-op regather")
 def converted_between_steps(side: Side) -> Any:
     model = side.wrap(Mlp())
     side.fit(model, steps=2)
@@ -321,7 +308,7 @@ class _DataSgd(torch.optim.Optimizer):
                 param.data.add_(param.grad.data, alpha=-0.1)
 
 
-@idiom("an optimizer that writes through `p.data`", ways=("op", "hybrid-op"))
+@idiom("an optimizer that writes through `p.data`", ways="op hybrid-op")
 def optimizer_writes_through_data(side: Side) -> Any:
     if side.is_flatshard:
         declare_elementwise(_DataSgd)
@@ -329,7 +316,7 @@ def optimizer_writes_through_data(side: Side) -> Any:
     return side.fit(model, _DataSgd(model.parameters(), {}))
 
 
-@idiom("gradients dropped where ranks differ", by_hand=True, ways=("hybrid", "hybrid-op"))
+@idiom("gradients dropped where ranks differ", by_hand=True, ways="hybrid hybrid-op")
 def dropped_where_ranks_differ(side: Side) -> Any:
     model = side.wrap_whole(Branches())
     optimizer = side.sgd(model)
@@ -342,7 +329,7 @@ def dropped_where_ranks_differ(side: Side) -> Any:
     return model
 
 
-@idiom("gradients dropped where a backward used none", by_hand=True, ways=("no_shard", "hybrid"))
+@idiom("gradients dropped where a backward used none", by_hand=True, ways="no_shard hybrid")
 def dropped_where_unused(side: Side) -> Any:
     model = side.wrap_whole(Branches())
     optimizer = side.sgd(model)
@@ -356,7 +343,7 @@ def dropped_where_unused(side: Side) -> Any:
 @idiom(
     "parameters frozen while gradients accumulate",
     by_hand=True,
-    ways=("full", "no_shard", "hybrid", "hybrid-op"),
+    ways="full no_shard hybrid hybrid-op",
 )
 def frozen_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
@@ -369,22 +356,22 @@ def frozen_while_accumulating(side: Side) -> Any:
     return model
 
 
-@idiom("penalties while gradients accumulate", ways=("full", "no_shard", "hybrid"))
+@idiom("penalties while gradients accumulate", ways="full no_shard hybrid")
 def penalty_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first in (0, 10):
         with side.no_sync(model, replicas_only=first == 10):
-            (side.loss(model, first) + _penalty(model)).backward()
+            (side.loss(model, first) + penalty_of(model)).backward()
             side.loss(model, first + 1).backward()
-            _penalty(model).backward()  # autograd adds it in place to what `.grad` shows
-        (side.loss(model, first + 2) + _penalty(model)).backward()
+            penalty_of(model).backward()  # autograd adds it in place to what `.grad` shows
+        (side.loss(model, first + 2) + penalty_of(model)).backward()
         side.step(optimizer)
     return model
 
 
 @idiom(
     "a step on gradients of which some or all are not reduced: refused",
-    ways=("full", "grad_op", "no_shard", "hybrid-op"),
+    ways="full grad_op no_shard hybrid-op",
 )
 def step_on_half_of_it(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
@@ -410,10 +397,8 @@ def step_on_half_of_it(side: Side) -> Any:
 
 @idiom(
     "accumulation in every mode of `no_sync`; what is dropped between is not reduced later",
-    ways=(
-        *("full", "no_shard", "op", "hybrid", "hybrid-op", "hybrid-op-nodes-of-one"),
-        *("hybrid-nodes-of-one", "regather", "keep", "native-hybrid-op"),
-    ),
+    ways="full no_shard op hybrid hybrid-op hybrid-op-nodes-of-one "
+    "hybrid-nodes-of-one regather keep native-hybrid-op",
 )
 def modes_of_accumulation(side: Side) -> Any:
     bounds: list[dict[str, Any]] = [{"max_bytes": bound} for bound in (0, 8 * 40, 10**6)]
@@ -432,7 +417,7 @@ def modes_of_accumulation(side: Side) -> Any:
     return models
 
 
-@idiom("`zero_grad` between backwards under `no_sync`", ways=("full", "grad_op", "no_shard"))
+@idiom("`zero_grad` between backwards under `no_sync`", ways="full grad_op no_shard")
 def zeroed_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for first, set_to_none in ((0, True), (10, False)):
@@ -460,7 +445,7 @@ READS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-@idiom("numbers computed from gradients that are not reduced: refused", ways=("full",))
+@idiom("numbers computed from gradients that are not reduced: refused", ways="full")
 def reads_of_unreduced_gradients(side: Side) -> Any:
     model = side.wrap(Mlp())
     weight = side.inner(model).fc2.weight
@@ -476,7 +461,7 @@ def reads_of_unreduced_gradients(side: Side) -> Any:
 @idiom(
     "a parameter of the root that a rank leaves out, where averages go over sockets",
     unused=True,
-    ways=("full",),
+    ways="full",
 )
 def root_that_is_over_early(side: Side) -> Any:
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -491,7 +476,7 @@ def root_that_is_over_early(side: Side) -> Any:
     return side.fit(side.shard(net, auto_wrap_policy=policy, collectives="sockets"))
 
 
-@idiom("a gradient replaced while it accumulates: refused", ways=("full", "no_shard"))
+@idiom("a gradient replaced while it accumulates: refused", ways="full no_shard")
 def replaced_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     _accumulate(side, model, 0)
@@ -504,7 +489,7 @@ def replaced_while_accumulating(side: Side) -> Any:
     return side.fit(model, optimizer, steps=2, first=2)
 
 
-@idiom("two models of different strategies in one backward", ways=("hybrid", "hybrid-op"))
+@idiom("two models of different strategies in one backward", ways="hybrid hybrid-op")
 def two_strategies(side: Side) -> Any:
     model, other = side.wrap(Mlp()), Mlp()
     if side.is_flatshard:
@@ -524,7 +509,7 @@ def two_strategies(side: Side) -> Any:
 @idiom(
     "`float()` while gradients accumulate: no step until `double()`",
     by_hand=True,
-    ways=("full", "no_shard", "hybrid"),
+    ways="full no_shard hybrid",
 )
 def converted_while_accumulating(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())

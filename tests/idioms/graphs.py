@@ -99,10 +99,13 @@ def save_on_cpu(side: Side) -> Any:
 # ---------------------------------------------------------------- checkpoints
 
 
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
 class Blocks(nn.Module):
     """Blocks that a function runs."""
 
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor], frozen_first: bool) -> None:
+    def __init__(self, run: Run, frozen_first: bool) -> None:
         super().__init__()
         self.first, self.last, self.run = nn.Linear(7, 6), nn.Linear(6, 3), run
         self.blocks = nn.ModuleList(
@@ -119,57 +122,38 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
-def _checkpointed(
-    run: Callable[[nn.Module, Tensor], Tensor], *units: type[nn.Module], frozen_first: bool = False
-) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        model = side.wrap(Blocks(run, frozen_first), *units)
-
-        def loss_of(m: nn.Module, step: int) -> Tensor:
-            torch.manual_seed(10 * step + side.rank)
-            return side.loss(m, step)
-
-        return side.fit(model, loss_of=loss_of)
-
-    return script
+def _checkpointed(run: Run, unit: type[nn.Module], frozen_first: bool, side: Side) -> Any:
+    return side.fit(side.wrap(Blocks(run, frozen_first), unit), loss_of=side.seeded_loss)
 
 
-_plain, _reentrant = (
-    partial(checkpoint, use_reentrant=False),
-    partial(checkpoint, use_reentrant=True),
-)
-for _name, _title, _script in (
+_plain: Run = partial(checkpoint, use_reentrant=False)
+_reentrant: Run = partial(checkpoint, use_reentrant=True)
+
+
+def _nested(block: nn.Module, x: Tensor) -> Tensor:
+    return _plain(lambda y: _plain(block, y), x)
+
+
+def _sequential(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint_sequential(block, 2, x, use_reentrant=False)
+
+
+_BLOCK, _LAYER = nn.Sequential, nn.Linear
+for _name, _title, _run, _unit in (
+    ("checkpoint_units", "`checkpoint(use_reentrant=False)` around units", _plain, _BLOCK),
+    ("checkpoint_layers", "the same with units inside the checkpoint", _plain, _LAYER),
+    ("reentrant_units", "`checkpoint(use_reentrant=True)` around units", _reentrant, _BLOCK),
+    ("reentrant_layers", "the same with units inside the checkpoint", _reentrant, _LAYER),
     (
-        *("checkpoint_units", "`checkpoint(use_reentrant=False)` around units"),
-        _checkpointed(_plain, nn.Sequential),
+        "checkpoint_frozen",
+        "`checkpoint(use_reentrant=False)` after a frozen layer",
+        _plain,
+        _BLOCK,
     ),
-    (
-        *("checkpoint_layers", "the same with units inside the checkpoint"),
-        _checkpointed(_plain, nn.Linear),
-    ),
-    (
-        *("reentrant_units", "`checkpoint(use_reentrant=True)` around units"),
-        _checkpointed(_reentrant, nn.Sequential),
-    ),
-    (
-        *("reentrant_layers", "the same with units inside the checkpoint"),
-        _checkpointed(_reentrant, nn.Linear),
-    ),
-    (
-        *("checkpoint_frozen", "`checkpoint(use_reentrant=False)` after a frozen layer"),
-        _checkpointed(_plain, nn.Sequential, frozen_first=True),
-    ),
-    (
-        *("checkpoint_nested", "a checkpoint in a checkpoint"),
-        _checkpointed(lambda block, x: _plain(lambda y: _plain(block, y), x), nn.Sequential),
-    ),
-    (
-        *("checkpoint_sequential", "`checkpoint_sequential`"),
-        _checkpointed(
-            lambda block, x: checkpoint_sequential(block, 2, x, use_reentrant=False), nn.Linear
-        ),
-    ),
+    ("checkpoint_nested", "a checkpoint in a checkpoint", _nested, _BLOCK),
+    ("checkpoint_sequential", "`checkpoint_sequential`", _sequential, _LAYER),
 ):
+    _script = partial(_checkpointed, _run, _unit, _name == "checkpoint_frozen")
     add(_name, "graphs", _title, _script)
 
 
@@ -230,14 +214,13 @@ def grad_in_forward(side: Side) -> Any:
     return side.fit(model, loss_of=lambda m, s: m(side.draw(s, ROWS, 7)).square().mean())
 
 
+def penalty_of(model: nn.Module) -> Tensor:
+    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
 @idiom("a penalty of parameters outside forward: `sum(p.pow(2).sum())`")
 def penalty(side: Side) -> Any:
-    model = side.wrap(Mlp())
-
-    return side.fit(
-        model,
-        loss_of=lambda m, s: side.loss(m, s) + 0.1 * sum(p.pow(2).sum() for p in m.parameters()),
-    )
+    return side.fit(side.wrap(Mlp()), loss_of=lambda m, s: side.loss(m, s) + penalty_of(m))
 
 
 @idiom("`torch.func.functional_call` of the model inside, with other weights")
@@ -296,23 +279,16 @@ def custom_function(side: Side) -> Any:
 
 @idiom("activations edited in place")
 def in_place_activations(side: Side) -> Any:
-    net = nn.Sequential(
-        nn.Linear(7, 5),
-        nn.ReLU(inplace=True),
-        nn.Linear(5, 4),
-        nn.SiLU(inplace=True),
-        nn.Linear(4, 3),
-    )
+    activations = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
+    layers = nn.Linear(7, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+    net = nn.Sequential(layers[0], activations[0], layers[1], activations[1], layers[2])
     return side.fit(side.wrap(net))
 
 
 @idiom("`detach` in the middle, `stop_gradient`", unused=True)
 def detached(side: Side) -> Any:
-    net = Composed(
-        lambda net, x: net.fc3(torch.tanh(net.fc1(x)).detach()),
-        fc1=nn.Linear(7, 5),
-        fc3=nn.Linear(5, 3),
-    )
+    layers = {"fc1": nn.Linear(7, 5), "fc3": nn.Linear(5, 3)}
+    net = Composed(lambda net, x: net.fc3(torch.tanh(net.fc1(x)).detach()), **layers)
     return side.fit(side.wrap(net))
 
 

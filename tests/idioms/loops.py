@@ -43,11 +43,10 @@ def two_forwards(side: Side) -> Any:
 def retain_graph(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
-        optimizer.zero_grad()
         loss = side.loss(model, step)
         loss.backward(retain_graph=True)
         loss.backward()
-        optimizer.step()
+        side.step(optimizer)
     return [side.loss(model, 9), model]
 
 
@@ -131,14 +130,8 @@ def empty_batch(side: Side) -> Any:
 @idiom("`join` for uneven inputs")
 def join(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    losses = []
     with model.join():
-        for step in range(3 + side.rank):
-            optimizer.zero_grad()
-            loss = side.loss(model, step)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+        losses = side.fit(model, optimizer, steps=3 + side.rank)[:-1]
     return [*losses, side.loss(model, 9)]
 
 
@@ -165,12 +158,11 @@ def evaluation_on_one_rank(side: Side) -> Any:
 
 
 def _two_heads() -> nn.Module:
+    def forward(net: Any, x: Tensor, which: int) -> Tensor:
+        return net.heads[which](torch.tanh(net.trunk(x)))
+
     heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
-    return Composed(
-        lambda net, x, which: net.heads[which](torch.tanh(net.trunk(x))),
-        trunk=nn.Linear(7, 5),
-        heads=heads,
-    )
+    return Composed(forward, trunk=nn.Linear(7, 5), heads=heads)
 
 
 def _choosing(side: Side, net: nn.Module, choice: Callable[[int], int], **settings: Any) -> Any:
@@ -281,12 +273,9 @@ def exception_in_evaluation(side: Side) -> Any:
 @idiom("a batch skipped after forward: the loss is dropped")
 def dropped_loss(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    losses = []
     for step in range(4):
         loss = side.loss(model, step)
-        if step % 2:
-            continue
-        loss.backward()
-        side.step(optimizer)
-        losses.append(loss.detach())
-    return [*losses, side.loss(model, 9)]
+        if step % 2 == 0:
+            loss.backward()
+            side.step(optimizer)
+    return [side.loss(model, 9), model]

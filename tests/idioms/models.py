@@ -4,6 +4,7 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,6 @@ from tests.models import Composed, Mlp
 # ---------------------------------------------------------------- inputs and outputs
 
 
-def _returning(pack: Callable[[Tensor, Tensor], Any]) -> nn.Module:
-    """A model that gives what two heads compute to a function that packs it."""
-
-    def forward(net: Any, x: Tensor) -> Any:
-        x = torch.tanh(net.trunk(x))
-        return pack(net.first(x), net.second(x))
-
-    return Composed(forward, trunk=nn.Linear(7, 5), first=nn.Linear(5, 3), second=nn.Linear(5, 3))
-
-
 @dataclass
 class Output:
     logits: Tensor
@@ -33,61 +24,6 @@ class Output:
 
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
-
-
-def _returned(
-    pack: Callable[[Tensor, Tensor], Any], loss: Callable[[Any], Tensor]
-) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        model = side.wrap(_returning(pack))
-        return side.fit(model, loss_of=lambda m, step: loss(m(side.draw(step, ROWS, 7))))
-
-    return script
-
-
-for _name, _title, _pack, _loss in (
-    (
-        *("output_dict", "outputs in a dictionary"),
-        lambda a, b: {"logits": a, "hidden": b},
-        lambda out: (out["logits"] * out["hidden"]).square().mean(),
-    ),
-    (
-        *("output_dataclass", "outputs in a dataclass"),
-        Output,
-        lambda out: (out.logits * out.hidden).square().mean(),
-    ),
-    (
-        *("output_namedtuple", "outputs in a named tuple"),
-        Pair,
-        lambda out: (out.logits * out.hidden).square().mean(),
-    ),
-    (
-        *("output_nested", "nested outputs with None, numbers and strings"),
-        lambda a, b: [{"a": (a, None, 3)}, ["text", {"b": [b]}]],
-        lambda out: (out[0]["a"][0] * out[1][1]["b"][0]).square().mean(),
-    ),
-    (
-        *("output_repeated", "one tensor returned twice"),
-        lambda a, b: (a, a, b, a),
-        lambda out: (out[0] + out[1] * out[2] + out[3]).square().mean(),
-    ),
-    (
-        *("loss_over_some", "a loss over some of the outputs"),
-        lambda a, b: (a, b),
-        lambda out: out[0].square().mean(),
-    ),
-    (
-        *("output_views", "outputs that are views of one another"),
-        lambda a, b: (a, a[0], a.detach(), b.T),
-        lambda out: out[1].square().mean() + out[3].square().mean(),
-    ),
-    (
-        *("loss_in_forward", "forward returns the loss"),
-        lambda a, b: (a - b).square().mean(),
-        lambda out: out,
-    ),
-):
-    add(_name, "models", _title, _returned(_pack, _loss), unused=_name == "loss_over_some")
 
 
 class Custom:
@@ -99,11 +35,88 @@ class Custom:
         self.logits, self.hidden = logits, hidden
 
 
+Pack = Callable[[Tensor, Tensor], Any]
+
+
+def _returned(pack: Pack, loss: Callable[[Any], Tensor], side: Side) -> Any:
+    """Train a model that gives what two heads compute to ``pack``, and returns the result."""
+
+    def forward(net: Any, x: Tensor) -> Any:
+        x = torch.tanh(net.trunk(x))
+        return pack(net.first(x), net.second(x))
+
+    heads = {"first": nn.Linear(5, 3), "second": nn.Linear(5, 3)}
+    model = side.wrap(Composed(forward, trunk=nn.Linear(7, 5), **heads))
+    return side.fit(model, loss_of=lambda m, step: loss(m(side.draw(step, ROWS, 7))))
+
+
+def _returns(title: str, loss: Callable[[Any], Tensor], **settings: Any) -> Callable[[Pack], Pack]:
+    """Enter an idiom whose model returns what the decorated function makes of two tensors."""
+
+    def enter(pack: Pack) -> Pack:
+        add(pack.__name__, "models", title, partial(_returned, pack, loss), **settings)
+        return pack
+
+    return enter
+
+
+def _joint(logits: Tensor, hidden: Tensor) -> Tensor:
+    return (logits * hidden).square().mean()
+
+
+def _of_attributes(out: Any) -> Tensor:
+    return _joint(out.logits, out.hidden)
+
+
+@_returns("outputs in a dictionary", lambda out: _joint(**out))
+def output_dict(a: Tensor, b: Tensor) -> Any:
+    return {"logits": a, "hidden": b}
+
+
+@_returns("outputs in a dataclass", _of_attributes)
+def output_dataclass(a: Tensor, b: Tensor) -> Any:
+    return Output(a, b)
+
+
+@_returns("outputs in a named tuple", _of_attributes)
+def output_namedtuple(a: Tensor, b: Tensor) -> Any:
+    return Pair(a, b)
+
+
+@_returns(
+    "nested outputs with None, numbers and strings",
+    lambda out: _joint(out[0]["a"][0], out[1][1]["b"][0]),
+)
+def output_nested(a: Tensor, b: Tensor) -> Any:
+    return [{"a": (a, None, 3)}, ["text", {"b": [b]}]]
+
+
+@_returns("one tensor returned twice", lambda out: (out[0] + _joint(*out[1:3]) + out[3]).mean())
+def output_repeated(a: Tensor, b: Tensor) -> Any:
+    return a, a, b, a
+
+
+@_returns("a loss over some of the outputs", lambda out: out[0].square().mean(), unused=True)
+def loss_over_some(a: Tensor, b: Tensor) -> Any:
+    return a, b
+
+
+@_returns(
+    "outputs that are views of one another",
+    lambda out: out[1].square().mean() + out[3].square().mean(),
+)
+def output_views(a: Tensor, b: Tensor) -> Any:
+    return a, a[0], a.detach(), b.T
+
+
+@_returns("forward returns the loss", lambda out: out)
+def loss_in_forward(a: Tensor, b: Tensor) -> Any:
+    return (a - b).square().mean()
+
+
 @idiom("outputs in an object with `__slots__`")
 def output_object(side: Side) -> Any:
-    if side.implementation == "by hand":
-        return _returned(Output, lambda out: (out.logits * out.hidden).square().mean())(side)
-    return _returned(Custom, lambda out: (out.logits * out.hidden).square().mean())(side)
+    return _returned(Output if side.implementation == "by hand" else Custom, _of_attributes, side)
 
 
 class Keywords(nn.Module):
@@ -118,12 +131,11 @@ class Keywords(nn.Module):
 @idiom("keyword arguments, inputs in a dictionary")
 def keyword_inputs(side: Side) -> Any:
     model = side.wrap(Keywords(), Mlp)
-    return side.fit(
-        model,
-        loss_of=lambda m, s: (
-            m(batch={"x": side.draw(s, ROWS, 7)}, scale=0.5)["out"].square().mean()
-        ),
-    )
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        return m(batch={"x": side.draw(step, ROWS, 7)}, scale=0.5)["out"].square().mean()
+
+    return side.fit(model, loss_of=loss_of)
 
 
 @idiom("no inputs at all")
@@ -225,12 +237,11 @@ def iterated_sequential(side: Side) -> Any:
 def fetched_embedding(side: Side) -> Any:
     class Language(Composed): ...
 
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        return net.language(net.language.table(tokens) * net.scale)
+
     language = Language(lambda net, x: net.head(x), table=nn.Embedding(10, 5), head=nn.Linear(5, 3))
-    net = Composed(
-        lambda net, tokens: net.language(net.language.table(tokens) * net.scale),
-        language=language,
-        scale=nn.Parameter(torch.ones(5)),
-    )
+    net = Composed(forward, language=language, scale=nn.Parameter(torch.ones(5)))
     model = side.wrap(net, Language)
     return side.fit(model, loss_of=lambda m, step: m(side.tokens(step, ROWS, 3)).square().mean())
 
@@ -338,12 +349,10 @@ def buffer_replaced(side: Side) -> Any:
 @idiom("buffers in place and `no_sync`")
 def buffer_no_sync(side: Side) -> Any:
     model, optimizer = side.begin(WithBuffer(False))
-    losses = []
+    losses: list[Tensor] = []
     for step in range(4):
         with side.no_sync(model):
-            loss = side.loss(model, step)
-            loss.backward()
-        losses.append(loss.detach())
+            side.closure(model, step, losses)()
         side.learn(model, optimizer, 20 + step)
     return losses
 
@@ -351,9 +360,4 @@ def buffer_no_sync(side: Side) -> Any:
 @idiom("dropout, with a seed for each rank")
 def dropout(side: Side) -> Any:
     model = side.wrap(nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.5), nn.Linear(5, 3)))
-
-    def loss_of(m: nn.Module, step: int) -> Tensor:
-        torch.manual_seed(10 * step + side.rank)
-        return side.loss(m, step)
-
-    return side.fit(model, loss_of=loss_of)
+    return side.fit(model, loss_of=side.seeded_loss)

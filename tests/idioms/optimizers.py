@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _optimizer(name: str, settings: dict[str, Any]) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        model = side.wrap(Mlp())
-        return side.fit(model, getattr(torch.optim, name)(model.parameters(), **settings))
-
-    return script
+def _optimizer(name: str, side: Side) -> Any:
+    model = side.wrap(Mlp())
+    return side.fit(model, getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name]))
 
 
-for _name, _settings in OPTIMIZERS.items():
-    add(f"optimizer_{_name.lower()}", "optimizers", f"`{_name}`", _optimizer(_name, _settings))
+for _name in OPTIMIZERS:
+    add(f"optimizer_{_name.lower()}", "optimizers", f"`{_name}`", partial(_optimizer, _name))
 
 
 @idiom("`Muon`")
@@ -48,54 +46,30 @@ def optimizer_muon(side: Side) -> Any:
 
 @idiom("`LBFGS`, `optimizer.step(closure)`")
 def optimizer_lbfgs(side: Side) -> Any:
-    model = side.wrap(Mlp())
+    model, losses = side.wrap(Mlp()), []
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    losses = []
     for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = side.loss(model, step)
-            loss.backward()
-            losses.append(loss.detach())
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(side.closure(model, step, losses, optimizer))
     return [*losses, model]
 
 
 @idiom("`SGD`, `optimizer.step(closure)`")
 def closure_of_sgd(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    losses = []
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = side.loss(model, step)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
-    return [*losses, model]
+    results = [optimizer.step(side.closure(model, step, [], optimizer)) for step in range(4)]
+    return [*results, model]
 
 
 @idiom("`step(closure)` after `no_sync`, as Lightning does")
 def closure_after_no_sync(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    losses = []
+    results = []
     for step in range(0, 6, 2):
         with side.no_sync(model):
             side.loss(model, step).backward()
-
-        def closure(step: int = step) -> Tensor:
-            loss = side.loss(model, step + 1)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
+        results.append(optimizer.step(side.closure(model, step + 1, [])))
         optimizer.zero_grad()
-    return [*losses, model]
+    return [*results, model]
 
 
 def _looking() -> nn.Module:
@@ -115,14 +89,12 @@ def optimizer_sparseadam(side: Side) -> Any:
     inner = side.inner(model)
     sparse = torch.optim.SparseAdam(list(inner[0].parameters()), lr=0.1)
     dense = torch.optim.SGD(inner[1].parameters(), lr=0.1)
-    losses = []
-    for step in range(4):
-        loss = model(side.tokens(step, ROWS, 3)).square().mean()
-        loss.backward()
-        for optimizer in (sparse, dense):
-            side.step(optimizer)
-        losses.append(loss.detach())
-    return [*losses, model]
+    return side.fit(
+        model,
+        dense,
+        lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean(),
+        edit=lambda _: side.step(sparse),
+    )
 
 
 # ---------------------------------------------------------------- schedulers
@@ -203,33 +175,37 @@ def ema_averaged_model(side: Side) -> Any:
     return results
 
 
+def averaged(update: Callable[[nn.Module, nn.Module], object], side: Side) -> list[Any]:
+    """Train beside a copy of the model, whose weights ``update`` averages with the model's."""
+    model, optimizer = side.begin(Mlp())
+    average = copy.deepcopy(model).requires_grad_(False)
+    for step in range(4):
+        side.learn(model, optimizer, step)
+        with torch.no_grad():
+            update(average, model)
+    with torch.no_grad():
+        output = average(side.draw(9, ROWS, 7))
+    return [output, *average.state_dict().values()]
+
+
 @idiom("an average by `deepcopy` and `lerp_` over `parameters()`")
 def ema_by_hand(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = side.sgd(model)
-    for step in range(4):
-        side.fit(model, optimizer, steps=1, first=step)
+    def update(average: nn.Module, model: nn.Module) -> None:
         for mean, param in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.lerp_(param.data, 0.5)
-    with torch.no_grad():
-        return average(side.draw(9, ROWS, 7))
+
+    return averaged(update, side)
 
 
-@idiom("an average written into `state_dict()` tensors")
+@idiom("an average written into `state_dict()` tensors", ways="full grad_op no_shard")
 def ema_of_state_dict(side: Side) -> Any:
-    model = side.wrap(Mlp())
-    average = copy.deepcopy(model)
-    optimizer = side.sgd(model)
-    for step in range(3):
-        side.fit(model, optimizer, steps=1, first=step)
-        with torch.no_grad():
-            for mean, value in zip(
-                average.state_dict().values(), model.state_dict().values(), strict=True
-            ):
-                mean.copy_(0.5 * mean + 0.5 * value)
-    with torch.no_grad():
-        return average(side.draw(9, ROWS, 7))
+    def update(average: nn.Module, model: nn.Module) -> None:
+        """timm's ``ModelEmaV2``."""
+        states = average.state_dict().values(), model.state_dict().values()
+        for mean, value in zip(*states, strict=True):
+            mean.copy_(0.5 * mean + 0.5 * value)
+
+    return averaged(update, side)
 
 
 # ---------------------------------------------------------------- gradients
@@ -237,26 +213,20 @@ def ema_of_state_dict(side: Side) -> Any:
 
 @idiom("`torch.nn.utils.clip_grad_norm_`")
 def clip_grad_norm(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    results = []
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = side.loss(model, step)
-        loss.backward()
-        results += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
-        optimizer.step()
-    return [*results, model]
+    norms: list[Tensor] = []
+
+    def clip(model: nn.Module) -> None:
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+    return [*side.fit(side.wrap(Mlp()), edit=clip), *norms]
 
 
 @idiom("`torch.nn.utils.clip_grad_value_`")
 def clip_grad_value(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    for step in range(4):
-        optimizer.zero_grad()
-        side.loss(model, step).backward()
+    def clip(model: nn.Module) -> None:
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-    return [side.loss(model, 9), model]
+
+    return side.fit(side.wrap(Mlp()), edit=clip)
 
 
 @idiom("`torch.amp.GradScaler`, with an overflow on one rank")
@@ -348,16 +318,15 @@ def step_by_hand(side: Side) -> Any:
 
 @idiom("gradients read, scaled, replaced: `p.grad.norm()`, `.mul_`, `p.grad = ...`")
 def edited_gradients(side: Side) -> Any:
-    model, optimizer = side.begin(Mlp())
-    norms = []
-    for step in range(3):
-        side.loss(model, step).backward()
+    norms: list[Tensor] = []
+
+    def edit(model: nn.Module) -> None:
         for param in model.parameters():
             norms.append(param.grad.norm())
             param.grad.mul_(0.5)
             param.grad = param.grad + 0.01 * param.detach()
-        side.step(optimizer)
-    return [*norms, side.loss(model, 9)]
+
+    return [*side.fit(side.wrap(Mlp()), edit=edit), *norms]
 
 
 class _Own(torch.optim.Optimizer):
@@ -399,18 +368,7 @@ def optimizer_in_backward(side: Side) -> Any:
     if side.implementation == "by hand":  # it averages after backward
         return side.fit(model, steps=3)[:-1]
 
-    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            side.step(optimizer)
-
-        return hook
-
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-        param.register_post_accumulate_grad_hook(stepping(optimizer))
-    losses = []
-    for step in range(3):
-        loss = side.loss(model, step)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
+        param.register_post_accumulate_grad_hook(lambda _, one=optimizer: side.step(one))
+    return [side.closure(model, step, [])() for step in range(3)]

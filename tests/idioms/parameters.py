@@ -1,6 +1,7 @@
 """Parameters: their kinds, ties and edits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,32 +36,20 @@ def zero_dim(side: Side) -> Any:
     return side.fit(side.wrap(Kind(nn.Parameter(torch.tensor(2.0))), Kind, nn.Linear))
 
 
-ODD: dict[str, tuple[str, Callable[[], Tensor]]] = {
-    "empty": ("an empty parameter", lambda: torch.zeros(0, 1)),
-    "complex_parameter": (
-        "a complex parameter",
-        lambda: torch.ones(5, dtype=torch.complex128) * (1 + 2j),
-    ),
-    "mixed_dtypes": (
-        "parameters of two dtypes in a module",
-        lambda: torch.ones(5, dtype=torch.float32),
-    ),
-    "integer_parameter": ("a frozen integer parameter", lambda: torch.arange(5, dtype=torch.int8)),
-    "tiny": ("fewer elements than ranks, odd sizes", lambda: torch.ones(1)),
-}
+def _odd(make: Callable[[], Tensor], side: Side) -> Any:
+    value = make()
+    odd = nn.Parameter(value, value.is_floating_point() or value.is_complex())
+    return side.fit(side.wrap(Kind(odd), nn.Linear))
 
 
-def _odd(make: Callable[[], Tensor]) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        value = make()
-        odd = nn.Parameter(value, value.is_floating_point() or value.is_complex())
-        return side.fit(side.wrap(Kind(odd), nn.Linear))
-
-    return script
-
-
-for _name, (_title, _make) in ODD.items():
-    add(_name, "parameters", _title, _odd(_make))
+for _name, _title, _make in (
+    ("empty", "an empty parameter", lambda: torch.zeros(0, 1)),
+    ("complex_parameter", "a complex parameter", lambda: torch.ones(5) * (1 + 2j)),
+    ("mixed_dtypes", "parameters of two dtypes in a module", lambda: torch.ones(5).float()),
+    ("integer_parameter", "a frozen integer parameter", lambda: torch.arange(5).to(torch.int8)),
+    ("tiny", "fewer elements than ranks, odd sizes", lambda: torch.ones(1)),
+):
+    add(_name, "parameters", _title, partial(_odd, _make))
 
 
 @idiom("parameters that are not contiguous (`channels_last`)")
@@ -252,24 +241,15 @@ class LoraStack(nn.Module):
         return self.head(x)
 
 
-def _lora(side: Side, reentrant: bool | None) -> Any:
+def _lora(reentrant: bool | None, side: Side) -> Any:
     model = side.wrap(LoraStack(reentrant), Lora)
     return side.fit(model, loss_of=lambda m, s: m(side.tokens(s, ROWS, 3)).square().mean())
 
 
-@idiom("LoRA: frozen base, trained adapters")
-def lora(side: Side) -> Any:
-    return _lora(side, None)
-
-
-@idiom("LoRA and `checkpoint(use_reentrant=False)`, an input that requires grad")
-def lora_checkpoint(side: Side) -> Any:
-    return _lora(side, False)
-
-
-@idiom("LoRA and `checkpoint(use_reentrant=True)`, an input that requires grad")
-def lora_reentrant(side: Side) -> Any:
-    return _lora(side, True)
+add("lora", "parameters", "LoRA: frozen base, trained adapters", partial(_lora, None))
+for _name, _value in (("lora_checkpoint", False), ("lora_reentrant", True)):
+    _title = f"LoRA and `checkpoint(use_reentrant={_value})`, an input that requires grad"
+    add(_name, "parameters", _title, partial(_lora, _value))
 
 
 @idiom("some layers frozen before wrapping")
@@ -283,30 +263,22 @@ def frozen_layers(side: Side) -> Any:
 # ---------------------------------------------------------------- parametrisations
 
 
-PARAMETRISED: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
-    "weight_norm": ("`parametrizations.weight_norm`", parametrizations.weight_norm),
-    "orthogonal": ("`parametrizations.orthogonal`", parametrizations.orthogonal),
-    "spectral_norm": ("`parametrizations.spectral_norm`", parametrizations.spectral_norm),
-    "weight_norm_by_hooks": ("`torch.nn.utils.weight_norm`, by hooks", nn.utils.weight_norm),
-    "spectral_norm_by_hooks": ("`torch.nn.utils.spectral_norm`, by hooks", nn.utils.spectral_norm),
-    "pruned": (
-        "`torch.nn.utils.prune`",
-        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
-    ),
-}
+def _parametrised(change: Callable[[nn.Linear], nn.Module], side: Side) -> Any:
+    net = Mlp()
+    net.fc2 = change(net.fc2)
+    return side.fit(side.wrap(net))
 
 
-def _parametrised(change: Callable[[nn.Linear], nn.Module]) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        net = Mlp()
-        net.fc2 = change(net.fc2)
-        return side.fit(side.wrap(net))
-
-    return script
-
-
-for _name, (_title, _change) in PARAMETRISED.items():
-    add(_name, "parameters", _title, _parametrised(_change))
+_prune = partial(prune.l1_unstructured, name="weight", amount=0.5)
+for _name, _title, _change in (
+    ("weight_norm", "`parametrizations.weight_norm`", parametrizations.weight_norm),
+    ("orthogonal", "`parametrizations.orthogonal`", parametrizations.orthogonal),
+    ("spectral_norm", "`parametrizations.spectral_norm`", parametrizations.spectral_norm),
+    ("weight_norm_by_hooks", "`torch.nn.utils.weight_norm`, by hooks", nn.utils.weight_norm),
+    ("spectral_norm_by_hooks", "`torch.nn.utils.spectral_norm`, by hooks", nn.utils.spectral_norm),
+    ("pruned", "`torch.nn.utils.prune`", _prune),
+):
+    add(_name, "parameters", _title, partial(_parametrised, _change))
 
 
 @idiom("an own parametrisation")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,37 +13,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard.wrap import CustomPolicy
+from tests.idioms.graphs import penalty_of
+from tests.idioms.optimizers import averaged
 from tests.idioms.side import ROWS, Side, add, failing, idiom
 from tests.idioms.together import Net
 from tests.models import Composed, Mlp
 
-
-def _train(side: Side, backward: Callable[[nn.Module, int], Any], steps: int = 3) -> Any:
-    """Train a small model by a function that runs the backwards of a step."""
-    model, optimizer = side.begin(Mlp())
-    results = []
-    for step in range(steps):
-        results.append(backward(model, step))
-        side.step(optimizer)
-    return [*results, model]
+Backward = Callable[[Side, Any, int], Any]
+_BASIC = "full grad_op no_shard"
 
 
-@idiom(
-    "a gradient penalty with a backward of its own, after another one",
-    by_hand=True,
-    ways=("full", "grad_op", "no_shard"),
+def _passes(title: str, steps: int = 3, **settings: Any) -> Callable[[Backward], Backward]:
+    """Enter an idiom that trains a small model: the decorated function runs a step's backwards."""
+
+    def enter(backward: Backward) -> Backward:
+        def script(side: Side) -> Any:
+            model, optimizer = side.begin(Mlp())
+            results = []
+            for step in range(steps):
+                results.append(backward(side, model, step))
+                side.step(optimizer)
+            return [*results, model]
+
+        add(backward.__name__, "passes", title, script, **settings)
+        return backward
+
+    return enter
+
+
+@_passes(
+    "a gradient penalty with a backward of its own, after another one", by_hand=True, ways=_BASIC
 )
-def penalty_after_a_backward(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> None:
-        x = side.draw(step, ROWS, 7)
-        leaf = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
-        model(x).mean().backward()
-        (slope.norm(dim=1) - 1).pow(2).mean().backward()
-        if side.implementation == "by hand":  # it sees only backwards from the model's output
-            model.average()
-
-    return _train(side, backward)
+def penalty_after_a_backward(side: Side, model: Any, step: int) -> None:
+    x = side.draw(step, ROWS, 7)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    model(x).mean().backward()
+    (slope.norm(dim=1) - 1).pow(2).mean().backward()
+    if side.implementation == "by hand":  # it sees only backwards from the model's output
+        model.average()
 
 
 def _two_heads() -> nn.Module:
@@ -66,25 +75,22 @@ def one_head_at_a_time(side: Side) -> Any:
     return model
 
 
-@idiom("three backwards of one graph, with forwards between", by_hand=True)
-def retained_graph(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> None:
-        loss = side.loss(model, step)
-        loss.backward(retain_graph=True)
-        with torch.no_grad():
-            side.loss(model, 70)
-        other = side.loss(model, 50 + step)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        other.backward()
-
-    return _train(side, backward)
+@_passes("three backwards of one graph, with forwards between", by_hand=True)
+def retained_graph(side: Side, model: Any, step: int) -> None:
+    loss = side.loss(model, step)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        side.loss(model, 70)
+    other = side.loss(model, 50 + step)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    other.backward()
 
 
 @idiom(
     "two forwards through batch norm, each of which takes rank 0's statistics",
     by_hand=True,
-    ways=("full",),
+    ways="full",
 )
 def batch_norm_twice(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
@@ -92,7 +98,7 @@ def batch_norm_twice(side: Side) -> Any:
     return side.fit(model, loss_of=lambda m, s: side.loss(m, s) + side.loss(m, 10 + s))
 
 
-@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways=("full",))
+@idiom("the adaptive weight of VQGAN: gradients of one layer, which is not sharded", ways="full")
 def gradient_of_one_layer(side: Side) -> Any:
     net = nn.Sequential(nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
     layer = net[2]
@@ -116,7 +122,7 @@ def gradient_of_one_layer(side: Side) -> Any:
     return side.fit(model, loss_of=loss_of)
 
 
-@idiom("clipping in a hook of the step", ways=("full",))
+@idiom("clipping in a hook of the step", ways="full")
 def clipping_in_step_hook(side: Side) -> Any:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
@@ -126,27 +132,21 @@ def clipping_in_step_hook(side: Side) -> Any:
     return side.fit(model, optimizer)
 
 
-@idiom("two forwards, then their backwards in the other order", by_hand=True)
-def backwards_in_the_other_order(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> None:
-        first, second = side.loss(model, step), side.loss(model, 10 + step)
-        second.backward()
-        first.backward()
-
-    return _train(side, backward)
+@_passes("two forwards, then their backwards in the other order", by_hand=True)
+def backwards_in_the_other_order(side: Side, model: Any, step: int) -> None:
+    first, second = side.loss(model, step), side.loss(model, 10 + step)
+    second.backward()
+    first.backward()
 
 
-@idiom("gathers and reductions draw no random numbers")
-def random_numbers(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> Tensor:
-        loss = side.loss(model, step)
-        torch.manual_seed(1)
-        loss.backward()
-        with torch.no_grad():
-            side.loss(model, 70)
-        return torch.rand(3)
-
-    return _train(side, backward)
+@_passes("gathers and reductions draw no random numbers")
+def random_numbers(side: Side, model: Any, step: int) -> Tensor:
+    loss = side.loss(model, step)
+    torch.manual_seed(1)
+    loss.backward()
+    with torch.no_grad():
+        side.loss(model, 70)
+    return torch.rand(3)
 
 
 def _energy() -> nn.Module:
@@ -179,46 +179,36 @@ def forces(side: Side) -> Any:
     return [model, *outputs]
 
 
-@idiom("norms as penalties, weighted differently by each rank")
-def norm_penalties(side: Side) -> Any:
-    # Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the
-    # rank's weight that of its part.
-    kinds: list[Callable[[Tensor], Tensor]] = [
-        lambda p: p.pow(2).sum(),
-        torch.norm,
-        lambda p: p.norm(1),
-        lambda p: torch.linalg.vector_norm(p, 3),
-        lambda p: (p * p).mean(),
-    ]
-    weight = [0.01, 0.03][side.rank % 2]
-
-    def backward(model: nn.Module, step: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parameters are all-gathered for norms
-            penalty = sum(kinds[step](p) for p in model.parameters())
-        (side.loss(model, step) + weight * penalty).backward()
-
-    return _train(side, backward, len(kinds))
+# Of a flat parameter, a norm or mean would be that of the rank's part of the unit, and the rank's
+# weight that of its part.
+NORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda p: p.pow(2).sum(),
+    torch.norm,
+    lambda p: p.norm(1),
+    lambda p: torch.linalg.vector_norm(p, 3),
+    lambda p: (p * p).mean(),
+]
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+@_passes("norms as penalties, weighted differently by each rank", len(NORMS))
+def norm_penalties(side: Side, model: Any, step: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the parameters are all-gathered for norms
+        penalty = sum(NORMS[step](p) for p in model.parameters())
+    (side.loss(model, step) + [0.01, 0.03][side.rank % 2] * penalty).backward()
 
 
-@idiom("a penalty in a backward of its own: before, after and without the loss's", by_hand=True)
-def penalty_by_itself(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> None:
-        if step != 1:
-            _penalty(model).backward()
-        if step != 2:
-            side.loss(model, step).backward()
-        if step == 1:
-            _penalty(model).backward()
-
-    return _train(side, backward)
+@_passes("a penalty in a backward of its own: before, after and without the loss's", by_hand=True)
+def penalty_by_itself(side: Side, model: Any, step: int) -> None:
+    if step != 1:
+        penalty_of(model).backward()
+    if step != 2:
+        side.loss(model, step).backward()
+    if step == 1:
+        penalty_of(model).backward()
 
 
-@idiom("gradients detached in place and zeroed, as in fairseq", ways=("full", "no_shard"))
+@idiom("gradients detached in place and zeroed, as in fairseq", ways="full no_shard")
 def gradients_detached(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
     for step in range(3):
@@ -230,26 +220,23 @@ def gradients_detached(side: Side) -> Any:
     return model
 
 
-@idiom("parameters edited between two forwards of an evaluation, and copied into")
-def edited_between_forwards(side: Side) -> Any:
-    def backward(model: nn.Module, step: int) -> list[Tensor]:
-        outputs = []
-        with torch.no_grad():
-            for _ in range(2):
-                outputs.append(side.loss(model, 70))
-                for param in model.parameters():
-                    values = torch.linspace(-0.5, 0.5, param.numel()).view(param.shape)
-                    param.copy_(values) if step == 1 else param.mul_(0.5)
-        side.loss(model, step).backward()
-        return outputs
-
-    return _train(side, backward)
+@_passes("parameters edited between two forwards of an evaluation, and copied into")
+def edited_between_forwards(side: Side, model: Any, step: int) -> list[Tensor]:
+    outputs = []
+    with torch.no_grad():
+        for _ in range(2):
+            outputs.append(side.loss(model, 70))
+            for param in model.parameters():
+                values = torch.linspace(-0.5, 0.5, param.numel()).view(param.shape)
+                param.copy_(values) if step == 1 else param.mul_(0.5)
+    side.loss(model, step).backward()
+    return outputs
 
 
 @idiom(
     "what is trained changes between steps: parameters, modules, the model, and back",
     by_hand=True,
-    ways=("full", "grad_op", "no_shard", "op", "hybrid-op"),
+    ways="full grad_op no_shard op hybrid-op",
 )
 def frozen_and_thawed(side: Side) -> Any:
     changes: list[Callable[[Any], object]] = [
@@ -284,7 +271,7 @@ class Reordered(Mlp):
         return self.fc3(torch.tanh(self.fc2(x)))
 
 
-@idiom("layers in an order that changes with each step", unused=True, ways=("full",))
+@idiom("layers in an order that changes with each step", unused=True, ways="full")
 def changing_order(side: Side) -> Any:
     model, optimizer = side.begin(Reordered())
     losses = []
@@ -302,13 +289,6 @@ def _one_by_one(average: nn.Module, model: nn.Module) -> None:
     values = model.state_dict()
     for name, mine in average.state_dict().items():
         mine.copy_(mine * 0.9 + 0.1 * values[name].detach())
-
-
-def _side_by_side(average: nn.Module, model: nn.Module) -> None:
-    """timm's ``ModelEmaV2``."""
-    pairs = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
-    for mine, theirs in pairs:
-        mine.copy_(0.9 * mine + 0.1 * theirs)
 
 
 def _lists(average: nn.Module, model: nn.Module) -> None:
@@ -329,26 +309,9 @@ def _kept(average: nn.Module, model: nn.Module) -> Any:
     average.kept = [average.state_dict()]
 
 
-def _averaged(update: Callable[[nn.Module, nn.Module], Any]) -> Callable[[Side], Any]:
-    def script(side: Side) -> Any:
-        model, optimizer = side.begin(Mlp())
-        inner = model if side.is_flatshard else side.inner(model)
-        average = copy.deepcopy(inner).eval().requires_grad_(False)
-        for step in range(3):
-            side.learn(model, optimizer, step)
-            with torch.no_grad():
-                update(average, inner)
-        with torch.no_grad():
-            output = average(side.draw(9, ROWS, 7))
-        return [output, *average.state_dict().values()]
-
-    return script
-
-
-for _update in (_one_by_one, _side_by_side, _lists, _kept):
+for _update in (_one_by_one, _lists, _kept):
     _title = f"an average in the tensors of state dicts: {_update.__name__[1:]}"
-    _ways = ("full", "grad_op", "no_shard")
-    add(f"average{_update.__name__}", "passes", _title, _averaged(_update), ways=_ways)
+    add(f"average{_update.__name__}", "passes", _title, partial(averaged, _update), ways=_BASIC)
 
 
 # ---------------------------------------------------------------- buffers
@@ -489,7 +452,7 @@ class Normed(nn.Module):
         return self.third(self.second(torch.tanh(self.first(x))))[:, self.columns]
 
 
-@idiom("`weight_norm` by hooks, of layers with and without a bias", ways=("full", "no_shard"))
+@idiom("`weight_norm` by hooks, of layers with and without a bias", ways="full no_shard")
 def weight_norm_everywhere(side: Side) -> Any:
     return side.fit(side.wrap(Normed()))
 

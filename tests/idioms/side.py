@@ -46,7 +46,8 @@ class Idiom:
         by_hand: DistributedDataParallel raises or is wrong. The oracle averages gradients by hand.
         unused: DistributedDataParallel needs ``find_unused_parameters=True``.
         slow: it takes more than a second, and the tests leave it out.
-        ways: keys of `WAYS` under which the tests always run it; empty: one way by turns.
+        ways: keys of `WAYS`, with spaces between, under which the tests always run it; empty: one
+            way by turns.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Idiom:
     by_hand: bool = False
     unused: bool = False
     slow: bool = False
-    ways: tuple[str, ...] = ()
+    ways: str = ""
 
 
 IDIOMS: dict[str, Idiom] = {}
@@ -150,9 +151,7 @@ class Side:
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """The full state dict under the names of the unwrapped model, as copies."""
         if self.implementation == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            with _full_state_of_fsdp1(model):
                 state = model.state_dict()
         elif self.implementation in ORACLES:
             state = self.inner(model).state_dict()
@@ -167,17 +166,13 @@ class Side:
     def load(self, model: Any, state: dict[str, Any]) -> None:
         """Load a full state dict, the same on every rank, of the unwrapped model."""
         if self.implementation == "fsdp1":
-            from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            with _full_state_of_fsdp1(model):
                 model.load_state_dict(state)
         elif self.implementation == "fsdp2":
-            from torch.distributed.checkpoint.state_dict import (
-                StateDictOptions,
-                set_model_state_dict,
-            )
+            from torch.distributed.checkpoint import state_dict
 
-            set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+            options = state_dict.StateDictOptions(full_state_dict=True)
+            state_dict.set_model_state_dict(model, state, options=options)
         elif self.implementation in ORACLES:
             self.inner(model).load_state_dict(state)
         else:
@@ -194,13 +189,10 @@ class Side:
 
             state = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
         elif self.implementation == "fsdp2":
-            from torch.distributed.checkpoint.state_dict import (
-                StateDictOptions,
-                set_optimizer_state_dict,
-            )
+            from torch.distributed.checkpoint import state_dict
 
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(model, optimizer, state, options=options)
+            options = state_dict.StateDictOptions(full_state_dict=True)
+            state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
             return
         optimizer.load_state_dict(state)
 
@@ -229,6 +221,11 @@ class Side:
         """Of this rank's rows of a step, for a model of 7 inputs and 3 outputs."""
         return F.mse_loss(model(self.draw(step, ROWS, 7)), self.draw(50 + step, ROWS, 3))
 
+    def seeded_loss(self, model: nn.Module, step: int) -> Tensor:
+        """The same, with random numbers that differ between ranks."""
+        torch.manual_seed(10 * step + self.rank)
+        return self.loss(model, step)
+
     def sgd(self, *models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
         params = [p for model in models for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
@@ -245,17 +242,36 @@ class Side:
         loss_of: Callable[[nn.Module, int], Tensor] | None = None,
         steps: int = STEPS,
         first: int = 0,
+        edit: Callable[[nn.Module], object] = lambda _: None,
     ) -> list[Any]:
-        """Train; the losses, which show every update but the last one, and the model."""
+        """Train; the losses, which show every update but the last one, and the model.
+
+        ``edit`` is called between each backward and the optimizer's step.
+        """
         optimizer = optimizer or self.sgd(model)
         losses = []
         for step in range(first, first + steps):
             optimizer.zero_grad()
             loss = (loss_of or self.loss)(model, step)
             loss.backward()
+            edit(model)
             optimizer.step()
             losses.append(loss.detach())
         return [*losses, model]
+
+    def closure(
+        self, model: nn.Module, step: int, losses: list[Tensor], *zeroed: torch.optim.Optimizer
+    ) -> Callable[[], Tensor]:
+        """For ``optimizer.step(closure)``: zeroes gradients, and adds its loss to ``losses``."""
+
+        def compute() -> Tensor:
+            for optimizer in zeroed:
+                optimizer.zero_grad()
+            losses.append(self.loss(model, step))
+            losses[-1].backward()
+            return losses[-1]
+
+        return compute
 
     def results(self, value: Any) -> Any:
         """What an idiom returned, as tensors that can be sent; of a model, its state dict."""
@@ -269,6 +285,12 @@ class Side:
         if isinstance(value, (list, tuple)):
             return [self.results(one) for one in value]
         return value
+
+
+def _full_state_of_fsdp1(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
 
 
 class Planned(Exception):

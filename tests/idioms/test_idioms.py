@@ -102,7 +102,8 @@ def _cells() -> list[Cell]:
     found = []
     for name, idiom in IDIOMS.items():
         by_turns = ["full", "no_shard"] if name in DOCUMENTED else [TURNS[_number(name)]]
-        ways = dict.fromkeys([*TURNS, *idiom.ways]) if THOROUGH else idiom.ways or by_turns
+        always = idiom.ways.split()
+        ways = dict.fromkeys([*TURNS, *always]) if THOROUGH else always or by_turns
         known = [way for way in ways if way not in NOT_UNDER.get(name, ())]
         found += [Cell(name, way) for way in known or ["full"] if not idiom.slow]
     return found

@@ -23,7 +23,7 @@ from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardedWrapp
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Mlp
-from tests.oracle import assert_same_state, sgd, train, train_steps
+from tests.oracle import assert_same, assert_trains_alike, snapshot
 
 
 @on_ranks(2)
@@ -94,21 +94,17 @@ def _groups(rank: int) -> None:
 def _state(rank: int) -> None:
     model = ShardedWrapper(Mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = "load_state_dict: expected a dict of tensors by name, got"
     for value in (None, 1, [("fc1.weight", 0)]):
-        with pytest.raises(
-            TypeError, match="load_state_dict: expected a dict of tensors by name, got"
-        ):
+        with pytest.raises(TypeError, match=expected):
             model.load_state_dict(value)
     # One rank's mistake is every rank's error.
     odd = "adam" if rank else optimizer
-    with pytest.raises(
-        (TypeError, ValueError), match=r"expected a torch\.optim\.Optimizer, got 'adam'"
-    ):
+    expected = r"expected a torch\.optim\.Optimizer, got 'adam'"
+    with pytest.raises((TypeError, ValueError), match=expected):
         ShardedWrapper.optim_state_dict(model, odd)
     state = ShardedWrapper.optim_state_dict(model, optimizer)
-    with pytest.raises(
-        (TypeError, ValueError), match=r"expected a torch\.optim\.Optimizer, got 'adam'"
-    ):
+    with pytest.raises((TypeError, ValueError), match=expected):
         ShardedWrapper.optim_state_dict_to_load(model, odd, state)
     # The order of its arguments in torch before 2.1.
     with pytest.raises(TypeError, match=r"the model must be an nn\.Module, got dict"):
@@ -162,18 +158,11 @@ def test_around_a_sharded_model(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     for name, make in MAKERS.items():
         for module in (model, nn.Sequential(nn.Linear(7, 7), model)):
-            with (
-                naming(name),
-                pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper: .* leave"),
-            ):
+            expected = f"^{name} cannot wrap a ShardedWrapper: .* leave"
+            with naming(name), pytest.raises(ValueError, match=expected):
                 make(module)
-    train_steps(model, sgd(model), case, rank, world_size)
-    assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
-
-
-@on_ranks(2)
-def test_around_a_part_of_a_sharded_model(rank: int, world_size: int) -> None:
-    """As a loop over the blocks of a model does, which meets no wrapper."""
+    assert_trains_alike(case, rank, world_size, model)
+    # A loop over the blocks of a model meets no wrapper.
     model = CASES["mlp"].wrap(CASES["mlp"].model(), auto_wrap_policy=None)
     for name in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
         with naming(name), pytest.raises(ValueError, match=f"^{name} cannot wrap a ShardedWrapper"):
@@ -191,9 +180,6 @@ def test_with_policy_around_a_sharded_model(rank: int, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------- what frameworks do
-
-
-LINEARS = ModuleWrapPolicy({nn.Linear})
 
 
 class _Net(nn.Module):
@@ -241,15 +227,14 @@ def _signature() -> None:
 def _parts_are_moved_where_they_are() -> None:
     """As teardowns do, also for units that are coalesced."""
     model = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.module.cpu()
     model.module.to(torch.float32)
     model.fc1.float()
     for child in model.children():
         child.to("cpu")
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert_same(model, before, 0.0, 0.0)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     for change in (nn.Module.double, nn.Module.share_memory):
@@ -261,14 +246,13 @@ def _attributes_of_fsdp(rank: int, world_size: int) -> None:
     theirs = FullyShardedDataParallel(_Net(), device_id=torch.device("cpu"))
     public = {name for name in vars(theirs) if not name.startswith("_")} - set(vars(nn.Module()))
     missing = {"params", "training_state"}
-    ours = ShardedWrapper(
-        _Net(), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(torch.bfloat16)
-    )
+    precision = MixedPrecision(torch.bfloat16)
+    ours = ShardedWrapper(_Net(), auto_wrap_policy=LINEARS, mixed_precision=precision)
     assert {name for name in public if not hasattr(ours, name)} == missing
     assert (ours.rank, ours.world_size) == (rank, world_size)
     assert ours.process_group is dist.group.WORLD
     assert ours.compute_device == theirs.compute_device
-    assert ours.mixed_precision == MixedPrecision(torch.bfloat16)
+    assert ours.mixed_precision == precision
     assert ours.cpu_offload == CPUOffload()
     assert ours.backward_prefetch is BackwardPrefetch.AUTO
     assert ours.forward_prefetch is True

@@ -19,7 +19,7 @@ from flatshard.tensor import flat_parameter
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
-from tests.oracle import assert_same_state, sgd, train, train_steps
+from tests.oracle import assert_same_state, assert_trains_alike, sgd, train, train_steps
 
 pytestmark = pytest.mark.by_turns
 
@@ -126,16 +126,13 @@ def test_ranks_with_different_settings(rank: int, world_size: int) -> None:
     }
     for keyword, values in settings.items():
         expected = rf"setting \d+ is .*{values[0]}.* on rank 0, .* on rank 1"
-        if keyword == "auto_wrap_policy":
-            expected = "fc1"
+        expected = "fc1" if keyword == "auto_wrap_policy" else expected
         with naming(keyword), pytest.raises(ValueError, match=expected):
             ShardedWrapper(Mlp(), **{keyword: values[rank]})
 
 
 @on_ranks(4, group_timeout=5)
-def test_ranks_that_move_tensors_differently_and_transposed_groups(
-    rank: int, world_size: int
-) -> None:
+def test_ranks_with_other_transports_and_transposed_groups(rank: int, world_size: int) -> None:
     """Settings are compared before any process group is made."""
     pairs = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]]
     pairs.append(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
@@ -167,21 +164,15 @@ def test_ranks_with_different_weights(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_lazy_module(rank: int, world_size: int) -> None:
-    with allow_warnings(message="Lazy modules"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"1\.weight"):
-        ShardedWrapper(model)
-
-
-@on_ranks(2)
-def test_wrapped_twice(rank: int, world_size: int) -> None:
+def test_a_second_wrapper_and_a_policy_without_units_warn(rank: int, world_size: int) -> None:
+    with rank_0_warns(rank, "Conv2d"):
+        model = ShardedWrapper(Mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
+    assert flatshard.sharded_modules(model) == [model]
     case = CASES["mlp"]
     inner = case.wrap(case.model())
     with rank_0_warns(rank, "the module, a Mlp, .*Wrap the module once"):
         model = ShardedWrapper(inner)
-    train_steps(model, sgd(model), case, rank, world_size)
-    assert_same_state(model.state_dict(), train(case, world_size).state, 0.0, 1e-12)
+    assert_trains_alike(case, rank, world_size, model)
 
 
 @on_ranks(2)
@@ -205,14 +196,6 @@ def test_no_parameters(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_policy_that_matches_nothing(rank: int, world_size: int) -> None:
-    policy = ModuleWrapPolicy({nn.Conv2d})
-    with rank_0_warns(rank, "Conv2d"):
-        model = ShardedWrapper(Mlp(), auto_wrap_policy=policy)
-    assert flatshard.sharded_modules(model) == [model]
-
-
-@on_ranks(2)
 def test_bad_arguments(rank: int, world_size: int) -> None:
     """Refused before any communication, so that no rank waits for another."""
     expected: list[tuple[dict[str, object], type[Exception], str]] = [
@@ -233,11 +216,17 @@ def test_bad_arguments(rank: int, world_size: int) -> None:
     for keywords, error, match in expected:
         with naming(keywords), pytest.raises(error, match=match):
             ShardedWrapper(Mlp(), **keywords)
-    with pytest.raises(TypeError, match="Module"):
-        ShardedWrapper([Mlp()])
     wrapped = nn.parallel.DistributedDataParallel(Mlp())
-    with pytest.raises(ValueError, match=r"'0' is a DistributedDataParallel.*its \.module"):
-        ShardedWrapper(nn.Sequential(wrapped))
+    with allow_warnings(message="Lazy modules"):
+        lazy = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+    modules: list[tuple[Any, type[Exception], str]] = [
+        ([Mlp()], TypeError, "Module"),
+        (nn.Sequential(wrapped), ValueError, r"'0' is a DistributedDataParallel.*its \.module"),
+        (lazy, ValueError, r"1\.weight"),
+    ]
+    for module, error, match in modules:
+        with naming(match), pytest.raises(error, match=match):
+            ShardedWrapper(module)
 
 
 # ---------------------------------------------------------------- warnings that are errors

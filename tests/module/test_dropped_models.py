@@ -28,13 +28,8 @@ from tests.ways import BASIC, WAYS
 
 def _wrapped(collectives: str, policy: Any = "auto", **keywords: str) -> ShardedWrapper:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
-    return ShardedWrapper(
-        nn.Sequential(*layers),
-        auto_wrap_policy=policy,
-        coalesce_bytes=0,
-        collectives=collectives,
-        **keywords,
-    )
+    settings = {"auto_wrap_policy": policy, "collectives": collectives, **keywords}
+    return ShardedWrapper(nn.Sequential(*layers), coalesce_bytes=0, **settings)
 
 
 def _settle(count: Callable[[], Counter[str]]) -> Counter[str]:

@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -37,11 +36,9 @@ class Part(nn.Module):
             self.register_buffer(f"slope{index}", slope.double() * (-1) ** index)
 
     def forward(self, x: Tensor) -> Tensor:
-        terms = [
-            (weight.double() * getattr(self, f"slope{index}")).sum()
-            for index, weight in enumerate(self.weights)
-        ]
-        return x * sum(terms)
+        slopes = (getattr(self, f"slope{index}") for index in range(len(self.weights)))
+        pairs = zip(self.weights, slopes, strict=True)
+        return x * sum((weight.double() * slope).sum() for weight, slope in pairs)
 
 
 class Parts(nn.Module):
@@ -59,20 +56,21 @@ class Parts(nn.Module):
         return self.single(x) + self.mixed(x) + self.low(x)
 
 
+def _wrapped(way: str) -> ShardedWrapper:
+    policy = ModuleWrapPolicy((Part,))
+    return ShardedWrapper(Parts(), auto_wrap_policy=policy, **WAYS[way].keywords)
+
+
 class Pair:
     """The same model, plain and wrapped in one of the ways, on the same rows."""
 
     def __init__(self, rank: int, world_size: int, way: str) -> None:
         self.rank, self.world_size = rank, world_size
         self.plain = Parts()
-        model = Parts()
-        self.wrapped = ShardedWrapper(
-            model, auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
-        )
-        for root in (self.plain, model):  # as a user may add one that no unit owns
+        self.wrapped = _wrapped(way)
+        for root in (self.plain, self.wrapped.module):  # as a user may add one that no unit owns
             param = nn.Parameter(torch.ones(3), requires_grad=False)
             root.register_parameter("plain", param)
-        self.models = {"plain": self.plain, "wrapped": self.wrapped}
         self._start = {name: value.clone() for name, value in self.plain.state_dict().items()}
 
     @property
@@ -132,10 +130,8 @@ def test_method(rank: int, world_size: int, way: str) -> None:
     for order in ORDERS:
         with naming(f"order {order}"):
             pair.backward()
-            params = list(pair.plain.parameters())
-            max_norm = 0.3 * float(
-                nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], order)
-            )
+            params = [param for param in pair.plain.parameters() if param.grad is not None]
+            max_norm = 0.3 * float(nn.utils.get_total_norm([one.grad for one in params], order))
             expected = nn.utils.clip_grad_norm_(params, max_norm, order)
             with collectives.record() as events:
                 actual = pair.wrapped.clip_grad_norm_(max_norm, order)
@@ -151,11 +147,11 @@ def test_torch_functions(rank: int, world_size: int, way: str) -> None:
         for order in ORDERS:
             with naming(f"order {order}, foreach={foreach}"):
                 pair.backward()
-                norms = [
-                    nn.utils.clip_grad_norm_(m.parameters(), 3.0, order, False, foreach)
-                    for m in pair.both
-                ]
-                _assert_close(norms[1], norms[0])
+                arguments = 3.0, order, False, foreach
+                plain, wrapped = (
+                    nn.utils.clip_grad_norm_(one.parameters(), *arguments) for one in pair.both
+                )
+                _assert_close(wrapped, plain)
                 pair.assert_same_gradients()
         with naming(f"value, foreach={foreach}"):
             pair.backward()
@@ -190,11 +186,8 @@ def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
             _assert_close(total, expected)
             if not expected.isfinite():
                 pair.backward()
-                clips: tuple[Callable[..., Any], ...] = (
-                    lambda *args: nn.utils.clip_grad_norm_(pair.wrapped.parameters(), *args),
-                    pair.wrapped.clip_grad_norm_,
-                )
-                for clip in clips:
+                clip_all = partial(nn.utils.clip_grad_norm_, list(pair.wrapped.parameters()))
+                for clip in (clip_all, pair.wrapped.clip_grad_norm_):
                     with pytest.raises(RuntimeError, match=r"norm of order .* is non-finite"):
                         clip(1.0, order, True)
 
@@ -204,17 +197,14 @@ def test_not_finite(rank: int, world_size: int, way: str, value: float) -> None:
 
 @on_ranks_each_way(2)
 def test_not_reduced(rank: int, world_size: int, way: str) -> None:
-    model = ShardedWrapper(
-        Parts(), auto_wrap_policy=ModuleWrapPolicy((Part,)), **WAYS[way].keywords
-    )
+    model = _wrapped(way)
     x = torch.ones(2, dtype=torch.float64)
     with model.no_sync():
         model(x).sum().backward()
         # A reduction here would leave the ranks waiting for each other.
-        with pytest.raises(RuntimeError, match=r"unit 'single', rank 0: .*no_sync"):
-            model.clip_grad_norm_(1.0)
-        with pytest.raises(RuntimeError, match=r"unit 'mixed', rank 0: .*no_sync"):
-            model.module.mixed.clip_grad_norm_(1.0)
+        for one, name in ((model, "single"), (model.module.mixed, "mixed")):
+            with pytest.raises(RuntimeError, match=rf"unit '{name}', rank 0: .*no_sync"):
+                one.clip_grad_norm_(1.0)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         for foreach in (True, False):
             if isinstance(grads[0], FlatShardTensor):

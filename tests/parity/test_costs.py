@@ -31,6 +31,7 @@ from tests.harness import run_ranks
 WORLD, PER_NODE = 4, 2
 WIDTH, DEPTH, MICRO_BATCHES = 96, 4, 2
 ROWS, LENGTH, VOCABULARY, HEADS = 2, 16, 512, 4
+SIZES = WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY
 
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {"sharding_strategy": name} for name in ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP")},
@@ -56,12 +57,8 @@ class Job:
     def __init__(self, keywords: dict[str, Any]) -> None:
         torch.manual_seed(0)
         # One unit for each block, which are so small that they would be coalesced.
-        self.model = ShardedWrapper(
-            Transformer(WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            coalesce_bytes=0,
-            **keywords,
-        )
+        model, policy = Transformer(*SIZES), ModuleWrapPolicy({Block})
+        self.model = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.seed = 100 * dist.get_rank()
 
@@ -92,18 +89,18 @@ class Job:
 
 
 def traffic(job: Job, micro_batches: int, mode: str) -> dict[str, Any]:
-    """Number and volume of a step's collectives by (group, kind), and its control messages."""
+    """Number and volume of a step's collectives by group and kind, and its control messages."""
     with record() as events:
         job.accumulate(micro_batches, mode)
-    flow: dict[tuple[str, str], tuple[int, float]] = {}
+    flow: dict[str, tuple[int, float]] = {}
     control = [event.nbytes for event in events if event.kind not in WEIGHTS]
     for event in events:
         if event.kind in WEIGHTS:
             nodes = {rank // PER_NODE for rank in event.ranks}
             group = "all" if len(event.ranks) == WORLD else "node" if len(nodes) == 1 else "across"
-            count, volume = flow.get((group, event.kind), (0, 0))
-            more = WEIGHTS[event.kind] * event.nbytes
-            flow[group, event.kind] = count + 1, volume + more
+            key = f"{group} {event.kind}"
+            count, volume = flow.get(key, (0, 0))
+            flow[key] = count + 1, volume + WEIGHTS[event.kind] * event.nbytes
     return {"micro_batches": micro_batches, "mode": mode, "flow": flow, "control": control}
 
 
@@ -149,12 +146,8 @@ def gathered(handles: list[Any]) -> dict[str, int]:
     # If the shard itself is the unsharded buffer, `buffer_bytes` is 0, and the buffer does not
     # count.
     buffers = [handle.buffer.untyped_storage() for handle in handles if handle.buffer_bytes]
-    return {
-        "gathered": sum(storage.nbytes() for storage in buffers),
-        "secondary": sum(
-            handle.gather.secondary.nbytes for handle in handles if handle.gather.secondary
-        ),
-    }
+    secondary = sum(one.gather.secondary.nbytes for one in handles if one.gather.secondary)
+    return {"gathered": sum(one.nbytes() for one in buffers), "secondary": secondary}
 
 
 def all_tensors() -> int:
@@ -244,7 +237,7 @@ def accumulated(job: Job, max_bytes: int) -> dict[str, int]:
 def measure(rank: int, world_size: int) -> dict[str, Any]:
     """Figures of all strategies."""
     os.environ["LOCAL_WORLD_SIZE"] = str(PER_NODE)
-    model = Transformer(WIDTH, DEPTH, HEADS, LENGTH, VOCABULARY)
+    model = Transformer(*SIZES)
     psi, block = bytes_of(model.parameters()), bytes_of(model.blocks[0].parameters())
     sizes = {"psi": psi, "root": psi - DEPTH * block, "block": block}
     del model
@@ -287,43 +280,32 @@ Coefficients = tuple[int, float, float]
 
 # Five units. Number of collectives, and their volume: so many Psi, so many times the root's part.
 # An all-reduce of x bytes moves 2 x.
-ONE_STEP: dict[str, dict[tuple[str, str], Coefficients]] = {
-    "NO_SHARD": {("all", "all_reduce"): (5, 2, 0)},
-    "SHARD_OP": {("all", "gather"): (5, 1, 0), ("all", "reduce"): (5, 1, 0)},
-    "SHARD_GRAD_OP": {("all", "gather"): (5, 1, 0), ("all", "reduce"): (5, 1, 0)},
-    "FULL_SHARD": {("all", "gather"): (9, 2, -1), ("all", "reduce"): (5, 1, 0)},
-    "FULL_SHARD, k=2": {
-        ("all", "gather"): (5, 1, 0),
-        ("node", "gather"): (4, 1, -1),
-        ("all", "reduce"): (5, 1, 0),
-    },
-    "HYBRID_SHARD": {
-        ("node", "gather"): (9, 2, -1),
-        ("node", "reduce"): (5, 1, 0),
-        ("across", "all_reduce"): (5, 1, 0),
-    },
-    "HYBRID_SHARD_ZERO2": {
-        ("node", "gather"): (5, 1, 0),
-        ("node", "reduce"): (5, 1, 0),
-        ("across", "all_reduce"): (5, 1, 0),
-    },
+ONCE, HALF, AGAIN = (5, 1, 0), (5, 0.5, 0), (9, 2, -1)  # backward gathers again, but not the root
+ONE_STEP: dict[str, dict[str, Coefficients]] = {
+    "NO_SHARD": {"all all_reduce": (5, 2, 0)},
+    "SHARD_OP": {"all gather": ONCE, "all reduce": ONCE},
+    "SHARD_GRAD_OP": {"all gather": ONCE, "all reduce": ONCE},
+    "FULL_SHARD": {"all gather": AGAIN, "all reduce": ONCE},
+    "FULL_SHARD, k=2": {"all gather": ONCE, "node gather": (4, 1, -1), "all reduce": ONCE},
+    "HYBRID_SHARD": {"node gather": AGAIN, "node reduce": ONCE, "across all_reduce": ONCE},
+    "HYBRID_SHARD_ZERO2": {"node gather": ONCE, "node reduce": ONCE, "across all_reduce": ONCE},
     "HYBRID_SHARD_OP": {
-        ("node", "gather"): (9, 2, -1),
-        ("node", "reduce"): (5, 1, 0),
-        ("across", "gather"): (5, 0.5, 0),
-        ("across", "reduce"): (5, 0.5, 0),
+        "node gather": AGAIN,
+        "node reduce": ONCE,
+        "across gather": HALF,
+        "across reduce": HALF,
     },
 }
 
 # Which collectives of a step with several micro-batches are not several times as many.
-ONCE = {"SHARD_OP": [("all", "gather")], "HYBRID_SHARD_OP": [("across", "gather")]}
+NOT_AGAIN = {"SHARD_OP": "all gather", "HYBRID_SHARD_OP": "across gather"}
 
 
-def _times(name: str, key: tuple[str, str], mode: str) -> int:
+def _times(name: str, key: str, mode: str) -> int:
     """How often several micro-batches make the collectives of ``ONE_STEP``."""
-    group, kind = key
-    if key in ONCE.get(name, []):
+    if key == NOT_AGAIN.get(name):
         return 1
+    group, kind = key.split()
     is_in_each = kind == "gather" or mode == "each" or (mode == "replicas" and group == "node")
     return MICRO_BATCHES if is_in_each else 1
 

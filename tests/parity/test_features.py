@@ -192,11 +192,11 @@ def safetensors(model: Any, optimizer: Any) -> Callable[[], object]:
 
 
 def sharded_dict(model: Any, optimizer: Any) -> Callable[[], object]:
-    dcp.save({"model": model.sharded_state_dict()}, checkpoint_id="dcp")
+    dcp.save(model.sharded_state_dict(), checkpoint_id="dcp")
 
     def load() -> None:
         sharded = model.sharded_state_dict()
-        dcp.load({"model": sharded}, checkpoint_id="dcp")
+        dcp.load(sharded, checkpoint_id="dcp")
         model.load_state_dict(sharded)
 
     return load
@@ -246,6 +246,7 @@ class Feature:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+KEEPS = ("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 REPLICAS = ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT8 = MixedPrecision(gather_dtype=torch.float8_e4m3fn)
@@ -270,8 +271,7 @@ FEATURES = {
     "`reshard_after_forward=2`": F(
         keywords={"reshard_after_forward": 2},
         refused={
-            **dict.fromkeys(("NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP"), "never reshards"),
-            "HYBRID_SHARD_ZERO2": "never reshards",
+            **dict.fromkeys(KEEPS, "never reshards"),
             "HYBRID_SHARD_OP": "always shards parameters over the ranks of a node",
         },
     ),
@@ -317,14 +317,12 @@ def trial(rank: int, world_size: int, name: str, strategy: str, folder: str) -> 
             keywords, rank = {"device_mesh": mesh}, mesh.get_local_rank()
         torch.manual_seed(0)
         policy = ModuleWrapPolicy({Block})
-        sharded = ShardedWrapper(
-            model, sharding_strategy=strategy, auto_wrap_policy=policy, coalesce_bytes=0, **keywords
-        )
+        keywords = {**keywords, "sharding_strategy": strategy, "auto_wrap_policy": policy}
+        sharded = ShardedWrapper(model, coalesce_bytes=0, **keywords)
         feature.loop(sharded, sgd(sharded), rank)
         found = sharded.state_dict()
-        other = nn.parallel.DistributedDataParallel(
-            build(drops=drops), find_unused_parameters=drops
-        )
+        plain = build(drops=drops)
+        other = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=drops)
         feature.loop(other, sgd(other), rank)
     expected = other.module.state_dict()
     assert list(found) == list(expected)

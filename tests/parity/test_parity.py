@@ -13,16 +13,7 @@ from flatshard.wrap import size_based_auto_wrap_policy
 from tests.combinations import diagonal, every
 from tests.harness import naming, run_ranks
 from tests.models import CASES
-from tests.oracle import (
-    OPTIMIZERS,
-    Trained,
-    assert_same_state,
-    snapshot,
-    train,
-    train_rank_by_rank,
-    train_steps,
-    trainable,
-)
+from tests.oracle import OPTIMIZERS, Trained, assert_same, snapshot, train, train_steps, trainable
 
 # Hybrid ones on one node are the same; test_strategies has nodes.
 STRATEGIES = [strategy.name for strategy in ShardingStrategy if not strategy.placement.hybrid]
@@ -78,13 +69,11 @@ def _train_each(rank: int, world_size: int, configs: list[Config]) -> list[Train
         case = CASES[config.case]
         keywords: dict[str, Any] = {"coalesce_bytes": 0} if number % 2 else {}
         if config.min_unit_numel is not None:
-            keywords["auto_wrap_policy"] = functools.partial(
-                size_based_auto_wrap_policy, min_num_params=config.min_unit_numel
-            )
+            numel = {"min_num_params": config.min_unit_numel}
+            keywords["auto_wrap_policy"] = functools.partial(size_based_auto_wrap_policy, **numel)
         with naming(config):
-            model = case.wrap(
-                case.model(config.dtype), sharding_strategy=config.strategy, **keywords
-            )
+            keywords["sharding_strategy"] = config.strategy
+            model = case.wrap(case.model(config.dtype), **keywords)
             optimizer = OPTIMIZERS[config.optimizer](trainable(model))
             losses = train_steps(model, optimizer, case, rank, world_size, dtype=config.dtype)
             results.append(Trained(snapshot(model), losses))
@@ -100,7 +89,7 @@ def test_same_as_one_process(world_size: int) -> None:
         expected = train(case, world_size, config.optimizer, dtype=config.dtype)
         tolerance = TOLERANCE[config.optimizer] if config.dtype == torch.float64 else 1e-6
         with naming(config):
-            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=tolerance)
+            assert_same(results[0].state, expected.state, rtol=0.0, atol=tolerance)
             losses = pytest.approx(expected.losses, rel=1e-6, abs=tolerance)
             assert _mean_losses(results) == losses
             # Buffers are each rank's own after a forward, as under DDP; parameters everybody's.
@@ -110,13 +99,8 @@ def test_same_as_one_process(world_size: int) -> None:
                     assert torch.equal(result.state[name], results[0].state[name]), name
 
 
-BITWISE = diagonal(
-    4,
-    ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"],
-    [1, 2],
-    STRATEGIES,
-    [torch.float64, torch.float32],
-)
+NAMES = ["mlp", "cnn", "cnn-channels-last", "tied-in-unit", "batch-norm", "dropout"]
+BITWISE = diagonal(4, NAMES, [1, 2], STRATEGIES, [torch.float64, torch.float32])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -130,8 +114,8 @@ def test_bitwise(world_size: int) -> None:
     found = run_ranks(_train_each, world_size, configs, timeout=200)
     for config, *results in zip(configs, *found, strict=True):
         with naming(config):
-            expected = train_rank_by_rank(CASES[config.case], world_size, dtype=config.dtype)
-            assert_same_state(results[0].state, expected.state, rtol=0.0, atol=0.0)
+            expected = train(CASES[config.case], world_size, dtype=config.dtype, by_rank=True)
+            assert_same(results[0].state, expected.state, rtol=0.0, atol=0.0)
             assert _mean_losses(results) == expected.losses
 
 

@@ -24,23 +24,15 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatshard import CPUOffload, ShardedWrapper
+from flatshard import CPUOffload, ShardedWrapper, ShardingStrategy
 from flatshard import wrap as policies
 from flatshard.options.extras import default_extra
 from tests.combinations import THOROUGH
 from tests.harness import RankError, allow_warnings, run_ranks
+from tests.oracle import set_buffers, snapshot
 from tests.outcomes import PATIENCE, Cell
-from tests.parity.random_models import (
-    BOXES,
-    BUFFERED,
-    LEAVES,
-    WIDTH,
-    Box,
-    Json,
-    Leaf,
-    build,
-    kinds_in,
-)
+from tests.parity import random_models
+from tests.parity.random_models import BOXES, BUFFERED, LEAVES, WIDTH, Box, Json, Leaf, kinds_in
 
 CASES = int(os.environ.get("CASES", 100 if THOROUGH else 8))
 ROWS, STEPS = 3, 3
@@ -63,22 +55,25 @@ def _trees() -> st.SearchStrategy[list[Json]]:
 CHOICES: dict[str, list[Any]] = {
     "world": [1, 2, 3, 4],
     "policy": ["none", *AUTO, "marked", "leaves", "layers", "boxes", "size", "all"],
-    "strategy": [
-        *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_OP"),
-        *("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OP"),
-    ],
+    "sharding_strategy": [one.name for one in ShardingStrategy],
     "per_node": [1, 2, 3, 4],
-    "regather": [None, None, True, False, 2],
-    "coalesce": [0, None, 300],
+    "reshard_after_forward": [None, None, True, False, 2],
+    "coalesce_bytes": [0, None, 300],
     "boundary": ["element", "element", "row", "tensor", 3, 8],
     "backward_prefetch": ["AUTO", "BACKWARD_PRE", "BACKWARD_POST", None],
     "forward_prefetch": [None, False],
     "collectives": ["auto", "sockets", "native"],
     "accumulate": [1, 2, 3],
     "optimizer": ["sgd", "adamw"],
-    **{name: [False, False, True] for name in ("in_backward", "offload", "divergence", "uneven")},
+    **{name: [False, False, True] for name in ("allow_divergence", "in_backward", "offload")},
     **{name: [False, True] for name in ("clip", "eval", "input_grad")},
+    "uneven": [False, False, True],
 }
+KEYWORDS = (
+    *("sharding_strategy", "reshard_after_forward", "coalesce_bytes", "boundary", "collectives"),
+    *("backward_prefetch", "forward_prefetch", "allow_divergence"),
+)
+"""Choices that are keywords of the wrapper."""
 
 
 def _sound(case: Json) -> Json:
@@ -88,21 +83,20 @@ def _sound(case: Json) -> Json:
     while case["world"] % case["per_node"]:
         case["per_node"] -= 1
     if "by_rank" in kinds_in(case["tree"]):
-        case["divergence"] = True
+        case["allow_divergence"] = True
         if "reader" in kinds_in(case["tree"]):
             case["collectives"] = "auto"  # finds a collective on only some ranks at once
-    if case["regather"] == 2 and case["world"] not in (2, 4):
-        case["regather"] = None
-    if case["strategy"] != "FULL_SHARD":
-        case["regather"] = None
+    may_regather = case["reshard_after_forward"] != 2 or case["world"] in (2, 4)
+    if case["sharding_strategy"] != "FULL_SHARD" or not may_regather:
+        case["reshard_after_forward"] = None
     # Under join(), buffers may come from another rank than in the unwrapped model, and join()
     # refuses the other kinds.
     case["uneven"] &= not (BUFFERED | {"by_rank", "reader"}) & kinds_in(case["tree"])
     if case["uneven"]:
-        case["eval"], case["in_backward"], case["divergence"] = False, False, False
-        case["accumulate"], case["regather"] = 1, None
-        if case["strategy"] == "HYBRID_SHARD_OP":
-            case["strategy"] = "HYBRID_SHARD"
+        case["eval"], case["in_backward"], case["allow_divergence"] = False, False, False
+        case["accumulate"], case["reshard_after_forward"] = 1, None
+        if case["sharding_strategy"] == "HYBRID_SHARD_OP":
+            case["sharding_strategy"] = "HYBRID_SHARD"
     if case["in_backward"]:
         case["clip"], case["accumulate"] = False, 1
     return case
@@ -139,7 +133,7 @@ def set_step(model: nn.Module, step: int, rank: int) -> None:
 
 def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Train the unwrapped model in one process, rank by rank; returns losses and state dict."""
-    model = build(case)
+    model = random_models.build(case)
     optimizer = optimizer_of(case, model.parameters())
     buffers = [_buffers(model) for _ in range(case["world"])]
     losses, evaluated = [], []
@@ -152,31 +146,25 @@ def expected(case: Json) -> tuple[list[float], dict[str, Tensor]]:
             for rank in range(case["world"]):
                 if step >= steps_of(case, rank):
                     continue
-                _set_buffers(model, buffers[rank])
+                set_buffers(model, buffers[rank])
                 x, y = batches(case, rank, step * 3 + part)
                 set_step(model, step, rank)
                 loss = (model(x) - y).square().mean() / case["world"]
                 loss.backward()
                 total += loss.item()
                 buffers[rank] = _buffers(model)
-        _set_buffers(model, buffers[0])
+        set_buffers(model, buffers[0])
         if case["clip"]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(total)
         if case["eval"]:
             evaluated.append(_evaluate(model, case))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return [*losses, *evaluated], state
+    return [*losses, *evaluated], snapshot(model)
 
 
 def _buffers(model: nn.Module) -> list[Tensor]:
     return [buffer.clone() for buffer in model.buffers()]
-
-
-def _set_buffers(model: nn.Module, values: list[Tensor]) -> None:
-    for buffer, value in zip(model.buffers(), values, strict=True):
-        buffer.copy_(value)
 
 
 def _evaluate(model: nn.Module, case: Json) -> float:
@@ -200,29 +188,16 @@ def wrap(case: Json, model: nn.Module) -> nn.Module:
     elif case["policy"] == "marked":
         policy = policies.CustomPolicy(lambda module: getattr(module, "is_unit", False))
     os.environ["LOCAL_WORLD_SIZE"] = str(case["per_node"])
-    return ShardedWrapper(
-        model,
-        auto_wrap_policy=policy,
-        sharding_strategy=case["strategy"],
-        reshard_after_forward=case["regather"],
-        coalesce_bytes=case["coalesce"],
-        boundary=case["boundary"],
-        backward_prefetch=case["backward_prefetch"],
-        forward_prefetch=case["forward_prefetch"],
-        collectives=case["collectives"],
-        allow_divergence=case["divergence"],
-        cpu_offload=CPUOffload(offload_params=True) if case["offload"] else None,
-    )
+    keywords = {name: case[name] for name in KEYWORDS}
+    if case["offload"]:
+        keywords["cpu_offload"] = CPUOffload(offload_params=True)
+    return ShardedWrapper(model, auto_wrap_policy=policy, **keywords)
 
 
+@allow_warnings()
 def train(rank: int, _: int, case: Json) -> tuple[list[float], dict[str, Tensor]]:
     """Train the sharded model on this rank; returns losses and state dict."""
-    with allow_warnings():
-        return _train(rank, case)
-
-
-def _train(rank: int, case: Json) -> tuple[list[float], dict[str, Tensor]]:
-    model = wrap(case, build(case))
+    model = wrap(case, random_models.build(case))
     optimizer = optimizer_of(case, model.parameters())
     if case["in_backward"]:
         model.step_in_backward(optimizer)
@@ -244,8 +219,7 @@ def _train(rank: int, case: Json) -> tuple[list[float], dict[str, Tensor]]:
             if case["eval"]:
                 evaluated.append(_evaluate(model, case))
     dist.all_reduce(totals)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return [*totals.tolist(), *evaluated], state
+    return [*totals.tolist(), *evaluated], snapshot(model)
 
 
 # ---------------------------------------------------------------- verdicts

@@ -146,13 +146,12 @@ def _after_another_backward(one: Program, error: BaseException) -> None:
 
 
 def _in_a_hook(one: Program, error: BaseException) -> None:
-    with contextlib.closing(_Removed(one.model.first.up.bias.register_hook(_raising(error)))):
+    with one.model.first.up.bias.register_hook(_raising(error)):  # removes it in the end
         one.loss().backward()
 
 
 def _in_a_post_hook(one: Program, error: BaseException) -> None:
-    register = one.model.second.up.bias.register_post_accumulate_grad_hook
-    with contextlib.closing(_Removed(register(_raising(error)))):
+    with one.model.second.up.bias.register_post_accumulate_grad_hook(_raising(error)):
         one.loss().backward()
 
 
@@ -169,20 +168,9 @@ def _in_step(one: Program, error: BaseException) -> None:
     one.optimizer.step()
 
 
-class _Removed:
-    def __init__(self, handle: Any) -> None:
-        self.close = handle.remove
-
-
 FAILURES: list[Callable[[Program, BaseException], None]] = [
-    _in_backward,
-    _in_forward,
-    _in_step,
-    _in_recomputation,
-    _in_a_hook,
-    _in_a_unit,
-    _after_another_backward,
-    _in_a_post_hook,
+    *(_in_backward, _in_forward, _in_step, _in_recomputation, _in_a_hook, _in_a_unit),
+    *(_after_another_backward, _in_a_post_hook),
 ]
 
 
@@ -200,7 +188,7 @@ def _caught(one: Program, kind: type[BaseException]) -> Iterator[list[BaseExcept
 # ---------------------------------------------------------------- what the program does next
 
 
-def _lists(one: Program) -> object:
+def _lists(one: Program) -> None:
     names = [name for name, _ in one.model.named_parameters()]
     listed = [
         list(one.model.parameters()),
@@ -211,45 +199,39 @@ def _lists(one: Program) -> object:
     for found in listed:
         assert [*map(id, found)] == [*map(id, one.params)]
     assert {*map(id, one.optimizer.state)} == {*map(id, one.params)}
-    return None
 
 
 def _reads(one: Program) -> object:
     return torch.stack([param.detach().norm() for param in one.model.parameters()])
 
 
-def _writes(one: Program) -> object:
+def _writes(one: Program) -> None:
     with torch.no_grad():
         one.block.up.weight.mul_(2)
     one.model.scale.data.add_(1)
     nn.init.constant_(one.model.first.down.bias, 0.3)
-    return None
 
 
-def _assigns(one: Program) -> object:
+def _assigns(one: Program) -> None:
     for param, old in zip(one.model.parameters(), one.backup, strict=True):
         param.data = old.clone()
-    return None
 
 
-def _makes_an_optimizer(one: Program) -> object:
+def _makes_an_optimizer(one: Program) -> None:
     groups = [{"params": group["params"]} for group in one.optimizer.param_groups]
     one.optimizer.zero_grad()
     one.optimizer = _Sgd(groups, lr=0.3)
-    return None
 
 
-def _freezes(one: Program) -> object:
+def _freezes(one: Program) -> None:
     one.block.up.weight.requires_grad_(False)
     one.model.scale.requires_grad_(False)
-    return None
 
 
-def _converts(one: Program) -> object:
+def _converts(one: Program) -> None:
     one.optimizer.zero_grad()
     one.model.float().double()
     one.optimizer = _Sgd(one.model.parameters(), lr=0.1)
-    return None
 
 
 def _copies(one: Program) -> object:
@@ -257,12 +239,11 @@ def _copies(one: Program) -> object:
     return [value.detach().clone() for value in twin.state_dict().values()]
 
 
-def _loads(one: Program) -> object:
+def _loads(one: Program) -> None:
     names = one.model.state_dict().keys()
     one.model.load_state_dict(dict(zip(names, one.backup, strict=True)))
     part = one.block.state_dict()
     one.model.second.load_state_dict({name: 0.5 * value for name, value in part.items()})
-    return None
 
 
 def _saves(one: Program) -> object:
@@ -289,12 +270,11 @@ def _summons(one: Program) -> object:
         return [param.detach().clone() for param in one.model.parameters()]
 
 
-def _drops_by_groups(one: Program) -> object:
+def _drops_by_groups(one: Program) -> None:
     for group in one.optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
     one.optimizer.step()
-    return None
 
 
 def _evaluates(one: Program) -> object:
@@ -303,20 +283,8 @@ def _evaluates(one: Program) -> object:
 
 
 ACTIONS: list[Callable[[Program], object]] = [
-    _lists,
-    _writes,
-    _makes_an_optimizer,
-    _reads,
-    _freezes,
-    _copies,
-    _loads,
-    _averages,
-    _summons,
-    _converts,
-    _saves,
-    _assigns,
-    _drops_by_groups,
-    _evaluates,
+    *(_lists, _writes, _makes_an_optimizer, _reads, _freezes, _copies, _loads, _averages),
+    *(_summons, _converts, _saves, _assigns, _drops_by_groups, _evaluates),
 ]
 
 

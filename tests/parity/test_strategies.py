@@ -22,13 +22,13 @@ from tests.ways import Keywords
 
 
 def _train_and_compare(
-    rank: int, world_size: int, name: str, wrap: Callable[[Any], ShardedWrapper], steps: int = 3
-) -> Run:
-    case = CASES[name]
+    rank: int, world_size: int, wrap: Callable[[Any], ShardedWrapper]
+) -> tuple[Run, Run]:
+    case = CASES["mlp"]
     sharded = Run(wrap(case), case, rank, world_size)
     plain = Run(case.model(), case, rank, world_size)
     for run in (sharded, plain):
-        run.train(0, steps)
+        run.train(0, 3)
     assert_same_model(sharded, plain)
     state = sharded.model.state_dict()
     bare = case.model()
@@ -36,7 +36,7 @@ def _train_and_compare(
     again = wrap(case)
     again.load_state_dict(snapshot(plain.model))
     assert_same_state(again.state_dict(), snapshot(plain.model), 0.0, 0.0)
-    return sharded
+    return sharded, plain
 
 
 # ---------------------------------------------------------------- where the groups come from
@@ -74,9 +74,8 @@ def test_groups(rank: int, world_size: int) -> None:
     for name, (make, expected) in GROUPS.items():
         wrap = partial(_wrapped_with, make())
         with naming(name):
-            topology = _train_and_compare(
-                rank, world_size, "mlp", wrap
-            ).model._sharded_unit.topology
+            sharded, _ = _train_and_compare(rank, world_size, wrap)
+            topology = sharded.model._sharded_unit.topology
             assert (topology.shard.size, topology.replicate.size) == expected
             assert name != "pair" or topology.shard.ranks == (rank % 2, rank % 2 + 2)
 
@@ -112,14 +111,12 @@ def test_units_of_different_strategies(rank: int, world_size: int) -> None:
         return ShardedWrapper(model, sharding_strategy="HYBRID_SHARD_OP")
 
     for wrap in (by_policy, by_hand):
-        run = _train_and_compare(rank, world_size, "mlp", wrap)
+        run, plain = _train_and_compare(rank, world_size, wrap)
         names = [run.model.get_submodule(name).sharding_strategy.name for name in CHOICES]
         assert names == ["HYBRID_SHARD", "NO_SHARD", "FULL_SHARD"]
         # One norm over units of three groups.
-        run.loss(7).backward()
-        plain = Run(run.case.model(), run.case, rank, world_size)
-        plain.model.load_state_dict(run.model.state_dict())
-        plain.loss(7).backward()
+        for one in (run, plain):
+            one.loss(7).backward()
         expected = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
         actual = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0.0)
@@ -128,49 +125,45 @@ def test_units_of_different_strategies(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- bad input
 
 
+SHARDED, REPLICATED, HYBRID = (
+    {"sharding_strategy": name} for name in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
+)
+
+
 def _model_with(**keywords: Any) -> ShardedWrapper:
     return ShardedWrapper(Mlp(), **keywords)
 
 
 # By the message.
-BAD: dict[str, tuple[Callable[[], Keywords], type[Exception]]] = {
-    "reshard_after_forward=3: expected a divisor of 4": (
-        lambda: {"reshard_after_forward": 3},
-        ValueError,
-    ),
-    r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]": (
-        lambda: {"sharding_strategy": "HYBRID_SHARD"},
-        ValueError,
-    ),
-    "positive number of ranks": (lambda: {"reshard_after_forward": 0}, ValueError),
-    "number of ranks": (lambda: {"reshard_after_forward": "yes"}, TypeError),
-    "NO_SHARD never reshards": (
-        lambda: {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
-        ValueError,
-    ),
-    "is for HYBRID strategies, got FULL_SHARD": (
-        lambda: {**_pair(), "sharding_strategy": "FULL_SHARD"},
-        ValueError,
-    ),
-    "share 4 ranks": (lambda: {"process_group": (dist.group.WORLD,) * 2}, ValueError),
-    "got 3": (lambda: _mesh((2, 2, 1), None), ValueError),
-    "either process_group or device_mesh": (
-        lambda: {**_mesh((4,), None), "process_group": dist.group.WORLD},
-        ValueError,
-    ),
-    "expected a ProcessGroup": (lambda: {"process_group": "world"}, TypeError),
-    "expected a DeviceMesh": (lambda: {"device_mesh": 4}, TypeError),
-    "a pair": (lambda: {"process_group": (None, None, None)}, TypeError),
+VALUE_ERRORS: dict[str, Callable[[], Keywords]] = {
+    "reshard_after_forward=3: expected a divisor of 4": lambda: {"reshard_after_forward": 3},
+    r"equally many ranks on every node, but with LOCAL_WORLD_SIZE=3 .* \[3, 1\]": lambda: HYBRID,
+    "positive number of ranks": lambda: {"reshard_after_forward": 0},
+    "NO_SHARD never reshards": lambda: {**REPLICATED, "reshard_after_forward": True},
+    "is for HYBRID strategies, got FULL_SHARD": lambda: {**_pair(), **SHARDED},
+    "share 4 ranks": lambda: {"process_group": (dist.group.WORLD,) * 2},
+    "got 3": lambda: _mesh((2, 2, 1), None),
+    "either process_group or device_mesh": lambda: {
+        **_mesh((4,), None),
+        "process_group": dist.group.WORLD,
+    },
+}
+TYPE_ERRORS: dict[str, Callable[[], Keywords]] = {
+    "number of ranks": lambda: {"reshard_after_forward": "yes"},
+    "expected a ProcessGroup": lambda: {"process_group": "world"},
+    "expected a DeviceMesh": lambda: {"device_mesh": 4},
+    "a pair": lambda: {"process_group": (None, None, None)},
 }
 
 
 @on_ranks(4)
 def test_bad_input(rank: int, world_size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    for message, (make, error) in BAD.items():
-        keywords = make()
-        with naming(message), pytest.raises(error, match=message):
-            _model_with(**keywords)
+    for error, table in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)):
+        for message, make in table.items():
+            keywords = make()
+            with naming(message), pytest.raises(error, match=message):
+                _model_with(**keywords)
 
 
 @on_ranks(4)
@@ -190,30 +183,22 @@ def test_groups_that_make_no_grid(rank: int, world_size: int) -> None:
 def test_hybrid_without_nodes(rank: int, world_size: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
     for tasks in ({}, {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "1"}):  # of a job's shell
-        with mock.patch.dict(os.environ, tasks):
-            with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set"):
-                _model_with(sharding_strategy="HYBRID_SHARD")
-    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    with mock.patch.dict(os.environ, tasks):
-        _model_with(sharding_strategy="HYBRID_SHARD")
+        refused = pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE\s+is not set")
+        with mock.patch.dict(os.environ, tasks), refused:
+            _model_with(**HYBRID)
+    with mock.patch.dict(os.environ, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="1"):
+        _model_with(**HYBRID)
 
 
 @on_ranks(3)
 def test_nodes_of_different_sizes(rank: int, world_size: int) -> None:
     """Two ranks on one node and one on another: only strategies that go by nodes mind."""
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
-    for strategy in ("NO_SHARD", "FULL_SHARD"):
-        keywords = {"sharding_strategy": strategy}
-        _train_and_compare(
-            rank,
-            world_size,
-            "mlp",
-            lambda case, keywords=keywords: case.wrap(case.model(), **keywords),
-        )
-    with pytest.raises(
-        ValueError, match=r"2 ranks per node.* on rank 0, .*1 ranks per node.* on rank 2"
-    ):
-        _model_with(sharding_strategy="HYBRID_SHARD")
+    for keywords in (REPLICATED, SHARDED):
+        _train_and_compare(rank, world_size, partial(_wrapped_with, keywords))
+    expected = r"2 ranks per node.* on rank 0, .*1 ranks per node.* on rank 2"
+    with pytest.raises(ValueError, match=expected):
+        _model_with(**HYBRID)
 
 
 class _Impatient(nn.Module):

@@ -5,13 +5,15 @@ copies, casts their gradients to the reduce dtype, averages, and steps the maste
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flatshard import ShardedWrapper, collectives
+from flatshard import collectives
+from flatshard.module.wrappers import handles_in
 from tests.harness import allow_warnings
 from tests.models import Case, loss_of, vectors
 from tests.oracle import ROWS, assert_same_state, snapshot
@@ -26,31 +28,44 @@ def momentum_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+@dataclass(frozen=True)
+class Training:
+    """How a plain model with masters, and the wrapped one, are trained on two ranks.
+
+    Attributes:
+        grad_dtype: of the parameters' gradients; None: the parameters' own.
+    """
+
+    steps: int = 3
+    optimizer_of: OptimizerOf = momentum_sgd
+    grad_dtype: torch.dtype | None = None
+    autocast: bool = False
+
+
+USUAL = Training()
+WORLD = 2
+
+
+def always(dtype: torch.dtype) -> DtypeOf:
+    return lambda name: dtype
+
+
 def trained_by_hand(
-    case: Case,
-    model: nn.Module,
-    dtype_of: DtypeOf,
-    reduce_dtype_of: DtypeOf,
-    *,
-    steps: int,
-    world_size: int = 2,
-    optimizer_of: OptimizerOf = momentum_sgd,
-    keeps: bool = False,
-    autocast: bool = False,
+    case: Case, model: nn.Module, dtype_of: DtypeOf, reduce_dtype_of: DtypeOf, how: Training = USUAL
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Train ``model`` with masters; returns its state, and an output in evaluation after that."""
     masters = dict(model.named_parameters())
-    optimizer = optimizer_of(masters.values())
+    optimizer = how.optimizer_of(masters.values())
     first = dtype_of(next(iter(masters)))
-    for step in range(steps):
+    for step in range(how.steps):
         sums: dict[str, Tensor] = {}
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         after: dict[str, Tensor] = {}
-        for rank in range(world_size):
+        for rank in range(WORLD):
             copies = _cast(masters, dtype_of)
             buffers = {name: buffer.clone() for name, buffer in before.items()}
-            inputs, target = rows_of(case, step, rank, world_size)
-            with torch.autocast("cpu", BF16, enabled=autocast):
+            inputs, target = rows_of(case, step, rank)
+            with torch.autocast("cpu", BF16, enabled=how.autocast):
                 output = functional_call(model, {**copies, **buffers}, _float_to(inputs, first))
                 loss = loss_of_rows(output, target)
             loss.backward()
@@ -63,12 +78,10 @@ def trained_by_hand(
         for name, buffer in model.named_buffers():
             buffer.copy_(after[name])
         for name, master in masters.items():
-            grad = (sums[name] / world_size).to(reduce_dtype_of(name) if keeps else master.dtype)
-            if keeps:
-                master.grad_dtype = grad.dtype
-            master.grad = grad
+            master.grad_dtype = how.grad_dtype or master.dtype
+            master.grad = (sums[name] / WORLD).to(master.grad_dtype)
         optimizer.step()
-    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=how.autocast):
         model.eval()
         inputs, _ = case.batch(100, 3, FP32)
         output = functional_call(model, _cast(masters, dtype_of), _float_to(inputs, first))
@@ -86,52 +99,37 @@ def _float_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def rows_of(case: Case, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    inputs, target = case.batch(step, ROWS * world_size, FP32)
-    return inputs.chunk(world_size)[rank], target.chunk(world_size)[rank]
+def rows_of(case: Case, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    inputs, target = case.batch(step, ROWS * WORLD, FP32)
+    return inputs.chunk(WORLD)[rank], target.chunk(WORLD)[rank]
 
 
 def loss_of_rows(output: Tensor, target: Tensor) -> Tensor:
     return loss_of(output.float(), target)
 
 
-def handles_of(model: nn.Module) -> list[Any]:
-    units = (one._sharded_unit for one in ShardedWrapper.fsdp_modules(model))
-    return list(dict.fromkeys(h for unit in units for h in unit.handles))  # modules share units
-
-
 def trained(
-    case: Case,
-    model: nn.Module,
-    rank: int,
-    world_size: int,
-    *,
-    steps: int,
-    optimizer_of: OptimizerOf = momentum_sgd,
-    grad_dtype: torch.dtype | None = None,
-    autocast: bool = False,
+    case: Case, model: nn.Module, rank: int, how: Training = USUAL
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same with a wrapped model, of which a forward gathers what the policy says."""
-    bytes_to_gather = sum(
-        h.layout.padded_numel * h.buffer.dtype.itemsize for h in handles_of(model)
-    )
-    optimizer = optimizer_of(model.parameters())
-    for step in range(steps):
-        inputs, target = rows_of(case, step, rank, world_size)
-        with collectives.record() as events, torch.autocast("cpu", BF16, enabled=autocast):
-            output = model(inputs)
-            loss = loss_of_rows(output, target)
+    handles = handles_in(model)
+    bytes_to_gather = sum(h.layout.padded_numel * h.buffer.dtype.itemsize for h in handles)
+    optimizer = how.optimizer_of(model.parameters())
+    for step in range(how.steps):
+        inputs, target = rows_of(case, step, rank)
+        with collectives.record() as events, torch.autocast("cpu", BF16, enabled=how.autocast):
+            loss = loss_of_rows(model(inputs), target)
         gathered = [event.nbytes for event in events if event.kind == "gather"]
         if gathered:
             assert sum(gathered) == bytes_to_gather
         loss.backward()
-        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in model.parameters())
+        assert all(p.grad.dtype == (how.grad_dtype or p.dtype) for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     # A reentrant checkpoint has something to say about evaluation.
     with (
         torch.no_grad(),
-        torch.autocast("cpu", BF16, enabled=autocast),
+        torch.autocast("cpu", BF16, enabled=how.autocast),
         allow_warnings(UserWarning, "None of the inputs"),
     ):
         model.eval()

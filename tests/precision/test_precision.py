@@ -15,28 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from flatshard import MixedPrecision, ShardedWrapper
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES, MixedTypes
 from tests.oracle import assert_same_state, snapshot
-from tests.precision.masters import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    NORMS,
-    ROUTED,
-    Layer,
-    OptimizerOf,
-    assert_bitwise,
-    handles_of,
-    loss_of_rows,
-    momentum_sgd,
-    routed_by_hand,
-    rows_of,
-    trained,
-    trained_by_hand,
-)
+from tests.precision import masters
+from tests.precision.masters import BF16, FP16, FP32, FP64, ROUTED, Training, always, trained
 from tests.ways import BASIC, WAYS
 
 # ---------------------------------------------------------------- one policy
@@ -66,19 +51,18 @@ def test_like_casts_by_hand(rank: int, world_size: int, way: str) -> None:
         case, compute = CASES[name], policy.param_dtype or FP32
         reduce = policy.reduce_dtype or compute
         plain = CASES["transformer"] if "checkpointed" in name else case
-        expected = trained_by_hand(
-            plain, plain.model(FP32), lambda _, to=compute: to, lambda _, to=reduce: to, steps=3
+        expected = masters.trained_by_hand(
+            plain, plain.model(FP32), always(compute), always(reduce)
         )
         model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
         with naming((way, name, policy)):
-            actual = trained(case, model, rank, world_size, steps=3)
+            actual = trained(case, model, rank)
             assert actual[1].dtype == compute
-            assert_bitwise(actual, expected)
+            masters.assert_bitwise(actual, expected)
             # Evaluation of the masters themselves: what the optimizer steps, whole and uncast.
             with ShardedWrapper.summon_full_params(model, writeback=False):
-                whole = {name: p.clone() for name, p in model.named_parameters()}
-            for name, master in whole.items():
-                torch.testing.assert_close(master, expected[0][name], rtol=0, atol=0)
+                for key, master in model.named_parameters():
+                    torch.testing.assert_close(master.detach(), expected[0][key], rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- norms and routers
@@ -92,8 +76,8 @@ def test_norms_in_full_precision(rank: int, world_size: int) -> None:
     def dtype_of(name: str) -> torch.dtype:
         return FP32 if "norm" in name else BF16
 
-    by_hand = routed_by_hand(NORMS)
-    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
+    by_hand = masters.routed_by_hand(masters.NORMS)
+    expected = masters.trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of)
     for name, way in BASIC.items():
         plain = ROUTED.model(FP32)
         called_with: list[torch.dtype] = []
@@ -106,20 +90,20 @@ def test_norms_in_full_precision(rank: int, world_size: int) -> None:
         assert dtypes == {FP32, BF16}
         twin = copy.deepcopy(model)
         with naming(name):
-            assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+            masters.assert_bitwise(trained(ROUTED, model, rank), expected)
             assert set(called_with) == {BF16}  # a user's hook sees what the caller sees
-            assert_bitwise(trained(ROUTED, twin, rank, world_size, steps=3), expected)
+            masters.assert_bitwise(trained(ROUTED, twin, rank), expected)
     compiled = ROUTED.model(FP32)
     layer = compiled.layers[0]
     layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     model = ROUTED.wrap(compiled, mixed_precision=POLICY)
     with allow_warnings():  # torch's own
-        assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+        masters.assert_bitwise(trained(ROUTED, model, rank), expected)
 
     # An ignored module that would be a unit of its own.
-    units = ModuleWrapPolicy({nn.LayerNorm, Layer})
+    units = ModuleWrapPolicy({nn.LayerNorm, masters.Layer})
     model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
-    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    masters.assert_bitwise(trained(ROUTED, model, rank), expected)
 
 
 # ---------------------------------------------------------------- autocast
@@ -134,19 +118,12 @@ def test_autocast(rank: int, world_size: int) -> None:
         for policy in (None, MixedPrecision(BF16, FP32)):
             compute = policy.param_dtype if policy else FP32
             reduce = policy.reduce_dtype if policy else FP32
-            expected = trained_by_hand(
-                plain,
-                plain.model(FP32),
-                lambda _, to=compute: to,
-                lambda _, to=reduce: to,
-                steps=2,
-                autocast=True,
-            )
+            dtypes, how = (always(compute), always(reduce)), Training(steps=2, autocast=True)
+            expected = masters.trained_by_hand(plain, plain.model(FP32), *dtypes, how)
             for way in ("full", "grad_op"):
                 model = case.wrap(case.model(FP32), **WAYS[way].keywords, mixed_precision=policy)
                 with naming((name, way, policy)):
-                    actual = trained(case, model, rank, world_size, steps=2, autocast=True)
-                    assert_bitwise(actual, expected)
+                    masters.assert_bitwise(trained(case, model, rank, how), expected)
 
 
 # ---------------------------------------------------------------- inputs, outputs, buffers
@@ -176,18 +153,12 @@ class Traced(nn.Module):
 def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
     inputs, scale = torch.randn(3, 4), torch.ones(4)
     units = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(
-        Traced(),
-        auto_wrap_policy=units,
-        mixed_precision=MixedPrecision(BF16, output_dtype=FP32, buffer_dtype=FP16),
-    )
+    precision = MixedPrecision(BF16, output_dtype=FP32, buffer_dtype=FP16)
+    model = ShardedWrapper(Traced(), auto_wrap_policy=units, mixed_precision=precision)
     table = Traced().table
     output = model(inputs, scale=scale)
     assert model.dtypes == [BF16] * 3
-    assert {name: value.dtype for name, value in output.items()} == {
-        "out": FP32,
-        "ids": torch.int64,
-    }
+    assert (output["out"].dtype, output["ids"].dtype) == (FP32, torch.int64)
     output["out"].sum().backward()
     assert {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)} == {
         "table": FP16,
@@ -233,13 +204,13 @@ def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- gradients in low precision
 
 
-TAKES_LOW: list[OptimizerOf] = [
+TAKES_LOW: list[masters.OptimizerOf] = [
     partial(torch.optim.SGD, lr=0.05),
     partial(torch.optim.RMSprop, lr=0.01),
     partial(torch.optim.Adagrad, lr=0.05),
 ]
-REFUSES_LOW: list[OptimizerOf] = [
-    momentum_sgd,
+REFUSES_LOW: list[masters.OptimizerOf] = [
+    masters.momentum_sgd,
     partial(torch.optim.SGD, lr=0.05, fused=True),
     partial(torch.optim.AdamW, foreach=True),
     partial(torch.optim.AdamW, fused=True),
@@ -252,35 +223,20 @@ def test_low_precision_gradients(rank: int, world_size: int) -> None:
     case, policy = CASES["mlp"], MixedPrecision(BF16, keep_low_precision_grads=True)
     for name, way in BASIC.items():
         for optimizer_of in TAKES_LOW:
-            expected = trained_by_hand(
-                case,
-                case.model(FP32),
-                lambda _: BF16,
-                lambda _: BF16,
-                steps=3,
-                optimizer_of=optimizer_of,
-                keeps=True,
+            how = Training(optimizer_of=optimizer_of, grad_dtype=BF16)
+            expected = masters.trained_by_hand(
+                case, case.model(FP32), always(BF16), always(BF16), how
             )
             model = case.wrap(case.model(FP32), **way.keywords, mixed_precision=policy)
             with naming((name, optimizer_of)):
-                actual = trained(
-                    case,
-                    model,
-                    rank,
-                    world_size,
-                    steps=3,
-                    optimizer_of=optimizer_of,
-                    grad_dtype=BF16,
-                )
-                assert_bitwise(actual, expected)
+                masters.assert_bitwise(trained(case, model, rank, how), expected)
 
         model.train()
         for optimizer_of in REFUSES_LOW:
             optimizer = optimizer_of(model.parameters())
             before = snapshot(model)
-            loss_of_rows(
-                model(rows_of(case, 0, rank, 2)[0]), rows_of(case, 0, rank, 2)[1]
-            ).backward()
+            inputs, target = masters.rows_of(case, 0, rank)
+            masters.loss_of_rows(model(inputs), target).backward()
             with naming((way, optimizer_of)):
                 with pytest.raises(RuntimeError, match="keep_low_precision_grads out, or use an"):
                     optimizer.step()
@@ -311,7 +267,7 @@ def test_what_is_said(rank: int, world_size: int) -> None:
 
     model = wrap(Counted().double())
     model(torch.randn(2, 7, dtype=FP64)).sum().backward()
-    assert {h.buffer.dtype for h in handles_of(model)} == {BF16, torch.complex128, torch.int64}
+    assert {h.buffer.dtype for h in handles_in(model)} == {BF16, torch.complex128, torch.int64}
 
     # Tied: one of the two places is in a module of an ignored class.
     tied = CASES["tied-in-unit"].model(FP32)

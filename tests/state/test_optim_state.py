@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 from flatshard import FlatShardTensor, ShardedWrapper
 from flatshard.collectives import record
 from tests.harness import naming, on_ranks, run_ranks
-from tests.models import CASES, Case
+from tests.models import CASES
 from tests.oracle import OPTIMIZERS, own_parts, trainable
 from tests.state.everything import CASE, StateDict, loss_of_rows, train
 from tests.ways import select
 
 pytestmark = pytest.mark.by_turns
+
+save, load = ShardedWrapper.optim_state_dict, ShardedWrapper.optim_state_dict_to_load
 
 
 def _assert_alike(actual: StateDict, expected: StateDict, tolerance: float = 1e-10) -> None:
@@ -81,7 +83,7 @@ def test_groups_and_schedulers(rank: int, world_size: int) -> None:
         for step in range(3):
             train(one, optimizer, range(step, step + 1), CASE, *ours)
             scheduler.step()
-        saved[one] = ShardedWrapper.optim_state_dict(one, optimizer)
+        saved[one] = save(one, optimizer)
     _assert_alike(saved[model], saved[plain])
     assert saved[model]["param_groups"][0]["initial_lr"] == 0.01
     assert saved[model]["param_groups"][1]["lr"] == 0.002 / 8
@@ -90,15 +92,13 @@ def test_groups_and_schedulers(rank: int, world_size: int) -> None:
     groups = saved[model]["param_groups"]
     backwards = {**saved[model], "param_groups": groups[::-1]}
     optimizer = _grouped(model)
-    ShardedWrapper.optim_state_dict_to_load(model, optimizer, backwards, load_directly=True)
+    load(model, optimizer, backwards, load_directly=True)
     assert [group.get("tag") for group in optimizer.param_groups] == ["matrices", None]
-    _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved[model], 0.0)
+    _assert_alike(save(model, optimizer), saved[model], 0.0)
 
     other = CASE.wrap(CASE.model())
     with pytest.raises(ValueError, match=r"parameters '.*' and '.*' are in one group.*decay"):
-        ShardedWrapper.optim_state_dict_to_load(
-            other, OPTIMIZERS["adamw"](trainable(other)), saved[plain]
-        )
+        load(other, OPTIMIZERS["adamw"](trainable(other)), saved[plain])
 
 
 @on_ranks(2)
@@ -115,16 +115,14 @@ def test_container_with_plain_parameters(rank: int, world_size: int) -> None:
         model = build(wrap)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         if states:
-            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[-1], False, True)
+            load(model, optimizer, states[-1], False, True)
         for _ in range(0 if states else 2):
             model["b"](model["plain"](model["a"](torch.ones(2, 3).double()))).sum().backward()
             optimizer.step()
             optimizer.state["mine"] = {"x": torch.ones(2), "y": 3}
-        states.append(ShardedWrapper.optim_state_dict(model, optimizer))
-    assert set(states[0]["state"]) == {
-        *(f"{part}.{name}" for part in ("a", "plain", "b") for name in ("weight", "bias")),
-        "mine",
-    }
+        states.append(save(model, optimizer))
+    names = [f"{part}.{name}" for part in ("a", "plain", "b") for name in ("weight", "bias")]
+    assert set(states[0]["state"]) == {*names, "mine"}
     for state in states[1:]:
         _assert_alike(state, states[0], 0.0)
 
@@ -137,29 +135,24 @@ def test_names_for_positions(rank: int, world_size: int) -> None:
     named = torch.optim.AdamW(reversed(list(plain.named_parameters())))
     train(plain, named, range(2), case)
     expected = _by_name(plain, named)
-    for group in expected["param_groups"]:
-        del group["param_names"]
+    (group,) = expected["param_groups"]
+    del group["param_names"]
     under_ddp = {
         "state": {f"module.{name}": value for name, value in expected["state"].items()},
-        "param_groups": [
-            {**group, "params": [f"module.{name}" for name in group["params"]]}
-            for group in expected["param_groups"]
-        ],
+        "param_groups": [{**group, "params": [f"module.{name}" for name in group["params"]]}],
     }
     for way in CHOSEN.values():
         model = case.wrap(case.model(), **way.keywords)
         for given in (named.state_dict(), expected, under_ddp):
             optimizer = torch.optim.AdamW(model.named_parameters())
-            ShardedWrapper.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+            load(model, optimizer, given, load_directly=True)
             assert "param_names" in optimizer.param_groups[0]
-            _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), expected, 0.0)
-        by_name = ShardedWrapper.optim_state_dict_to_load(
-            model, optimizer, expected, is_named_optimizer=True
-        )
+            _assert_alike(save(model, optimizer), expected, 0.0)
+        by_name = load(model, optimizer, expected, is_named_optimizer=True)
         names = [name for name, _ in model.named_parameters()]
         assert by_name["param_groups"][0]["params"] == names
         assert list(by_name["state"]) == names
-        again = ShardedWrapper.optim_state_dict(model, optimizer, by_name)
+        again = save(model, optimizer, by_name)
         _assert_alike(again, expected, 0.0)
 
 
@@ -171,7 +164,7 @@ def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(2), case, rank, world_size)
     with record() as events:
-        saved = ShardedWrapper.optim_state_dict(model, optimizer)
+        saved = save(model, optimizer)
     moved = [event for event in events if event.kind == "all_to_all"]
     assert len(moved) == len(("fc1", "fc2", "fc3")) * len(("exp_avg", "exp_avg_sq"))
     # Each rank sends its elements once, to the other rank.
@@ -180,28 +173,26 @@ def test_result_is_whole_and_apart(rank: int, world_size: int) -> None:
 
     file = io.BytesIO()
     torch.save(saved, file)
-    numbers = sum(
-        8 * value.numel() for state in saved["state"].values() for value in state.values()
-    )
-    assert len(file.getvalue()) < 12_000 + 2 * numbers
+    numel = sum(one.numel() for state in saved["state"].values() for one in state.values())
+    assert len(file.getvalue()) < 12_000 + 2 * 8 * numel
     file.seek(0)
     _assert_alike(torch.load(file, weights_only=True), saved, 0.0)
 
     with naming("between forward and backward"):
         loss = loss_of_rows(model, case, 0, rank, world_size)
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), saved, 0.0)
+        _assert_alike(save(model, optimizer), saved, 0.0)
         loss.backward()
         optimizer.zero_grad()
 
     # Nothing shares memory: not what was saved, nor what was loaded.
-    before = ShardedWrapper.optim_state_dict(model, optimizer)
-    ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+    before = save(model, optimizer)
+    load(model, optimizer, saved, load_directly=True)
     train(model, optimizer, range(2, 3), case, rank, world_size)
     _assert_alike(saved, before, 0.0)
     with pytest.raises(AssertionError):
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), before)
+        _assert_alike(save(model, optimizer), before)
 
-    only = ShardedWrapper.optim_state_dict(model, optimizer, rank0_only=True, offload_to_cpu=False)
+    only = save(model, optimizer, rank0_only=True, offload_to_cpu=False)
     assert (only == {}) == (rank > 0)
 
 
@@ -219,8 +210,8 @@ def test_dtypes(rank: int, world_size: int) -> None:
     for way in CHOSEN.values():
         model = case.wrap(case.model().bfloat16(), **way.keywords)
         optimizer = torch.optim.AdamW(model.parameters())
-        ShardedWrapper.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-        _assert_alike(ShardedWrapper.optim_state_dict(model, optimizer), _by_name(other, cast), 0.0)
+        load(model, optimizer, saved, load_directly=True)
+        _assert_alike(save(model, optimizer), _by_name(other, cast), 0.0)
 
 
 # ---------------------------------------------------------------- what cannot be done
@@ -232,7 +223,6 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
     model = case.wrap(case.model())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(2), case, rank, world_size)
-    save, load = ShardedWrapper.optim_state_dict, ShardedWrapper.optim_state_dict_to_load
     saved = save(model, optimizer)
 
     def changed(name: str, **entries: Any) -> StateDict:
@@ -256,7 +246,7 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
             load(model, optimizer, {**saved, "param_groups": [{**group, "params": params}]})
     few = torch.optim.AdamW(list(model.parameters())[:2])
     with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
-        load(model, few, _plain_state(case))
+        load(model, few, torch.optim.AdamW(case.model().parameters()).state_dict())
     with pytest.raises(ValueError, match="outermost ShardedWrapper"):
         save(model.module.fc1.module, optimizer)
 
@@ -274,14 +264,6 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
             save(model, optimizer)
     _assert_alike(save(model, optimizer), saved, 0.0)
     train(model, optimizer, range(2, 3), case, rank, world_size)
-
-
-def _plain_state(case: Case) -> StateDict:
-    """The state of a plain optimizer, by position."""
-    plain = case.model()
-    optimizer = OPTIMIZERS["adamw"](plain.parameters())
-    train(plain, optimizer, range(1), case)
-    return optimizer.state_dict()
 
 
 # ---------------------------------------------------------------- the state of one rank
@@ -305,7 +287,7 @@ def _one_ranks_state(rank: int, world_size: int, states: list[StateDict] | None)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if states is not None:
         with pytest.raises(ValueError, match="only the parts of one rank"):
-            ShardedWrapper.optim_state_dict_to_load(model, optimizer, states[rank])
+            load(model, optimizer, states[rank])
         optimizer.load_state_dict(states[rank])
     train(model, optimizer, range(2), case, rank, world_size)
     if states is not None:

@@ -3,104 +3,86 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import always_wrap_policy
-from tests.harness import naming, on_ranks
-from tests.oracle import assert_same
-from tests.side import Run, pair
-from tests.ways import BASIC
+from tests.harness import on_ranks
+from tests.oracle import assert_identical, assert_same, snapshot
+from tests.side import pair
+from tests.ways import on_ranks_each_way
 
 
-@on_ranks(3)
-def test_collectives_of_the_program(rank: int, world_size: int) -> None:
+@on_ranks_each_way(3)
+def test_collectives_of_the_program(rank: int, world_size: int, way: str) -> None:
     """Collectives write without a change of the version counter; their results reach the model."""
-    for way in BASIC:
-        with naming(way):
-            sharded, plain = pair(rank, world_size, way)
-            for value in sharded.model.state_dict().values():
-                dist.all_reduce(value)
-            for value in plain.model.state_dict().values():
-                value.mul_(world_size)
-            sharded.train(0, 2), plain.train(0, 2)
-            state = sharded.model.state_dict()
-            if rank == 0:
-                state["fc1.weight"].fill_(0.5)
-            dist.broadcast(state["fc1.weight"], 0)
-            plain.model.state_dict()["fc1.weight"].fill_(0.5)
-            sharded.train(2, 4), plain.train(2, 4)
-            assert_same(sharded.model, plain.model, 1e-12)
+    sharded, plain = pair(rank, world_size, way)
+    for value in sharded.model.state_dict().values():
+        dist.all_reduce(value)
+    for value in plain.model.state_dict().values():
+        value.mul_(world_size)
+    sharded.train(0, 2), plain.train(0, 2)
+    state = sharded.model.state_dict()
+    if rank == 0:
+        state["fc1.weight"].fill_(0.5)
+    dist.broadcast(state["fc1.weight"], 0)
+    plain.model.state_dict()["fc1.weight"].fill_(0.5)
+    sharded.train(2, 4), plain.train(2, 4)
+    assert_same(sharded.model, plain.model, 1e-12)
 
 
-@on_ranks(2)
-def test_of_a_model_that_trains(rank: int, world_size: int) -> None:
-    for way in BASIC:
-        with naming(way):
-            sharded, plain = pair(rank, world_size, way)
-            for run in (sharded, plain):
-                run.train(0, 2)
-                for value in run.model.state_dict().values():
-                    value.mul_(0.5)
-                run.train(2, 4)
-            assert_same(sharded.model, plain.model, 1e-12)
-            # A copy that is kept is of before: writing it back would undo the steps since.
-            before = sharded.model.state_dict()
-            sharded.train(4, 5)
-            now = _values(sharded)
-            before["fc2.weight"].add_(1.0)
-            with pytest.raises(RuntimeError, match=r"'fc2.weight': .*had changed after.*clone"):
-                sharded.model.state_dict()
-            assert all(torch.equal(now[name], value) for name, value in _values(sharded).items())
-            del before
-            # It can be loaded, and is its own where users asked for that.
-            loaded = sharded.model.state_dict()
-            loaded["fc2.weight"].add_(1.0)
-            sharded.model.load_state_dict(loaded)
-            expected = now["fc2.weight"] + 1.0
-            assert torch.equal(sharded.model.state_dict()["fc2.weight"], expected)
-            apart = copy.deepcopy(loaded)
-            apart["fc2.weight"].zero_()
-            loaded.clear()
-            assert torch.equal(_values(sharded)["fc2.weight"], expected)
-
-
-def _values(run: Run) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
+@on_ranks_each_way(2)
+def test_of_a_model_that_trains(rank: int, world_size: int, way: str) -> None:
+    sharded, plain = pair(rank, world_size, way)
+    for run in (sharded, plain):
+        run.train(0, 2)
+        for value in run.model.state_dict().values():
+            value.mul_(0.5)
+        run.train(2, 4)
+    assert_same(sharded.model, plain.model, 1e-12)
+    # A copy that is kept is of before: writing it back would undo the steps since.
+    before = sharded.model.state_dict()
+    sharded.train(4, 5)
+    now = snapshot(sharded.model)
+    before["fc2.weight"].add_(1.0)
+    with pytest.raises(RuntimeError, match=r"'fc2.weight': .*had changed after.*clone"):
+        sharded.model.state_dict()
+    assert_identical(sharded.model, now)
+    del before
+    # It can be loaded, and is its own where users asked for that.
+    loaded = sharded.model.state_dict()
+    loaded["fc2.weight"].add_(1.0)
+    sharded.model.load_state_dict(loaded)
+    expected = now["fc2.weight"] + 1.0
+    assert torch.equal(sharded.model.state_dict()["fc2.weight"], expected)
+    apart = copy.deepcopy(loaded)
+    apart["fc2.weight"].zero_()
+    loaded.clear()
+    assert torch.equal(snapshot(sharded.model)["fc2.weight"], expected)
 
 
 @on_ranks(2)
 def test_written_on_one_rank(rank: int, world_size: int) -> None:
-    def refused(writes: Sequence[tuple[int, str]], text: str) -> None:
-        """A rank writes to a tensor, for each pair; then the next backward raises ``text``."""
-        model = ShardedWrapper(
-            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=always_wrap_policy
-        )
+    number = r"The number for parameter '0.weight' of unit .* is 1 on rank 0, nothing on rank 1\."
+    for writes in (
+        [(0, "0.weight")],
+        [(0, "0.weight"), (1, "0.bias"), (1, "0.bias")],
+        # As many writes on both ranks, but to parameters of different units.
+        [(0, "0.weight"), (1, "1.weight")],
+    ):
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = ShardedWrapper(layers, auto_wrap_policy=always_wrap_policy)
         for writer, name in writes:
             state = model.state_dict()
             if rank == writer:
                 state[name].mul_(0.5)
             del state
-        with pytest.raises(
-            RuntimeError, match=rf"different numbers of times. The number for {text}\. The model"
-        ):
+        with pytest.raises(RuntimeError, match=f"different numbers of times. {number} The model"):
             model(torch.ones(1, 3)).sum().backward()
-
-    refused([(0, "0.weight")], r"parameter '0.weight' of unit .* is 1 on rank 0, nothing on rank 1")
-    refused(
-        [(0, "0.weight"), (1, "0.bias"), (1, "0.bias")],
-        r"parameter '0.weight' of unit .* is 1 on rank 0, nothing on rank 1",
-    )
-    # As many writes on both ranks, but to parameters of different units.
-    refused(
-        [(0, "0.weight"), (1, "1.weight")],
-        r"parameter '0.weight' of unit .* is 1 on rank 0, nothing on rank 1",
-    )
     model = ShardedWrapper(nn.Linear(3, 3))
     average = copy.deepcopy(model)
     state = average.state_dict()

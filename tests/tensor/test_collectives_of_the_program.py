@@ -30,12 +30,8 @@ OTHERS = {
     dist: {
         "recv_object_list",  # of Python objects, which it makes
         "_new_window",  # of a backend that gloo and NCCL are not
-        "_compute_bucket_assignment_by_size",
-        "_register_builtin_comm_hook",
-        "_register_comm_hook",
-        "_verify_params_across_processes",
-        "monitored_barrier",
-        "barrier",
+        *("_compute_bucket_assignment_by_size", "_verify_params_across_processes"),
+        *("_register_builtin_comm_hook", "_register_comm_hook", "monitored_barrier", "barrier"),
     },
     functional: {
         name
@@ -130,19 +126,17 @@ def test_refused_before_they_communicate(rank: int, world_size: int) -> None:
         calls = _calls()
     for name, call in calls.items() if rank == 0 else ():
         for tensor in tensors:
-            with (
-                naming(name),
-                allow_warnings(),
-                pytest.raises(RuntimeError, match=r"'fc2\.weight'.* is sharded"),
-            ):
+            refused = pytest.raises(RuntimeError, match=r"'fc2\.weight'.* is sharded")
+            with naming(name), allow_warnings(), refused:
                 call(tensor)
     with allow_warnings(UserWarning), torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*clone\(\)"):
-            dist.all_reduce(param[0])
-        with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*summon_full"):
-            dist.all_reduce(_flatten_dense_tensors([param.data]))
-        with pytest.raises(RuntimeError, match=r"all_reduce writes to a view .*clone\(\)"):
-            dist.all_reduce(_flatten_dense_tensors([param.grad.data]))
+        for view, remedy in (
+            (param[0], r"clone\(\)"),
+            (_flatten_dense_tensors([param.data]), "summon_full"),
+            (_flatten_dense_tensors([param.grad.data]), r"clone\(\)"),
+        ):
+            with pytest.raises(RuntimeError, match=f"all_reduce writes to a view .*{remedy}"):
+                dist.all_reduce(view)
     with pytest.raises(RuntimeError, match=r"^gradient of .* already averaged over all ranks"):
         dist.all_reduce(param.grad)
     for tensor, start in ((param, "parameter"), (param.grad, "gradient of")):
@@ -219,13 +213,13 @@ def test_operators_of_collectives() -> None:
 VALUES = {
     "number": 0.5,
     "float": 0.5,
-    "int": 0,
-    "SymInt": 0,
+    "List[float]": [0.5],
     "bool": False,
     "str": "mean",
+    "int": 0,
+    "SymInt": 0,
     "List[int]": [0],
     "List[SymInt]": [0],
-    "List[float]": [0.5],
 }
 
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
 
 
-def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str]]:
-    plain = _model()
+def _wrapped(**keywords: Any) -> ShardedWrapper:
     policy = ModuleWrapPolicy({nn.Linear})
-    model = ShardedWrapper(_model(), auto_wrap_policy=policy, coalesce_bytes=0)
-    found = model.flat_parameters()
+    return ShardedWrapper(_model(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+
+
+def _flat_parameters(rank: int, world_size: int) -> list[tuple[torch.Tensor, str]]:
+    plain, found = _model(), _wrapped().flat_parameters()
     for flat in found:
         assert isinstance(flat, FlatParameter)
         assert isinstance(flat, nn.Parameter)
@@ -59,16 +62,11 @@ def test_chunks_are_the_padded_parameter_and_printed() -> None:
     ]
 
 
-def _write_flat(model: ShardedWrapper) -> None:
-    model.flat_parameters()[0].data.mul_(0.5)
+def _write(tensor: Tensor) -> None:
+    tensor.data.mul_(0.5)
 
 
-def _write_local(model: ShardedWrapper) -> None:
-    model.get_parameter("0.weight").to_local().data.mul_(0.5)
-
-
-def _assign_local(model: ShardedWrapper) -> None:
-    local = model.get_parameter("0.weight").to_local()
+def _assign(local: Tensor) -> None:
     local.data = 0.5 * local
 
 
@@ -77,17 +75,15 @@ def _assign_local(model: ShardedWrapper) -> None:
 def test_written_between_forward_and_backward(rank: int, world_size: int, way: str) -> None:
     """As an edit of the parameter itself: the error of the edit, and then the edited values."""
     inputs = torch.ones(2, 3)
-    for write in (_write_flat, _write_local, _assign_local):
-        plain = _model()
-        policy = ModuleWrapPolicy({nn.Linear})
-        keywords = WAYS[way].keywords
-        model = ShardedWrapper(_model(), auto_wrap_policy=policy, coalesce_bytes=0, **keywords)
+    for is_flat, write in ((True, _write), (False, _write), (False, _assign)):
+        plain, model = _model(), _wrapped(**WAYS[way].keywords)
         loss = model(inputs.clone().requires_grad_()).sum()
-        write(model)
+        weight = model.get_parameter("0.weight")
+        write(model.flat_parameters()[0] if is_flat else weight.to_local())
         with pytest.raises(RuntimeError, match="modified between forward and backward"):
             loss.backward()
         plain[0].weight.data.mul_(0.5)
-        if write is _write_flat:
+        if is_flat:
             plain[0].bias.data.mul_(0.5)
         torch.testing.assert_close(model(inputs), plain(inputs))
 

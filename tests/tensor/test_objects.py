@@ -33,24 +33,22 @@ pytestmark = pytest.mark.by_turns
 @on_ranks_each_way(2)
 def test_copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
-    part = copy.deepcopy(sharded.model.fc1)
     inputs = sharded.inputs(0)
-    assert torch.equal(part(inputs), plain.model.fc1(inputs))
+    assert torch.equal(copy.deepcopy(sharded.model.fc1)(inputs), plain.model.fc1(inputs))
 
 
 @on_ranks(2)
 def test_pickling_is_refused(rank: int, world_size: int) -> None:
     model = pair(rank, world_size, "full")[0].model
-    attempts: list[Callable[[], object]] = [
-        lambda: pickle.dumps(model),
-        lambda: torch.save(model, io.BytesIO()),
-        lambda: torch.save(model.module, io.BytesIO()),
-        lambda: torch.save(model.fc1.weight, io.BytesIO()),
-        lambda: copy.deepcopy(model.module),
-    ]
-    for attempt in attempts:
+    calls: list[tuple[Callable[..., object], Any]] = [(pickle.dumps, model)]
+    calls += [(_saved, one) for one in (model, model.module, model.fc1.weight)]
+    for call, value in (*calls, (copy.deepcopy, model.module)):
         with pytest.raises(RuntimeError, match=r"flatshard\.checkpoint"):
-            attempt()
+            call(value)
+
+
+def _saved(value: Any) -> None:
+    torch.save(value, io.BytesIO())
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
@@ -68,11 +66,8 @@ def _fp16_scaler(rank: int, world_size: int, kind: str) -> tuple[list[float], li
     case, precision = CASES["mlp"], MixedPrecision(torch.float16)
     model = case.wrap(case.model(torch.float32), mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    start = {"init_scale": 2.0**20, "growth_interval": 2}
-    if kind == "plain":
-        scaler: Any = torch.amp.GradScaler("cpu", **start)
-    else:
-        scaler = ShardedGradScaler("cpu", **start)
+    make: Any = {"plain": torch.amp.GradScaler, "sharded": ShardedGradScaler}[kind]
+    scaler = make("cpu", init_scale=2.0**20, growth_interval=2)
     scales, skipped = [], []
     for step in range(6):
         before = snapshot(model)
@@ -137,11 +132,9 @@ def _initialise(names: list[str], module: nn.Module) -> None:
 
 @on_ranks(1)
 def test_isinstance_reaches_through(rank: int, world_size: int) -> None:
+    module = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
     with allow_warnings():
-        model = ShardedWrapper(
-            nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        )
+        model = ShardedWrapper(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert all(isinstance(model, kind) for kind in (nn.Sequential, ShardedWrapper, nn.Module))
     assert not isinstance(model, nn.Linear)
     assert [isinstance(child, nn.Linear) for child in model] == [True, False, True]
@@ -153,13 +146,10 @@ def test_isinstance_reaches_through(rank: int, world_size: int) -> None:
     calls: list[int] = []
 
     def install(module: nn.Module, key: int) -> None:
-        def add(*_: object) -> None:
-            calls.append(key)
-
         for child in module.children():
             install(child, key)
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_: add())
+            module.register_forward_hook(lambda *_: calls.append(key))
 
     for key in (1, 2):
         install(model, key)
@@ -238,9 +228,7 @@ def test_tags_of_parameters(rank: int, world_size: int, way: str) -> None:
         assert sharded_tensor.attributes_of(copy.deepcopy(weight)).items() >= tags.items()
         # Every name that flatshard sets is known to `attributes_of`.
         assert sharded_tensor.attributes_of(weight).keys() == {*tags, "_is_param", "_full_of"}
-        with pytest.raises(
-            AttributeError, match="'local' of 'FlatShardTensor' object has no setter"
-        ):
+        with pytest.raises(AttributeError, match="'local' of 'FlatShardTensor' object has no set"):
             weight.local = True
         module = nn.Linear(4, 4)
         module.bias.text = "bias"

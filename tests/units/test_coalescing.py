@@ -18,6 +18,7 @@ from flatshard import ShardedWrapper
 from flatshard.collectives import record
 from flatshard.memory_plan import predict
 from flatshard.module import model_plan
+from flatshard.module.wrappers import handles_in
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import diagonal
 from tests.harness import naming, on_ranks
@@ -53,12 +54,8 @@ def made() -> Model:
 
 def wrapped(**keywords: Any) -> ShardedWrapper:
     # Two of the small ones fit together, and a third does not; the large one goes alone.
-    keywords = {
-        "coalesce_bytes": 1500,
-        "auto_wrap_policy": ModuleWrapPolicy({Residual}),
-        **keywords,
-    }
-    return ShardedWrapper(made(), **keywords)
+    keywords = {"coalesce_bytes": 1500, **keywords}
+    return ShardedWrapper(made(), auto_wrap_policy=ModuleWrapPolicy({Residual}), **keywords)
 
 
 def rows(step: int, world_size: int) -> Tensor:
@@ -113,10 +110,8 @@ def _train(
 def test_collectives_and_report(rank: int, world_size: int) -> None:
     model = wrapped()
     units = ["", "blocks.0 to blocks.1", "blocks.2", "blocks.3 to blocks.4"]
-    assert [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-2]] == [
-        "(root)",
-        *units[1:],
-    ]
+    names = [line.split("  ")[0] for line in model.unit_report().splitlines()[1:-2]]
+    assert names == ["(root)", *units[1:]]
     assert ", 2 coalesced" in model.unit_report()
     for _ in range(2):
         with record() as events:
@@ -128,9 +123,8 @@ def test_collectives_and_report(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({Residual})
     planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
-    assert sum(u.parameter_bytes for u in planned.units) == sum(
-        h.flat_param.nbytes for unit in model._sharded_unit.context.units for h in unit.handles
-    )
+    held = sum(handle.flat_param.nbytes for handle in handles_in(model))
+    assert sum(unit.parameter_bytes for unit in planned.units) == held
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
 
@@ -172,17 +166,12 @@ def looking() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_the_roots_embedding_is_freed_after_forward(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_root_embedding_is_freed_after_forward(rank: int, world_size: int, strategy: str) -> None:
     """Backward gathers it only where it looks up again, not for what one rank may have saved."""
     plain, model = looking(), looking()
+    policy = CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6)
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 9 * 6):
-        model = ShardedWrapper(
-            model,
-            sharding_strategy=strategy,
-            auto_wrap_policy=CustomPolicy(lambda module: getattr(module, "out_features", 0) == 6),
-        )
+        model = ShardedWrapper(model, sharding_strategy=strategy, auto_wrap_policy=policy)
     handles = model._sharded_unit.context.root.handles
     embedding = next(h for h in handles if h.params[0].name == "embed.weight")
     optimizers = [sgd(one) for one in (plain, model)]
@@ -221,12 +210,15 @@ def test_one_of_several(rank: int, world_size: int) -> None:
         model.blocks[3].up.weight.fill_(1.0)
     plain.blocks[3].up.weight.data.fill_(1.0)
     assert_same(model, plain)
-    with pytest.raises(RuntimeError, match=r"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be co"):
-        copy.deepcopy(model.blocks[4])
-    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be converted separately"):
-        model.blocks[0].float()
-    with pytest.raises(RuntimeError, match=r"'blocks.0' cannot be given a hook separately"):
-        model.blocks[0].register_comm_hook(None, lambda state, full, out: None)
+    last, hook = model.blocks[4], lambda state, full, out: None
+    for call, refused in (
+        (lambda: copy.deepcopy(last), "copied"),
+        (last.float, "converted separately"),
+        (lambda: last.register_comm_hook(None, hook), "given a hook separately"),
+    ):
+        expected = rf"unit 'blocks.3 to blocks.4': 'blocks.4' cannot be {refused}"
+        with pytest.raises(RuntimeError, match=expected):
+            call()
     twin = copy.deepcopy(model).float()
     twin.load_state_dict(plain.float().state_dict())
     twin(own.float(), [0, 1, 2, 3, 4]).sum().backward()

@@ -1,6 +1,7 @@
 """Ignored parameters stay each rank's own; the others train as with DistributedDataParallel."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -174,17 +175,11 @@ def test_they_stay_plain(rank: int, world_size: int) -> None:
 def test_other_shapes_on_each_rank(rank: int, world_size: int) -> None:
     """Only its name must agree; what a rank holds there is its own affair."""
     model = Model().double()
-    model.local = nn.Sequential(
-        *(
-            layer
-            for _ in range(rank + 1)
-            for layer in (nn.Linear(5, 9 + rank), nn.Linear(9 + rank, 5))
-        )
-    ).double()
+    pairs = [(nn.Linear(5, 9 + rank), nn.Linear(9 + rank, 5)) for _ in range(rank + 1)]
+    model.local = nn.Sequential(*itertools.chain(*pairs)).double()
     model.elsewhere = nn.Linear(rank + 1, 2, device="meta")
-    wrapped = ShardedWrapper(
-        model, ignored_modules=[model.local, model.elsewhere], auto_wrap_policy=LINEARS
-    )
+    ignored = [model.local, model.elsewhere]
+    wrapped = ShardedWrapper(model, ignored_modules=ignored, auto_wrap_policy=LINEARS)
     _loss(wrapped, rank, world_size, 0).backward()
     assert all(p.grad is not None for p in model.local.parameters())
     wrapped.clip_grad_norm_(0.1)
@@ -208,33 +203,29 @@ def _tied() -> Any:
     return model
 
 
+def _list_for_ddp(model: Any, names: set[str]) -> dict[str, Any]:
+    model._ddp_params_and_buffers_to_ignore = names
+    return {}
+
+
 @pytest.mark.parametrize("policy", [LINEARS, None], ids=["units", "one-unit"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_tied(rank: int, world_size: int, strategy: str, policy: ModuleWrapPolicy | None) -> None:
     """A tied parameter is ignored as a whole; by DDP's list only if all its names are there."""
-    expected = {"local.bias", "inner.weight", "local.weight"}
-    for how, ignored in (
-        ("module", expected),
-        ("parameter", expected - {"local.bias"}),
-        ("all names", expected - {"local.bias"}),
-        ("one name", set()),
+    weights = {"inner.weight", "local.weight"}
+    torch.manual_seed(3)
+    plain = _tied().double()
+    for how, choose, ignored in (
+        ("module", lambda model: {"ignored_modules": [model.local]}, {"local.bias", *weights}),
+        ("parameter", lambda model: {"ignored_states": [model.local.weight]}, weights),
+        ("all names", lambda model: _list_for_ddp(model, weights), weights),
+        ("one name", lambda model: _list_for_ddp(model, {"inner.weight"}), set()),
     ):
         with naming(how):
-            torch.manual_seed(3)
-            plain = _tied().double()
             model = copy.deepcopy(plain)
-            keywords: dict[str, Any] = {}
-            if how == "module":
-                keywords["ignored_modules"] = [model.local]
-            elif how == "parameter":
-                keywords["ignored_states"] = [model.local.weight]
-            else:
-                names = {"inner.weight", "local.weight"} if how == "all names" else {"inner.weight"}
-                model._ddp_params_and_buffers_to_ignore = names
-            wrapped = ShardedWrapper(
-                model, sharding_strategy=strategy, auto_wrap_policy=policy, **keywords
-            )
+            settings = {"sharding_strategy": strategy, **choose(model)}
+            wrapped = ShardedWrapper(model, auto_wrap_policy=policy, **settings)
             _check_trains_like(copy.deepcopy(plain), ignored, wrapped, rank, world_size)
             assert wrapped.local.weight is wrapped.inner.weight
 
@@ -289,17 +280,13 @@ def test_ranks_that_ignore_different_things(rank: int, world_size: int) -> None:
     for odd in ("fc1", "fc2"):
         model = Model()
         ignored = [model.local] + ([model.get_submodule(odd)] if rank == 1 else [])
-        with pytest.raises(
-            ValueError,
-            match=rf"different models.*ignored tensors is .* on rank 0, .*'{odd}'.* on rank 1",
-        ):
+        expected = rf"different models.*ignored tensors is .* on rank 0, .*'{odd}'.* on rank 1"
+        with pytest.raises(ValueError, match=expected):
             ShardedWrapper(model, ignored_modules=ignored)
     model = Model()
-    ignored = model.gain if rank else model.shift
-    with pytest.raises(
-        ValueError, match=r"ignored tensors is \['shift'\] on rank 0, \['gain'\] on rank 1"
-    ):
-        ShardedWrapper(model, ignored_states=[ignored])
+    expected = r"ignored tensors is \['shift'\] on rank 0, \['gain'\] on rank 1"
+    with pytest.raises(ValueError, match=expected):
+        ShardedWrapper(model, ignored_states=[model.gain if rank else model.shift])
 
 
 @on_ranks(2)

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.units.layout import (
-    ALIGNMENT_BYTES,
-    PAGE_BYTES,
-    FlatLayout,
-    boxes_of,
-    memory_order,
-    strides_of,
-)
+from flatshard.units import layout as layouts
+from flatshard.units.layout import FlatLayout, boxes_of, memory_order, strides_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8)
 WORLDS = st.integers(1, 9)
@@ -22,6 +16,7 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 ORDERED = st.lists(st.integers(0, 5), max_size=5).flatmap(
     lambda shape: st.tuples(st.just(tuple(shape)), st.permutations(range(len(shape))))
 )
+Ordered = tuple[tuple[int, ...], list[int]]
 STRIDED = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4)
 
 
@@ -60,8 +55,8 @@ def test_every_element_has_one_owner_and_a_place(
     assert layout.numel + layout.padding_numel == layout.padded_numel
     assert layout.numel == sum(math.prod(shape) for shape in shapes)
     starts = [span.start for span in layout.spans] + [layout.shard_numel]
-    assert all(start * itemsize % ALIGNMENT_BYTES == 0 for start in starts)
-    align = max(1, ALIGNMENT_BYTES // itemsize)
+    assert all(start * itemsize % layouts.ALIGNMENT_BYTES == 0 for start in starts)
+    align = max(1, layouts.ALIGNMENT_BYTES // itemsize)
     assert layout.padding_numel < align * (len(shapes) + world_size) + world_size
 
 
@@ -72,9 +67,7 @@ def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 
 @given(ORDERED)
-def test_strides_fill_the_range_and_tell_their_order(
-    ordered: tuple[tuple[int, ...], list[int]],
-) -> None:
+def test_strides_fill_the_range_and_tell_their_order(ordered: Ordered) -> None:
     shape, order = ordered
     strides = strides_of(shape, order)
     assert sorted(_places(shape, strides)) == list(range(math.prod(shape)))
@@ -102,16 +95,14 @@ def test_large_shards_fill_pages() -> None:
     numel = (2 << 20) // 4 + 1
     for world_size, whole_pages in ((1, False), (2, True), (4, False)):
         layout = _layout([(numel,)], world_size, 4)
-        assert (layout.shard_numel * 4 % PAGE_BYTES == 0) is whole_pages
-        assert layout.padded_numel - numel < world_size * PAGE_BYTES // 4
+        assert (layout.shard_numel * 4 % layouts.PAGE_BYTES == 0) is whole_pages
+        assert layout.padded_numel - numel < world_size * layouts.PAGE_BYTES // 4
     assert _layout([(numel,)], 2, 4).shard_numel * 4 > 1 << 20
 
 
 @given(ORDERED, st.integers(0, 700), st.integers(0, 700))
-def test_boxes_have_each_element_once(
-    shape_and_order: tuple[tuple[int, ...], list[int]], start: int, length: int
-) -> None:
-    shape, order = shape_and_order
+def test_boxes_have_each_element_once(ordered: Ordered, start: int, length: int) -> None:
+    shape, order = ordered
     start = min(start, math.prod(shape))
     stop = min(start + length, math.prod(shape))
     boxes = list(boxes_of(shape, start, stop, order))

@@ -82,25 +82,20 @@ class WithinUnit(nn.Module):
         return F.linear(torch.tanh(self.encode(x)), self.weight.t(), self.bias)
 
 
+def _twice_within_units() -> nn.Module:
+    return nn.Sequential(WithinUnit(), WithinUnit(), nn.Linear(7, 3))
+
+
 # ---------------------------------------------------------------- training and state dicts
 
 
+PARTS = (nn.Embedding, nn.Linear, nn.LayerNorm, Block)
 TIES = [
-    Case(
-        "embedding and head",
-        lambda: Transformer(tied=True),
-        tokens,
-        (nn.Embedding, nn.Linear, nn.LayerNorm, Block),
-    ),
+    Case("embedding and head", lambda: Transformer(tied=True), tokens, PARTS),
     Case("siblings", _siblings, vectors, (Branch, Leaf)),
     Case("three users", _three_users, vectors, (Branch, Leaf)),
     Case("used by the root", _used_by_root, vectors, (Branch, Leaf)),
-    Case(
-        "within a unit",
-        lambda: nn.Sequential(WithinUnit(), WithinUnit(), nn.Linear(7, 3)),
-        vectors,
-        (WithinUnit,),
-    ),
+    Case("within a unit", _twice_within_units, vectors, (WithinUnit,)),
     Case("shared module that is a unit", _shared_module, vectors, (Branch, Leaf)),
     Case("shared module that is no unit", _shared_module, vectors, (Branch,)),
 ]
@@ -141,21 +136,18 @@ def _train_and_load(sharded: Run, plain: Run) -> None:
         _assert_same(reloaded, plain.model)
 
     with naming("the copy trains by itself"):
-        copies = [
-            Run(copy.deepcopy(run.model), case, run.rank, run.world_size)
-            for run in (sharded, plain)
-        ]
-        for one, twin in zip((sharded, plain), copies, strict=True):
-            one.train(3, 5)
-            twin.train(10, 13)
+        copies = []
+        for run in (sharded, plain):
+            copies.append(Run(copy.deepcopy(run.model), case, run.rank, run.world_size))
+            run.train(3, 5)
+            copies[-1].train(10, 13)
         _assert_same(sharded.model, plain.model)
-        _assert_same(copies[0].model, copies[1].model)
+        _assert_same(*(twin.model for twin in copies))
 
     with naming("loading"):
         # Where aliases disagree, the last one in the model's order counts, as in a plain model.
-        different = {
-            name: value + index for index, (name, value) in enumerate(snapshot(plain.model).items())
-        }
+        state = enumerate(snapshot(plain.model).items())
+        different = {name: value + index for index, (name, value) in state}
         for run in (sharded, plain):
             run.model.load_state_dict(different)
         _assert_same(sharded.model, plain.model)
@@ -200,16 +192,12 @@ class _Views(nn.Module):
         self.first.requires_grad_(trained and not self.second.requires_grad)
 
 
+@allow_warnings()
 def test_views_of_one_tensor() -> None:
     """Trained parameters that overlap in one tensor raise: they would be trained apart."""
     for kind in ("one in the other", "the same", "overlapping", "crossing", "bytes"):
-        with (
-            allow_warnings(),
-            pytest.raises(ValueError, match="'first' and 'second' are views of the same memo"),
-        ):
+        with pytest.raises(ValueError, match="'first' and 'second' are views of the same memo"):
             ShardedWrapper(_Views(kind))
-        with allow_warnings():
-            ShardedWrapper(_Views(kind, trained=False))
+        ShardedWrapper(_Views(kind, trained=False))
     for kind in ("rows apart", "columns apart", "empty"):
-        with allow_warnings():
-            ShardedWrapper(_Views(kind))
+        ShardedWrapper(_Views(kind))

@@ -11,11 +11,11 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from flatshard import ShardedWrapper, ShardingStrategy, sharded_modules
+from flatshard import ShardedWrapper, sharded_modules
 from flatshard.wrap import CustomPolicy, enable_wrap, wrap
 from tests.harness import on_ranks
 from tests.models import CASES, Case, Mlp, Residual, vectors
-from tests.oracle import assert_same_state, sgd, train, train_steps
+from tests.oracle import assert_trains_alike
 
 pytestmark = pytest.mark.by_turns
 
@@ -45,20 +45,14 @@ def table(model: ShardedWrapper) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in cells}
 
 
-# ---------------------------------------------------------------- "auto"
-
-
 # ---------------------------------------------------------------- the report
 
 
 @on_ranks(2)
 def test_report(rank: int, world_size: int) -> None:
-    model = ShardedWrapper(
-        Wide(),
-        auto_wrap_policy="auto",
-        mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
-        collectives="sockets",
-    )
+    precision = fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+    keywords = {"mixed_precision": precision, "collectives": "sockets"}
+    model = ShardedWrapper(Wide(), auto_wrap_policy="auto", **keywords)
     reason = "policy 'auto': one of 2 repeated Residual"
     layer = 2 * 256 * 768 + 256 + 768
     # 2 bytes each: the gathered parameters are bfloat16
@@ -66,24 +60,18 @@ def test_report(rank: int, world_size: int) -> None:
     frozen = 256 * 768 + 768
     kinds = f"float32 frozen {frozen:,} + float32 {layer - frozen:,}"
     rest = 7 * 256 + 256 + 256 * 3 + 3
-    ways = ["FULL_SHARD", "2", "sockets", reason]
+    ways = ["FULL_SHARD", "2", "sockets"]
+    padding, all_of_it = f"5 ({5 / rest:.1%})", f"{2 * (rest + 5) / 1024:.1f} KiB"
     assert table(model) == {
         "unit": [
             *("class", "elements", "padding", "flat parameters", "unsharded"),
             *("strategy", "ranks", "transport", "why"),
         ],
         "(root)": [
-            *(
-                "Wide",
-                f"{rest:,}",
-                f"5 ({5 / rest:.1%})",
-                "float32",
-                f"{2 * (rest + 5) / 1024:.1f} KiB",
-            ),
-            *("FULL_SHARD", "2", "sockets", "root: what is left"),
+            *("Wide", f"{rest:,}", padding, "float32", all_of_it, *ways, "root: what is left"),
         ],
-        "layers.0": ["Residual", f"{layer:,}", "0 (0.0%)", "float32", size, *ways],
-        "layers.1": ["Residual", f"{layer:,}", "0 (0.0%)", kinds, size, *ways],
+        "layers.0": ["Residual", f"{layer:,}", "0 (0.0%)", "float32", size, *ways, reason],
+        "layers.1": ["Residual", f"{layer:,}", "0 (0.0%)", kinds, size, *ways, reason],
         "total": ["3 units", f"{2 * layer + rest:,}", "5 (0.0%)", "1.5 MiB"],
     }
     assert "repeated" not in repr(model)  # `print(model)` stays as short as the model
@@ -92,19 +80,8 @@ def test_report(rank: int, world_size: int) -> None:
 # ---------------------------------------------------------------- the judgement
 
 
-def _stack(count: int, width: int) -> nn.Module:
-    return nn.Sequential(*(Layer2(width) for _ in range(count)))
-
-
-class Layer2(nn.Module):
-    """A layer with a child, so that it is a block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+def _large() -> nn.Module:
+    return nn.Sequential(*(Residual(1600, 800) for _ in range(4)))
 
 
 @pytest.mark.uncoalesced  # names units one by one
@@ -113,7 +90,7 @@ def test_a_large_model_in_one_unit_is_warned_of(rank: int, world_size: int) -> N
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ShardedWrapper(_stack(4, 1600), sharding_strategy=strategy)
+            ShardedWrapper(_large(), sharding_strategy=strategy)
         messages = [str(one.message) for one in caught]
         if rank == 0 and strategy == "FULL_SHARD":
             assert len(messages) == 1, messages
@@ -123,7 +100,7 @@ def test_a_large_model_in_one_unit_is_warned_of(rank: int, world_size: int) -> N
         else:
             assert not messages  # nothing is gathered, or it is said by another rank
     # The remedy is one.
-    ShardedWrapper(_stack(4, 1600), auto_wrap_policy="auto")
+    ShardedWrapper(_large(), auto_wrap_policy="auto")
 
 
 # ---------------------------------------------------------------- by hand
@@ -152,15 +129,10 @@ def test_enable_wrap(rank: int, world_size: int, source: str) -> None:
     with enable(wrapper_cls=ShardedWrapper, sharding_strategy="SHARD_GRAD_OP"):
         inner = build()
     model = ShardedWrapper(inner)
-    assert [(w._sharded_unit.name, w.sharding_strategy.name) for w in sharded_modules(model)] == [
-        ("", "FULL_SHARD"),
-        ("fc1", "SHARD_GRAD_OP"),
-        ("fc2", "NO_SHARD"),
-    ]
+    chosen = {w._sharded_unit.name: w.sharding_strategy.name for w in sharded_modules(model)}
+    assert chosen == {"": "FULL_SHARD", "fc1": "SHARD_GRAD_OP", "fc2": "NO_SHARD"}
     assert not sharded_modules(HandMade())
-    train_steps(model, sgd(model), HAND_MADE, rank, world_size, steps=3)
-    expected = train(HAND_MADE, world_size, steps=3).state
-    assert_same_state(model.state_dict(), expected, 0.0, 1e-11)
+    assert_trains_alike(HAND_MADE, rank, world_size, model)
     for converted in (model.float(), copy.deepcopy(model)):
         with pytest.raises(RuntimeError, match=r"parameter 'fc1\.weight'"):
             converted.fc1.module.weight.share_memory_()
@@ -210,18 +182,13 @@ def test_keywords_of_units_in_torchs_words(rank: int, world_size: int, kind: Any
 
     case = CASES["mlp"]
     model = ShardedWrapper(case.model(), auto_wrap_policy=kind(choose))
-    assert [wrapper.sharding_strategy for wrapper in sharded_modules(model)] == [
-        ShardingStrategy.FULL_SHARD,
-        ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.FULL_SHARD,
-        ShardingStrategy.FULL_SHARD,
-    ]
+    names = [wrapper.sharding_strategy.name for wrapper in sharded_modules(model)]
+    assert names == ["FULL_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD"]
     # 8 bytes an element where nothing is cast, 2 where bfloat16 is gathered
     padded = {"fc1": (44, 8), "fc2": (24, 2), "fc3": (16, 8)}
     report = table(model)
-    assert {name: report[name][4] for name in padded} == {
-        name: f"{count * width} B" for name, (count, width) in padded.items()
-    }
+    for name, (count, width) in padded.items():
+        assert report[name][4] == f"{count * width} B"
     refused = kind(lambda module: {"coalesce_bytes": 0} if _is_linear(module) else False)
     with pytest.raises(ValueError, match="unit 'fc1' the policy sets coalesce_bytes"):
         ShardedWrapper(case.model(), auto_wrap_policy=refused)

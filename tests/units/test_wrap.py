@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,47 +123,45 @@ def is_wide(module: nn.Module) -> bool:
 
 
 LAYERS = {Block, nn.TransformerEncoderLayer}
-# (what torch offers, ours with the same arguments)
-PAIRS: list[tuple[Callable[[Any], Any], str]] = [
-    *(
-        (lambda w, n=n: functools.partial(w.size_based_auto_wrap_policy, min_num_params=n), f"{n}")
-        for n in (0, 1, 30, 76, 100, 150, 500, 100_000)
-    ),
-    (lambda w: w.size_based_auto_wrap_policy, "size by default"),
-    (
-        lambda w: functools.partial(
-            w.size_based_auto_wrap_policy,
-            min_num_params=30,
-            force_leaf_modules={Block},
-            exclude_wrap_modules={nn.Linear, nn.ModuleList, nn.ModuleDict},
-        ),
-        "size with classes",
-    ),
-    (
-        lambda w: functools.partial(w.transformer_auto_wrap_policy, transformer_layer_cls=LAYERS),
-        "transformer",
-    ),
-    (lambda w: functools.partial(w.lambda_auto_wrap_policy, lambda_fn=is_wide), "lambda"),
-    (lambda w: w.always_wrap_policy, "always"),
-    (lambda w: w.ModuleWrapPolicy(LAYERS), "module"),
-    (lambda w: w.ModuleWrapPolicy([nn.Linear, nn.MultiheadAttention]), "module, nested"),
-    (lambda w: w.CustomPolicy(is_wide), "custom"),
-]
+WITH_CLASSES: dict[str, Any] = {
+    "min_num_params": 30,
+    "force_leaf_modules": {Block},
+    "exclude_wrap_modules": {nn.Linear, nn.ModuleList, nn.ModuleDict},
+}
+Make = Callable[[Any], Any]
+
+
+def given(name: str, **arguments: Any) -> Make:
+    """A policy function of torch's module, or ours of the same name, with some arguments."""
+    return lambda offers: functools.partial(getattr(offers, f"{name}_wrap_policy"), **arguments)
+
+
+NUMELS = (0, 1, 30, 76, 100, 150, 500, 100_000)
+POLICIES: dict[str, Make] = {
+    **{f"{numel}": given("size_based_auto", min_num_params=numel) for numel in NUMELS},
+    "size by default": lambda w: w.size_based_auto_wrap_policy,
+    "size with classes": given("size_based_auto", **WITH_CLASSES),
+    "transformer": given("transformer_auto", transformer_layer_cls=LAYERS),
+    "lambda": given("lambda_auto", lambda_fn=is_wide),
+    "always": lambda w: w.always_wrap_policy,
+    "module": lambda w: w.ModuleWrapPolicy(LAYERS),
+    "module, nested": lambda w: w.ModuleWrapPolicy([nn.Linear, nn.MultiheadAttention]),
+    "custom": lambda w: w.CustomPolicy(is_wide),
+}
+each_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("make", [pytest.param(make, id=label) for make, label in PAIRS])
-def test_chooses_what_torch_chooses(
-    make: Callable[[Any], Any], model: Callable[[], nn.Module]
-) -> None:
+@each_policy
+def test_chooses_what_torch_chooses(make: Make, model: Callable[[], nn.Module]) -> None:
     root = model()
     expected = torch_choice(root, make(torch_wrap))
     for policy in (make(policies), make(torch_wrap)):
         assert [plan.module for plan in find_units(root, policy)] == expected
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=label) for make, label in PAIRS])
-def test_ignores_what_torch_ignores(make: Callable[[Any], Any]) -> None:
+@each_policy
+def test_ignores_what_torch_ignores(make: Make) -> None:
     root = Lists()
     ignored = [root.stages[0], root.heads["a"], root.stages[1][1].up]
     expected = torch_choice(root, make(torch_wrap), modules=ignored)
@@ -236,10 +235,8 @@ class TestNeverUnits:
         assert names(find_units(root, policy)) == ["0.0", "0"]
 
     def test_without_parameters(self, policy: Any) -> None:
-        root = nn.Sequential(
-            nn.ReLU(), nn.Sequential(nn.Dropout()), nn.BatchNorm1d(2, affine=False)
-        )
-        assert find_units(root, policy) == []
+        layers = nn.ReLU(), nn.Sequential(nn.Dropout()), nn.BatchNorm1d(2, affine=False)
+        assert find_units(nn.Sequential(*layers), policy) == []
 
     @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="newer torch")
     def test_linear_cross_entropy(self, policy: Any) -> None:
@@ -275,23 +272,18 @@ def test_a_policy_object_needs_no_base_class() -> None:
     assert find_units(root, Second()) == [ChosenModule("1", root[1], {"limit_all_gathers": False})]
 
 
-def test_size_policy_defaults_match_torch_and_can_be_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_size_policy_defaults_match_torch_and_can_be_changed() -> None:
     theirs = torch_wrap.size_based_auto_wrap_policy
     assert size_based_auto_wrap_policy.FORCE_LEAF_MODULES == theirs.FORCE_LEAF_MODULES
     assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
     for name in ("size_based", "transformer", "lambda"):
         name += "_auto_wrap_policy"
-        ours, other = (
-            inspect.signature(getattr(w, name)).parameters for w in (policies, torch_wrap)
-        )
-        assert [(p.name, p.default) for p in ours.values()] == [
-            (p.name, p.default) for p in other.values()
-        ]
+        signatures = (inspect.signature(getattr(w, name)) for w in (policies, torch_wrap))
+        ours, other = ([(p.name, p.default) for p in s.parameters.values()] for s in signatures)
+        assert ours == other
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
-    monkeypatch.setattr(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {Block})
-    assert names(find_units(mlp(), policy)) == ["0", "2"]
+    with mock.patch.object(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {Block}):
+        assert names(find_units(mlp(), policy)) == ["0", "2"]
 
 
 # --- bad input ---
@@ -331,9 +323,8 @@ def test_wrong_policies(policy: Any, message: str) -> None:
         assert message in str(caught.value)
         if "transformer_layer_cls:" not in message:
             assert "ModuleWrapPolicy({" in str(caught.value)
-            assert "functools.partial(size_based_auto_wrap_policy, min_num_params=" in str(
-                caught.value
-            )
+            example = "functools.partial(size_based_auto_wrap_policy, min_num_params="
+            assert example in str(caught.value)
 
 
 @pytest.mark.parametrize("bound", [-1, 1e6, True, "20000", None])

@@ -5,6 +5,7 @@ Without this folder, both raise ``MissingExtraError``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -48,24 +49,19 @@ def convert(root: ModuleProxy, fn: Callable[..., Any], *, recurse: bool) -> None
         check_has_all_modules(root, "converted")
         for handle in handles:
             handle.check_places()  # the conversion would drop a parameter that was replaced
-    # Hide the parameters from torch, which would convert each parameter. Put back the same objects:
-    # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
-    places = [(m._parameters, name) for handle in handles for m, name, _ in handle.places]
-    hidden = [params[name] for params, name in places]
-    with temporarily([context], is_converting=True):
-        try:
-            for params, name in places:
-                params[name] = None
-            root.module._apply(fn, recurse)
-            for module in root.modules():
-                # Even after `module.to(dtype)`, modules compute with buffers in the dtype of the
-                # mixed precision policy. Only the recorded dtype, used by state dicts, changes.
-                _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
-                own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
-                cast_again(module)
-        finally:
-            for (params, name), param in zip(places, hidden, strict=False):
-                params[name] = param
+    with temporarily([context], is_converting=True), contextlib.ExitStack() as hidden:
+        for module, name, _ in (place for handle in handles for place in handle.places):
+            # Hide the parameter from torch, which would convert it. Put back the same object:
+            # `FlatParamHandle.check_places` reports a parameter that the user has replaced.
+            hidden.callback(module._parameters.__setitem__, name, module._parameters[name])
+            module._parameters[name] = None
+        root.module._apply(fn, recurse)
+        for module in root.modules():
+            # Even after `module.to(dtype)`, modules compute with buffers in the dtype of the mixed
+            # precision policy. Only the recorded dtype, used by state dicts, changes.
+            _, own = module.__dict__.get(CAST_BUFFERS, (None, {}))
+            own |= {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.items()}
+            cast_again(module)
     # Inside of `no_sync(uneven=True)`, `check_between_steps` refuses any conversion with an effect.
     for handle in () if context.root.stays_unsharded else handles:
         _convert_handle(handle, fn)

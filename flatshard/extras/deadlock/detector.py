@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from flatshard.comm.process_groups import is_fake
 from flatshard.comm.work import REMEDY, Begun, History, WaitCondition, first_difference
 from flatshard.extras.deadlock import gpu, program
 from flatshard.extras.deadlock.gpu import ON_GPU
@@ -101,8 +102,7 @@ class _Report(NamedTuple):
     def to_json(self) -> str:
         need = self.need
         # If a report names more than `_ASKED` ranks, the rank waits for all ranks of the group.
-        ranks = need.ranks[: _ASKED + 1]
-        need = WaitCondition(need.group, str(need.kind), need.number, ranks)
+        need = WaitCondition(need.group, str(need.kind), need.number, need.ranks[: _ASKED + 1])
         return json.dumps(self._replace(need=need))
 
     def waits_for(self, rank: int, begun: AllBegun) -> bool:
@@ -414,8 +414,7 @@ def _everything_begun(thread: int | None) -> AllBegun:
 def tell_end(how: str, thread: int | None) -> None:
     """Publish how this rank's program has ended, so that ranks that wait for this rank raise."""
     text = f"rank {dist.get_rank()} ended by {how}"
-    begun = _everything_begun(thread)
-    _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, begun))
+    _publish(default_store(), _Report(_ENDED, 0, text, UNKNOWN, _everything_begun(thread)))
 
 
 def log_failure(name: str, group: dist.ProcessGroup) -> None:
@@ -468,14 +467,10 @@ def default_store() -> Any:
     world: Any = dist.group.WORLD
     if world is not None and world not in _stores:
         store = world.get_group_store()
+        if is_fake(world):  # no other ranks exist, and torch 2.11's FakeStore has no `add`
+            store = dist.HashStore()  # type: ignore[attr-defined]
         # Count the groups that this rank has made. Each rank has its own counter, so no rank waits.
-        try:
-            number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
-        except RuntimeError as error:
-            # torch 2.11's FakeStore has no `add`. With this store, no other ranks exist.
-            if "pure virtual" not in str(error):
-                raise
-            store, number = dist.HashStore(), 1  # type: ignore[attr-defined]
+        number = store.add(f"flatshard/runs/{dist.get_rank()}", 1)
         prefix = f"flatshard/run/{number}"
         _stores[world] = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # Publish a first report immediately. Other ranks check in one call whether several reports

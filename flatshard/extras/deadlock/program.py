@@ -91,7 +91,7 @@ class OwnWait(BlockedWait):
         """
         if not self._was_asked and time.monotonic() - self.began >= after_seconds:
             self._was_asked, name = True, self._group.group_name
-            last = _last_of(_recorded(), name)
+            last = _last_of_groups(_recorded()).get(name)
             # Suppress the error of a group that has no backend for CPU tensors.
             with contextlib.suppress(RuntimeError):
                 # Check that the group's last record is about this collective: its `op_id` must be
@@ -163,11 +163,8 @@ def begun(thread: int | None) -> dict[str, int]:
     records = _recorded_at(frozenset(at_most.items()))
     if thread is not None and not _is_alone(thread, records):
         return {}
-    last_of = {name: _last_of(records, name) for name in at_most}
-    return {
-        name: number if (last := last_of[name]) is None else int(last["collective_seq_id"])
-        for name, number in at_most.items()
-    }
+    last = {name: int(r["collective_seq_id"]) for name, r in _last_of_groups(records).items()}
+    return {name: last.get(name, number) for name, number in at_most.items()}
 
 
 def is_member(rank: int, group: str) -> bool:
@@ -245,5 +242,6 @@ def _recorded_at(_numbers: frozenset[tuple[str, int]]) -> list[dict[str, Any]]:
     return _recorded()
 
 
-def _last_of(records: list[dict[str, Any]], group: str) -> dict[str, Any] | None:
-    return next((one for one in reversed(records) if one["process_group"][0] == group), None)
+def _last_of_groups(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return each process group's last record. ``records`` has the oldest record first."""
+    return {one["process_group"][0]: one for one in records}

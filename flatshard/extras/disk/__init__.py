@@ -97,12 +97,7 @@ class DiskMemory(OffloadTarget):
         if self._reserve is None:
             self._reserve = self._nameless()
             weakref.finalize(self, self._reserve.close)
-        before = self.reserved_bytes
-        try:
-            os.posix_fallocate(self._reserve.fileno(), before, nbytes)
-        except OSError as error:
-            self._reserve.truncate(before)  # the failed call may have allocated some space
-            raise self._full(error, nbytes, what) from error
+        self._allocate(self._reserve, self.reserved_bytes, nbytes, what)
 
     @property
     def reserved_bytes(self) -> int:
@@ -115,11 +110,22 @@ class DiskMemory(OffloadTarget):
         if self._reserve is not None:
             self._reserve.truncate(max(0, self.reserved_bytes - nbytes))
         with self._nameless() as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError as error:
-                raise self._full(error, nbytes, "a tensor") from error
+            self._allocate(file, 0, nbytes, "a tensor")
             return os.dup(file.fileno())
+
+    def _allocate(self, file: IO[bytes], length: int, nbytes: int, what: str) -> None:
+        """Allocate disk space for ``nbytes`` more bytes of a file that has ``length`` bytes."""
+        try:
+            os.posix_fallocate(file.fileno(), length, nbytes)
+        except OSError as error:
+            file.truncate(length)  # the failed call may have allocated some space
+            state = os.statvfs(self._folder)
+            free = state.f_bavail * state.f_frsize
+            raise OffloadError(
+                f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
+                f"{free:,} are free: {error.strerror}. Free disk space, or pass another path. The "
+                "system deletes flatshard's files when the process ends or the model is freed."
+            ) from error
 
     def mapped(self, number: int, nbytes: int) -> mmap.mmap:
         """Map an open file, and record its address and length for ``page_in`` and ``page_out``."""
@@ -158,15 +164,6 @@ class DiskMemory(OffloadTarget):
         # Release the pages: otherwise the process's memory (RSS) would grow by every copied tensor.
         self.page_out(place, tensor)
         return place
-
-    def _full(self, error: OSError, nbytes: int, what: str) -> OffloadError:
-        state = os.statvfs(self._folder)
-        free = state.f_bavail * state.f_frsize
-        return OffloadError(
-            f"CPUOffload: {what} needs {nbytes:,} bytes on disk in {self._folder!r}, where "
-            f"{free:,} are free: {error.strerror}. Free disk space, or pass another path. The "
-            "system deletes flatshard's files when the process ends or the model is freed."
-        )
 
     @staticmethod
     def page_in(*tensors: Tensor) -> None:

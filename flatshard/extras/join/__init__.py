@@ -20,10 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatshard.comm.process_groups import ranks_text
@@ -56,22 +53,20 @@ def joining(
     context = unit.context.check_between_steps("join()")
     _check(unit)
     join = Join(root, [*optimizers, *adapter.stepped_optimizers()], by_initial_size, throws)
-    hooks = (
-        register_optimizer_step_pre_hook(join.before_step),
-        register_optimizer_step_post_hook(join.after_step),
-    )
     context.extend(join)
     histories = [group.history for group in context.gather_groups]
     try:
-        # With gloo, ranks may compare the names of all-gathers before they begin. A rank without
-        # input learns of an all-gather too late to take part in this comparison.
-        with temporarily(histories, announces=False):
+        with (
+            torch_optimizer.register_optimizer_step_pre_hook(join.before_step),
+            torch_optimizer.register_optimizer_step_post_hook(join.after_step),
+            # With gloo, ranks may compare the names of all-gathers before they begin. A rank
+            # without input learns of an all-gather too late to take part in this comparison.
+            temporarily(histories, announces=False),
+        ):
             yield
             join.follow()
     finally:
         context.drop(join)
-        for hook in hooks:
-            hook.remove()
         join.end()
 
 

@@ -10,14 +10,11 @@ raise, and the command ``flatshard plan`` does not exist.
 """
 
 from flatshard.extras.plan.hardware import Device
-from flatshard.extras.plan.planning import (  # noqa: F401
-    MemoryPlan,
-    RankPlan,
-    UnitMemory,
-    plan_wrapped,
-    predict,
-)
-from flatshard.extras.plan.report import TrainingPlan, add_arguments, plan, run  # noqa: F401
+from flatshard.extras.plan.planning import MemoryPlan, RankPlan, UnitMemory, predict
+from flatshard.extras.plan.planning import plan_wrapped as plan_wrapped
+from flatshard.extras.plan.report import TrainingPlan, plan
+from flatshard.extras.plan.report import add_arguments as add_arguments
+from flatshard.extras.plan.report import run as run
 from flatshard.extras.plan.trace import CannotTraceError, checkpoint_blocks
 
 __all__ = ["CannotTraceError", "Device", "MemoryPlan", "RankPlan", "TrainingPlan", "UnitMemory"]

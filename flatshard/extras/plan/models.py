@@ -8,13 +8,14 @@ import pkgutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Step = Callable[[nn.Module], Tensor]
+Checkpointing = Literal["none", "block", "selective"]
 
 
 class LlamaBlock(nn.Module):

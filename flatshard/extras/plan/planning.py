@@ -18,17 +18,10 @@ from torch.optim import Optimizer
 
 from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import CPU_CORE, DEVICES, Machine, show
-from flatshard.extras.plan.models import Step
+from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.replay import Outcome, Replay
 from flatshard.extras.plan.shards import FlatMemory, plan_flats
-from flatshard.extras.plan.trace import (
-    Checkpointing,
-    Mark,
-    StepTrace,
-    checkpoint_blocks,
-    emptied,
-    trace,
-)
+from flatshard.extras.plan.trace import Mark, StepTrace, checkpoint_blocks, emptied, trace
 from flatshard.memory import storage_bytes
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.wrappers import handles_in, unit_of, units_in

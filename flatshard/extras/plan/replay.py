@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flatshard.extras.plan.hardware import Machine
 from flatshard.extras.plan.shards import FlatMemory, Held
-from flatshard.extras.plan.trace import Alloc, Free, Mark, Op, StepTrace
+from flatshard.extras.plan.trace import Mark, Op, StepTrace
 
 # Gradients of at least this size are copied into the buffer immediately, not only when the flat
 # parameter is complete. ``engine.gradients`` has the same threshold.
@@ -82,11 +82,11 @@ class Replay:
             if flat.placement.over_all:
                 self.allocate(flat.secondary_bytes, "unsharded")
         self.allocate(trace.buffer_bytes, "buffers")
-        begin = trace.events.index(Mark("backward"))
-        made = {event.block for event in trace.events[:begin] if isinstance(event, Alloc)}
-        freed = {event.block for event in trace.events[begin:] if isinstance(event, Free)}
-        self._saved = made & freed
         marks = [event for event in trace.events if isinstance(event, Mark)]
+        begin = marks.index(Mark("backward"))
+        made = {mark.block for mark in marks[:begin] if mark.what == "allocate"}
+        freed = {mark.block for mark in marks[begin:] if mark.what == "free"}
+        self._saved = made & freed
         entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
         self.order = list(dict.fromkeys(entered))  # units in the order of forward
         self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient
@@ -163,13 +163,12 @@ class Replay:
         live: dict[int, Held] = {}
         for event in self.trace.events:
             if isinstance(event, Op):
-                busy = self._link_free - self.clock
-                self.compute(self.machine.device.seconds(event, busy))
-            elif isinstance(event, Alloc):
+                self.compute(self.machine.device.seconds(event, self._link_free - self.clock))
+            elif event.what == "allocate":
                 self._now = self.trace.makers[event.block]
                 category = "activations" if event.block in self._saved else "temporary"
                 live[event.block] = self.allocate(self.trace.sizes[event.block], category)
-            elif isinstance(event, Free):
+            elif event.what == "free":
                 # If the block was a parameter's gradient, `receive` has removed it from `live`.
                 self.free(live.pop(event.block, None))
             elif event.what == "gradient":

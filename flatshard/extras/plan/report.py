@@ -18,10 +18,10 @@ import torch
 
 from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
-from flatshard.extras.plan.models import Step, language_step, read_spec
+from flatshard.extras.plan.models import Checkpointing, Step, language_step, read_spec
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.replay import Outcome
-from flatshard.extras.plan.trace import CannotTraceError, Checkpointing
+from flatshard.extras.plan.trace import CannotTraceError
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
 

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from flatshard.engine.forward import call_first
-from flatshard.extras.plan.models import Step
+from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory
 from flatshard.module.model_plan import ModelPlan
 from flatshard.options.extras import extra
@@ -39,7 +39,6 @@ from flatshard.precision import UnitCasts, tensors_in
 from flatshard.units.module_tree import ModuleTree, unit_text
 
 _aten = torch.ops.aten
-Checkpointing = Literal["none", "block", "selective"]
 
 # ---------------------------------------------------------------- what a trace contains
 
@@ -53,19 +52,12 @@ class Op(NamedTuple):
     is_attention: bool
 
 
-class Alloc(NamedTuple):
-    block: int
-
-
-class Free(NamedTuple):
-    block: int
-
-
 class Mark(NamedTuple):
     """A moment of the step.
 
     ``what`` is one of:
 
+    - ``allocate`` and ``free``: the memory of ``block`` is allocated or freed.
     - ``enter`` and ``leave``: the forward of a module of ``unit`` begins or ends. After the mark
       ``backward``, activation checkpointing recomputes this forward.
     - ``input``: the module got an input that needs a gradient.
@@ -81,9 +73,6 @@ class Mark(NamedTuple):
     block: int = -1
 
 
-Event = Op | Alloc | Free | Mark
-
-
 class StepTrace:
     """One forward and backward of a model on one rank, as events in the order of execution.
 
@@ -92,7 +81,7 @@ class StepTrace:
 
     def __init__(self, plan: ModelPlan) -> None:
         """Make a trace without events."""
-        self.events: list[Event] = []
+        self.events: list[Op | Mark] = []
         self.sizes: list[int] = []  # bytes of each block
         self.makers: list[str] = []  # operator that made each block
         self.names = [unit.name for unit in plan.units]
@@ -103,7 +92,7 @@ class StepTrace:
         """Add a block, and return its index."""
         self.sizes.append(nbytes)
         self.makers.append(maker)
-        self.events.append(Alloc(len(self.sizes) - 1))
+        self.events.append(Mark("allocate", block=len(self.sizes) - 1))
         return len(self.sizes) - 1
 
 
@@ -249,7 +238,7 @@ class _Recorder(TorchDispatchMode):
         # gradients. So let the sum take over the memory that is freed next.
         events, sizes, total = self._trace.events, self._trace.sizes, self._sum
         takes_over = total >= 0 and isinstance(events[-1], Op) and sizes[total] == sizes[block]
-        events.insert(len(events) - 2 * takes_over, Free(block))
+        events.insert(len(events) - 2 * takes_over, Mark("free", block=block))
         self._sum = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,7 +267,8 @@ class _Recorder(TorchDispatchMode):
             # operator stands for cuDNN's, whose workspace is assumed to be as large.
             self._trace.sizes[-1] = 15 * outs[0].nbytes
         if (workspace := _WORKSPACE.get(name)) is not None:
-            self._trace.events.append(Free(self._trace.allocate(workspace(*args), name)))
+            block = self._trace.allocate(workspace(*args), name)
+            self._trace.events.append(Mark("free", block=block))
         # torch's FLOP counter does not know attention kernels for CPUs. Such a kernel has the same
         # arguments as the CUDA kernel, so use the formula of the CUDA kernel.
         count = flop_registry.get(getattr(_aten, packet.__name__.replace("_for_cpu", ""), packet))

@@ -243,11 +243,9 @@ class StepReport:
             f"{show_bytes(self.peak_gathered_bytes)}, gradients "
             f"{show_bytes(self.peak_gradient_bytes)})",
         ]
-        if self.peak_allocated_bytes is not None:
-            lines.append(f"peak allocated: {show_bytes(self.peak_allocated_bytes)}")
-        if self.peak_resident_bytes is not None:
-            lines.append(f"peak RSS: {show_bytes(self.peak_resident_bytes)}")
-        return lines
+        peaks = {"allocated": self.peak_allocated_bytes, "RSS": self.peak_resident_bytes}
+        known = {name: nbytes for name, nbytes in peaks.items() if nbytes is not None}
+        return lines + [f"peak {name}: {show_bytes(nbytes)}" for name, nbytes in known.items()]
 
 
 # The kinds of time and the purposes of bytes in a `UnitReport`, in the order of fields.

@@ -35,7 +35,7 @@ from flatshard.comm.work import AsyncWork, WaitCondition, watched
 from flatshard.extras import mapped_files
 from flatshard.extras.mapped_files import fills_pages, own_pages
 from flatshard.extras.shared_memory import peer_memory
-from flatshard.extras.shared_memory.peer_memory import Awaited, Mailbox, PeerProcess
+from flatshard.extras.shared_memory.peer_memory import OFFER, TAKE, Awaited, Mailbox, PeerProcess
 from flatshard.memory import BufferMemory, allocate
 from flatshard.options import OffloadError, TransportOptions
 from flatshard.units.layout import as_bytes
@@ -182,16 +182,17 @@ class SharedMemoryTransport(transports.Transport):
         need = history.begin(members.gather_group, ("offer", tag))
         number, need = need.number, need._replace(abort=lambda: _give_up(records.values()))
         sends_need = need._replace(kind=("take", tag), abort=lambda: _give_up(taken))
-        records = {peer: self.processes[peer].offered(tag, number) for peer in members.peers}
-        taken = [self.processes[peer].taken(tag, number) for peer in members.peers]
+        others = {peer: self.processes[peer] for peer in members.peers}
+        records = {peer: Awaited(other, tag, OFFER, number) for peer, other in others.items()}
+        taken = [Awaited(other, tag, TAKE, number) for other in others.values()]
         self._published[tag] = taken, sends_need
         if file >= 0:
             self._open_files.append((file, taken))
-        self._mailbox.offer(tag, number, address, file)
+        self._mailbox.publish(tag, OFFER, number, address, file)
 
         def take() -> None:
             history.begun["take", tag] = number
-            self._mailbox.take(tag, number)
+            self._mailbox.publish(tag, TAKE, number)
 
         work = AsyncWork(
             list(records.values()),
@@ -300,9 +301,8 @@ class MappedShards(BufferMemory):
             # The other process keeps the file open until this rank calls `take`.
             with contextlib.suppress(OSError):
                 if record.file >= 0:
-                    file = peer_memory.open_of(processes[rank].pid, record.file)
-                    self._map(rank, file)
-                    os.close(file)
+                    with peer_memory.open_of(processes[rank].pid, record.file) as file:
+                        self._map(rank, file.fileno())
         self._num_copied = members.size - len(self._mapped)
         for rank, part in enumerate(self.buffer.chunk(members.size)):
             if rank in self._mapped:

@@ -22,6 +22,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,11 +34,10 @@ from flatshard.extras import mapped_files
 
 # Number of tags in a mailbox.
 TAGS = 1 << 16
-# Words per tag: the four words (number, address, file, check) of this rank's offer, and from word
-# `_TAKEN` on, the same four words of the record that this rank has taken the other ranks' data.
-_WORDS = 8
-_TAKEN = 4
-_MAILBOX_BYTES = TAGS * _WORDS * 8
+# The two kinds of records of a tag: "my data are at this address", and "I have taken your data".
+OFFER, TAKE = range(2)
+_WORDS = 4  # words of a record: number, address, file, check
+_MAILBOX_BYTES = TAGS * 2 * _WORDS * 8
 _CHECK = 0x666C6174  # mixed into a record's check word, so that a record of zeros is invalid
 
 _MEETING = "meeting on one host"
@@ -80,7 +80,7 @@ class Mailbox:
         self._file = mapped_files.create(_MAILBOX_BYTES, reserve=False)
         self._words = _mapped_words(self._file)
         nonce = int.from_bytes(os.urandom(7), "little")
-        self.offer(0, nonce, 0)
+        self.publish(0, OFFER, nonce)
         alive = ctypes.addressof(_alive)
         return RankAddress("", host, os.getpid(), os.getppid(), alive, self._file, nonce)
 
@@ -90,21 +90,15 @@ class Mailbox:
             os.close(self._file)
             self._file = None
 
-    def offer(self, tag: int, number: int, address: int, file: int = -1) -> None:
-        """Publish that this rank's data for collective ``number`` of ``tag`` are at ``address``.
+    def publish(self, tag: int, kind: int, number: int, address: int = 0, file: int = -1) -> None:
+        """Publish a record for collective ``number`` of ``tag``.
 
-        ``file``: an open file with the data, for other ranks to map, or -1.
+        With an ``OFFER``, this rank's data are at ``address``, and ``file`` is an open file with
+        the data for other ranks to map, or -1. With a ``TAKE``, this rank has read all ranks' data.
         """
-        self._write(tag * _WORDS, number, address, file)
-
-    def take(self, tag: int, number: int) -> None:
-        """Publish that this rank has read all ranks' data for collective ``number`` of ``tag``."""
-        self._write(tag * _WORDS + _TAKEN, number, 0, -1)
-
-    def _write(self, first: int, number: int, address: int, file: int) -> None:
         # Other ranks must see earlier writes (the data to publish) before the record.
         _order_memory()
-        words = self._words
+        words, first = self._words, (2 * tag + kind) * _WORDS
         words[first] = number
         words[first + 1] = address
         words[first + 2] = file
@@ -120,11 +114,8 @@ class PeerProcess:
         self.name = f"process {address.pid}"  # name of the process in errors
         self.given_up = 0.0  # time at which a wait for the process last timed out
         self._alive = address.alive
-        file = open_of(address.pid, address.file)
-        try:
-            self.words = _mapped_words(file)
-        finally:
-            os.close(file)
+        with open_of(address.pid, address.file) as file:
+            self.words = _mapped_words(file.fileno())
 
     def read(self, address: int, out: Tensor) -> None:
         """Copy memory of the process at ``address`` into ``out``, a contiguous CPU tensor."""
@@ -134,36 +125,28 @@ class PeerProcess:
         """Raise ``RuntimeError`` if the process has ended, which its mailbox does not show."""
         self.read(self._alive, torch.empty(1, dtype=torch.int64, device="cpu"))
 
-    def offered(self, tag: int, number: int) -> Awaited:
-        """Return a wait until the process has offered data for collective ``number`` of ``tag``."""
-        return Awaited(self, tag * _WORDS, number)
-
-    def taken(self, tag: int, number: int) -> Awaited:
-        """Return an ``Awaited`` that ends once the process has read ``tag``'s data ``number``."""
-        # The wait also ends if the process has ended, because then the process reads no more data.
-        return Awaited(self, tag * _WORDS + _TAKEN, number, or_gone=True)
-
 
 class Awaited:
-    """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``."""
+    """A wait for a record in another rank's mailbox. Has the interface of ``dist.Work``.
+
+    The wait for a ``TAKE`` also ends if the process has ended, because then it reads no more data.
+    """
 
     # Contents of the record: valid after the record has arrived.
     address = 0
     file = -1
     _is_given_up = False
 
-    def __init__(
-        self, process: PeerProcess, first: int, number: int, *, or_gone: bool = False
-    ) -> None:
-        self._process, self._first, self._number = process, first, number
-        self._or_gone = or_gone  # whether the wait is also over if the process ends
+    def __init__(self, process: PeerProcess, tag: int, kind: int, number: int) -> None:
+        self._process, self._kind, self._number = process, kind, number
+        self._first = (2 * tag + kind) * _WORDS
         self._began = time.monotonic()
         self._is_over = False
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return or raise immediately."""
         if not self._is_over and self._process.words[self._first] == self._number:
-            number, address, file, check = self._process.words[self._first : self._first + 4]
+            number, address, file, check = self._process.words[self._first : self._first + _WORDS]
             # If the check does not match, the other process is just writing the record.
             if number ^ address ^ file ^ _CHECK == check:
                 self._is_over, self.address, self.file = True, address, file
@@ -201,7 +184,7 @@ class Awaited:
                 try:
                     process.check_alive()
                 except RuntimeError as error:
-                    if not (self._or_gone and isinstance(error, _ProcessGone)):
+                    if not (self._kind == TAKE and isinstance(error, _ProcessGone)):
                         raise
                     self._is_over = True
             time.sleep(_PAUSE_SECONDS)
@@ -266,7 +249,7 @@ def _try_to_read(
         try:
             processes.append(PeerProcess(address, timeout))
             processes[-1].name = f"rank {rank} (process {address.pid})"
-            if not processes[-1].offered(0, address.nonce).is_completed():
+            if not Awaited(processes[-1], 0, OFFER, address.nonce).is_completed():
                 return [], f"process {address.pid} is not rank {rank}"
             processes[-1].check_alive()
         except (OSError, RuntimeError) as error:
@@ -274,9 +257,9 @@ def _try_to_read(
     return processes, ""
 
 
-def open_of(pid: int, number: int) -> int:
+def open_of(pid: int, number: int) -> FileIO:
     """Open the file that another process has open as ``number``; OSError if not permitted."""
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    return open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0)
 
 
 def _mapped_words(file: int) -> memoryview:

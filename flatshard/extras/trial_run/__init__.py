@@ -17,10 +17,10 @@ dtype, and more for a tensor with less than 1/2000 of the largest norm of its ki
 
 import argparse
 import json
-import math
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,6 @@ _OTHER = """Cannot be compared: {0.kind} {0.name!r} of rank {0.rank} at step {0.
 between two runs with DDP, whose weights differ in the last digit, at {0.line}.
 Seed random numbers (torch, random, numpy, generator=... of a DataLoader). Let data not depend on
 time, earlier runs or threads, and step sizes (of an adaptive solver) not on the last digit."""
-_SAME = "The same numbers, within rounding."
 _LONE = " But as it is, the script raises where not all ranks call the model (see below)."
 _NOISY = " From step {} on, rounding alone changes too much to compare (--exact compares more)."
 _DIFFERS = """Differs: step {0.step}, {0.kind} {0.name!r}, rank {0.rank}: {0.size:.1e} of its norm,
@@ -63,7 +62,7 @@ class Difference(NamedTuple):
     norm: float  # norm of the tensor in the reference
     size: float  # norm of the difference, relative to ``norm`` if that is not 0
     eps: float  # precision of the dtype
-    units: float = 0.0  # the size, in units of noise
+    units: float  # the size, in units of noise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,13 +128,12 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     calls = {key: [one.notes[key] for one in reference] for one in reference for key in one.notes}
     lone = {key: counts for key, counts in calls.items() if len({*counts}) > 1}
     sharded, failure = forked_ranks.run(options, "sharded", lone)
-    lines = {key: "" for one in sharded for key in one.notes if key not in calls}
-    lines |= {key: f" (calls by rank: {counts})" for key, counts in lone.items()}
-    report["lines"] = [key + counts for key, counts in lines.items()]
+    added = dict.fromkeys(key for one in sharded for key in one.notes if key not in calls)
+    report["lines"] = [*added, *(f"{key} (calls by rank: {lone[key]})" for key in lone)]
     if failure:
         report["verdict"] = RAISES
         return f"Raises under flatshard, not under DDP: {failure}"
-    last, found = options.steps, differences(reference, sharded, lone)
+    last, found = options.steps, [*differences(reference, sharded, lone)]
     if any(one.size for one in found):
         noise, failure = forked_ranks.run(options, "noise")
         if failure:
@@ -149,7 +147,7 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     report["verdict"] = DIFFERS if worst else RAISES if lone else SAME
     report |= {"compared": last, "largest": max(one.units for one in found)}
     report["first"] = worst and worst._asdict()
-    text = _SAME + _LONE * bool(lone)
+    text = "The same numbers, within rounding." + _LONE * bool(lone)
     if worst:
         text = (_DIFFERS if worst.size < 1e100 else _MISSING).format(worst, _LIMIT)
     text += _NOISY.format(last + 1) * (last < options.steps)
@@ -159,14 +157,12 @@ def judge(options: argparse.Namespace, report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def differences(reference: list[Any], other: list[Any], lone: Any) -> list[Difference]:
-    """Return the difference of each tensor, on each rank if ranks hold full tensors.
+def differences(reference: list[Any], other: list[Any], lone: Any) -> Iterator[Difference]:
+    """Yield the difference of each tensor, on each rank if ranks hold full tensors.
 
     ``lone``: lines that ranks run different numbers of times. Their tensors are left out.
     """
-    found = []
     keys = dict.fromkeys(key for one in (*reference, *other) for key in one.events)
-    key: tuple[int, str, str]
     for key in sorted(keys, key=lambda one: one[0]):
         if any(line.partition("\n")[0] in key[2] for line in lone):
             continue
@@ -177,15 +173,15 @@ def differences(reference: list[Any], other: list[Any], lone: Any) -> list[Diffe
             theirs = [parts[0]._replace(sums=sums)] * len(theirs)
         for rank, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if any_one := one or two:
-                norm, eps = math.hypot(*any_one.sums), any_one.eps
+                norm, eps = float((any_one.sums**2).sum()) ** 0.5, any_one.eps
                 # Without the limit, the size of a missing tensor would exceed an infinite unit.
-                gap = math.dist(one.sums, two.sums) if one and two else 1e200
-                gap *= gap > 1e-6 * eps * norm  # smaller gaps are rounding errors of the sketches
-                found.append(Difference(*key, rank, any_one.line, norm, gap / (norm or 1.0), eps))
-    return found
+                gap = float(((one.sums - two.sums) ** 2).sum()) ** 0.5 if one and two else 1e200
+                # Smaller gaps are rounding errors of the sketches.
+                size = gap * (gap > 1e-6 * eps * norm) / (norm or 1.0)
+                yield Difference._make((*key, rank, any_one.line, norm, size, eps, 0.0))
 
 
-def units_of(noise: list[Difference]) -> tuple[dict[Any, float], Difference | None]:
+def units_of(noise: Iterator[Difference]) -> tuple[dict[Any, float], Difference | None]:
     """Return the units of tensors, see [Note: units], in all steps that can be compared.
 
     ``noise``: the differences between two runs of the reference. Also returns the first of these

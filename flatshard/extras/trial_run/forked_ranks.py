@@ -50,7 +50,6 @@ from flatshard.extras import peak_resident_bytes, program_line
 from flatshard.precision import cast_floats, tensors_in
 from flatshard.tensor.sharded_tensor import FlatShardTensor, local_grad
 from flatshard.units.layout import memory_order
-from flatshard.units.module_proxy import ModuleProxy
 from flatshard.wrapper import ShardedWrapper
 
 dist: Any = torch.distributed
@@ -84,7 +83,8 @@ class Record(NamedTuple):
     events: dict[tuple[int, str, str], Sketch]
     # Number of runs of each line that needs a change. Key: the line, and the change.
     notes: Counter[str]
-    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written.
+    # Before the first step and after each step: peak memory in MiB, milliseconds, KiB written. So
+    # the length is the number of the current step.
     costs: list[tuple[float, float, float]]
 
 
@@ -93,8 +93,7 @@ def _free_port() -> int:
     # Choose below 32768: Linux gives the ports from there on to connections of other programs, one
     # of which could get the port before rank 0 listens. Draw from a generator that no script uses.
     for port in random.Random().sample(range(20_000, 32_768), 100):
-        with contextlib.suppress(OSError), socket.socket() as one:
-            one.bind(("", port))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
     raise OSError("found no free port between 20000 and 32767")
 
@@ -120,30 +119,29 @@ def run(options: Any, name: str, lone_calls: Any = ()) -> tuple[list[Record], st
     ranks = mp.start_processes(_run_rank, (first, options), count, join=False, start_method="fork")
     first_to_fail = -1
     try:
-        try:
-            # After one rank has failed, the other ranks have five seconds to end, and to record
-            # earlier failures.
-            while not ranks.join(grace_period=5.0):
-                pass
-        except mp.ProcessExitedException as error:
-            first_to_fail = first + error.error_index
-        for rank, one in enumerate(ranks.processes, first):
-            if not store.check([f"{rank}"]):
-                log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
-                text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
-                # The other ranks' failures, and deaths, are consequences.
-                when = 0.0 if rank == first_to_fail else sys.maxsize
-                store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
-        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
-    except RuntimeError:
-        return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
+        # After one rank has failed, the other ranks have five seconds to end, and to record earlier
+        # failures.
+        while not ranks.join(grace_period=5.0):
+            pass
+    except mp.ProcessExitedException as error:
+        first_to_fail = first + error.error_index
     finally:
         for one in ranks.processes:
             with contextlib.suppress(OSError):
                 os.killpg(one.pid, signal.SIGKILL)  # also DataLoaders' workers
             one.kill()  # if the rank has not called `setsid` yet
             one.join()
-    return records, min(one.failure for one in records)[1]
+    for rank, one in enumerate(ranks.processes, first):
+        if not store.check([f"{rank}"]):
+            log = (options.folder / f"{name}-{rank}.log").read_text(errors="replace")
+            text = f"rank {rank} ended with status {one.exitcode}. Last output:\n{log[-4000:]}"
+            # The other ranks' failures, and deaths, are consequences.
+            when = 0.0 if rank == first_to_fail else sys.maxsize
+            store.set(f"{rank}", pickle.dumps(Record((when, text), {}, Counter(), [])))
+    with contextlib.suppress(RuntimeError):  # a timeout of `get`
+        records = [pickle.loads(store.get(f"{rank}")) for rank in range(options.nproc_per_node)]
+        return records, min(one.failure for one in records)[1]
+    return [], f"the records of another host are missing in --keep {options.keep} (5 minutes)"
 
 
 def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
@@ -152,15 +150,14 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
     Writes the ``Record`` of the rank's tensors, costs and errors into ``options.store``.
     """
     os.setsid()
-    rank, size = first + local_rank, options.nproc_per_node
+    rank, size = first + local_rank, f"{options.nproc_per_node}"
     with (options.folder / f"{options.run}-{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     env = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} | os.environ
-    env |= {"RANK": rank, "LOCAL_RANK": local_rank}
     # torchrun's store has the addresses of the last run: use another port, and another store.
-    env |= {"MASTER_PORT": options.store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": 0}
-    os.environ |= {name: f"{value}" for name, value in env.items()}
+    env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "TORCHELASTIC_USE_AGENT_STORE": "0"}
+    os.environ |= env | {"MASTER_PORT": options.store.get("port").decode()}
     # Set seeds, so that scripts that set no seed can be compared, too.
     for module in (torch, random, getattr(sys.modules.get("numpy"), "random", random)):
         getattr(module, "manual_seed", module.seed)(1234 + rank)
@@ -178,10 +175,8 @@ def _run_rank(local_rank: int, first: int, options: Any) -> NoReturn:
         failure = f"exit status {error.code}" if error.code else ""
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        innermost = inspect.trace(0)[-1].frame
-        failure = (
-            f"{type(error).__name__}: {error}\n  at {program_line(innermost) or options.script}"
-        )
+        line = program_line(inspect.trace(0)[-1].frame) or options.script
+        failure = f"{type(error).__name__}: {error}\n  at {line}"
     recorder.end(failure)
 
 
@@ -194,12 +189,10 @@ class Recorder:
         self.record = Record((float("inf"), ""), {}, Counter(), [])
         self.names: dict[Tensor, str] = {}  # names of wrapped models' parameters
         self._models: dict[Any, str] = {}  # wrapped models, and the prefix of their tensors' names
-        # Number of the current step. The step ends when any optimizer has stepped.
-        self._step = 1
-        # Number of nested optimizer steps: an optimizer may step another optimizer, and flatshard
-        # may step a copy of an optimizer.
-        self._depth = 0
-        self._aside = 0.0  # seconds spent on recording, which do not count
+        # `_depth`: number of nested optimizer steps, because an optimizer may step another one, and
+        # flatshard may step a copy of an optimizer. `_aside`: seconds spent on recording, which do
+        # not count.
+        self._depth, self._aside = 0, 0.0
         self._add_costs()
 
     def end(self, failure: str = "") -> NoReturn:
@@ -209,8 +202,8 @@ class Recorder:
         """
         if not failure and not self.names:
             failure = "it used no DistributedDataParallel, FSDP or ShardedWrapper (see --wrap)"
-        elif not failure and self._step <= self.options.steps:
-            failure = f"it took {self._step - 1} optimizer steps, not {self.options.steps}"
+        elif not failure and (taken := len(self.record.costs) - 1) < self.options.steps:
+            failure = f"it took {taken} optimizer steps, not {self.options.steps}"
             failure += " (did it resume from files of an earlier run?)"
         record = self.record._replace(failure=(time.time(), failure)) if failure else self.record
         self.options.store.set(f"{self._rank}", pickle.dumps(record))
@@ -220,8 +213,7 @@ class Recorder:
     def note(self, what: str, *, counts: bool = True) -> str:
         """Return the program's current line, with a text. Counts the runs of the line."""
         note = f"{program_line(sys._getframe())}\n      {what}"
-        if counts:
-            self.record.notes[note] += 1
+        self.record.notes.update([note] * counts)
         return note
 
     def add_model(self, model: Any) -> None:
@@ -235,8 +227,7 @@ class Recorder:
         """Record inputs or outputs of a model's forward, and return them."""
         if self.options.run == "noise":
             _add_noise(model)
-        if self.options.exact:
-            values = cast_floats(values, torch.float64)
+        values = cast_floats(values, torch.float64) if self.options.exact else values
         # The line identifies calls that only some ranks make, see [Note: lone calls].
         where = "" if torch.is_grad_enabled() else f", {program_line(sys._getframe())}"
         name = self._models.get(model, "a copy: ") + kind
@@ -267,14 +258,13 @@ class Recorder:
         for model, prefix in self._models.items():
             self._add("buffer", {one: prefix + name for name, one in model.module.named_buffers()})
         states = {torch.get_rng_state(): "torch", torch.tensor(random.getstate()[1]): "random"}
-        _, numbers, position, *_ = sys.modules["numpy"].random.get_state()  # `_sketch` needs numpy
-        states[torch.tensor([*numbers.tolist(), position])] = "numpy"
+        # numpy has been imported, because `_sketch` needs it.
+        states[torch.tensor([*pickle.dumps(sys.modules["numpy"].random.get_state())])] = "numpy"
         if torch.cuda.is_initialized():
             states[torch.cuda.get_rng_state()] = "torch.cuda"
         self._add("random generator", states)
         self._add_costs()
-        self._step += 1
-        if self._step > self.options.steps:
+        if len(self.record.costs) > self.options.steps:
             self.end()
 
     def params(self, optimizer: Any) -> dict[Tensor, str]:
@@ -285,9 +275,9 @@ class Recorder:
         """Record ``tensors``, or if ``kind`` is a kind of gradient, the tensors' gradients."""
         began, line = time.perf_counter(), program_line(sys._getframe())
         for owner, name in tensors.items():
-            key, count = (self._step, kind, name), 1
+            key, count = (len(self.record.costs), kind, name), 1
             while key in self.record.events:
-                key = (self._step, kind, f"{name} ({(count := count + 1)})")
+                key = (*key[:2], f"{name} ({(count := count + 1)})")
             tensor = owner.grad if kind.startswith("gradient") else owner
             if tensor is not None:
                 self.record.events[key] = _sketch(tensor, owner, line)
@@ -306,7 +296,6 @@ class Recorder:
         self.record.costs.append((memory / 2**20, seconds * 1e3, written / 2**10))
 
 
-@torch.no_grad()
 def _sketch(tensor: Tensor, owner: Tensor, line: str) -> Sketch:
     """Return the sketch of a tensor. ``owner``: the parameter of a gradient; or ``tensor``."""
     if owner.is_sparse:  # a sparse input, which may be too large as a dense tensor
@@ -386,15 +375,14 @@ def _stand_in(recorder: Recorder, original: Any, name: str) -> Any:
     options, is_sharded = recorder.options, recorder.options.run == "sharded"
     base: Any = ShardedWrapper if is_sharded else DDP if original is DDP else _Reference
     order = list(inspect.signature(original.__init__).parameters)[2:]
-    chosen: dict[str, Any] = {}
-    if is_sharded and name in (DDP.__name__, "--wrap"):
-        policy = None if options.policy == "none" else options.policy
-        chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
+    policy = None if options.policy == "none" else options.policy
+    chosen = {"sharding_strategy": options.strategy, "auto_wrap_policy": policy}
+    if not is_sharded or name not in (DDP.__name__, "--wrap"):
+        chosen = {}
 
     class Recorded(base):  # type: ignore[misc]
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
-            if options.exact:
-                module.double()
+            module = module.double() if options.exact else module
             plain = copy.deepcopy(module) if options.lone_calls else None
             super().__init__(module, **chosen | dict(zip(order, args, strict=False)) | given)
             self.__dict__["_plain"] = module.__dict__["_plain"] = plain
@@ -469,19 +457,15 @@ class _Reference(DDP):  # type: ignore[misc]
     def __init__(self, module: nn.Module, **given: Any) -> None:
         named = {n: given[n] for n in given.keys() & inspect.signature(DDP.__init__).parameters}
         super().__init__(module, **{**named, "find_unused_parameters": True})
-        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+        for name in ("state_dict", "load_state_dict", "named_modules"):
+            self.__dict__[name] = getattr(module, name)
         self.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, [*module.parameters()])
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "module" else getattr(self.module, name)
 
-    __getitem__ = ModuleProxy.__getitem__
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_modules(*args, **kwargs)
-
 
 # These functions do nothing, or the plain thing, with a model that contains no `ShardedWrapper`.
 for _name in """summon_full_params optim_state_dict optim_state_dict_to_load set_state_dict_type
-    get_state_dict_type state_dict_type""".split():
-    setattr(_Reference, _name, vars(ShardedWrapper)[_name])
+    get_state_dict_type state_dict_type __getitem__""".split():
+    setattr(_Reference, _name, inspect.getattr_static(ShardedWrapper, _name))

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatshard.comm.communicator import ALONE
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
 from flatshard.engine.handle import FlatParamHandle
@@ -166,9 +165,8 @@ def read(
     ``units`` yields a list of items for each flat parameter, and a list for the tensors outside of
     units. ``finish`` makes an item for the consumer from such an item, and may fail on some ranks.
     """
-    shards = model_shards(model, caller)
-    world, parts = (ALONE, []) if shards is None else (shards.world, shards.parts)
-    wrappers = wrappers_in(model)
+    shards, wrappers = model_shards(model, caller), wrappers_in(model)
+    world = shards.world
 
     def prepare() -> tuple[tuple[Flats, list[Item], MergedLora | None], Facts]:
         options.check(world.size)
@@ -178,7 +176,7 @@ def read(
                 "the end, or call its close(), on every rank."
             )
         lora = MergedLora(model) if options.merge_lora else None
-        with temporarily(parts, options=StateDictOptions()):
+        with temporarily(shards.parts, options=StateDictOptions()):
             flats, rest = _choose(model, options.names, lora)
         order = [*(name for some in flats.values() for name, _ in some), *(one[0] for one in rest)]
         return (flats, rest, lora), {"the call": f"{options}", "the list of tensors": repr(order)}

@@ -349,11 +349,10 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         self, params: Sequence[FlatShardTensor], done: Mapping[FlatShardTensor, Tensor]
     ) -> None:
         """Write the full values from the owners to all shards. Collective."""
-        moved = []
-        for param in params:
-            full, part = done.get(param), param.local.detach()
-            full = None if full is None else full.detach()
-            moved.append(Moved(param.spec, part, full, self._owners.get(param)))
+        moved = [
+            Moved(param.spec, param.local.detach(), done.get(param), self._owners.get(param))
+            for param in params
+        ]
         whole.scatter(moved, "optimizer step, to the shards")
         sharded_tensor.wrote(params)
 

@@ -341,16 +341,20 @@ def test_what_was_awaited_together_takes_one_timeout() -> None:
     mailbox = peer_memory.Mailbox()
     process = peer_memory.PeerProcess(mailbox.address, 0.4)
     mailbox.close_file()
-    mailbox.offer(7, 1, 0)
-    together = [process.offered(7, 2), process.offered(7, 3)]
+    mailbox.publish(7, peer_memory.OFFER, 1)
+
+    def offered(number: int) -> peer_memory.Awaited:
+        return peer_memory.Awaited(process, 7, peer_memory.OFFER, number)
+
+    together = [offered(2), offered(3)]
     took = []
     for which in range(3):
-        wait = together[which] if which < 2 else process.offered(7, 4)
+        wait = together[which] if which < 2 else offered(4)
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=f"process {os.getpid()} sent nothing in 0.4 s"):
             wait.wait()
         took.append(time.monotonic() - began)
-    process.offered(7, 1).wait()
+    offered(1).wait()
     process.pid = 1 << 22  # no process has this number
     with pytest.raises(RuntimeError, match=f"process {os.getpid()} has ended, .* All ranks must"):
         process.check_alive()
