@@ -573,6 +573,10 @@ def test_pages_are_short() -> None:
     assert sum(words.values()) <= 27_000
 
 
+def test_docstring_of_the_wrapper_is_short() -> None:
+    assert len((flatshard.ShardedWrapper.__doc__ or "").split()) <= 600
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/evidence.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""
