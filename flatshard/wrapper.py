@@ -1011,9 +1011,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
-            "a ShardedWrapper cannot be pickled, because it belongs to a process group. To save "
-            "it, call flatshard.checkpoint.save(path, model). To load it, in this or another "
-            "program, wrap a new model and call flatshard.checkpoint.load(path, model)."
+            "a ShardedWrapper cannot be pickled or copied by copy.copy(), because it belongs to a "
+            "process group. To copy it, call copy.deepcopy(model). To save it, call "
+            "flatshard.checkpoint.save(path, model). To load it, in this or another program, wrap "
+            "a new model and call flatshard.checkpoint.load(path, model)."
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:

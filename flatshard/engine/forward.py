@@ -136,8 +136,9 @@ class Forward:
             for handle in unit.handles:
                 handle.summoned.check_shown()
             return None
+        casts = unit.casts[module]
         call = self.enter(unit)
-        changed = unit.casts[module].cast_inputs(args, kwargs, is_root=unit.is_root)
+        changed = casts.cast_inputs(args, kwargs, is_root=unit.is_root)
         call.ends_with_gradients = self.saved.ends_with_gradients(unit, call)
         if not torch.is_grad_enabled() or call.ends_with_gradients:
             return changed

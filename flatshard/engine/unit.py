@@ -85,6 +85,16 @@ class Call:
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
+class _Casts(dict[nn.Module, UnitCasts]):
+    """The casts of a unit's modules. Raises for a shallow copy of a module, which has its hooks."""
+
+    def __missing__(self, module: nn.Module) -> NoReturn:
+        raise RuntimeError(
+            f"a copy of a {type(module).__name__} was called that shares the hooks of a module of "
+            "a ShardedWrapper. Instead of copy.copy(model.module), call copy.deepcopy(model)."
+        )
+
+
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
 
@@ -111,7 +121,7 @@ class Unit:
         ignored: Ignored,
     ) -> None:
         # For each module of the unit, the casts of inputs and outputs (mixed precision).
-        self.casts = dict(modules)
+        self.casts = _Casts(modules)
         # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
         # The unit's flat parameters: one for each combination of dtype and `requires_grad`, and in

@@ -169,12 +169,23 @@ class RootChecks:
             self.writes.raise_lost()
         if (device := self.context.device) is not None and device.type == "cuda":
             _check_not_captured(device)
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
+            self._check_not_exported()
         # Check the modules only after a module or parameter was assigned, because checking is slow.
         if self._num_registered != _num_registered and (root := self._root()) is not None:
             self._check_modules(root)
             self._num_registered = _num_registered
         if self._shared:
             check_frozen(self._shared)
+
+    def _check_not_exported(self) -> None:
+        """Raise RuntimeError while torch traces or exports the model, if parameters are sharded."""
+        # The trace would contain views of unsharded buffers, which are freed after the forward.
+        if not all(handle.is_whole for handle in self.context.handles):
+            raise RuntimeError(
+                "ShardedWrapper: torch.jit.trace and torch.export cannot read sharded parameters. "
+                "Load checkpoint.full_state_dict(model) into an unwrapped model, and export that."
+            )
 
     def explain(self, error: BaseException, unit_name: str) -> None:
         """Add a note with the cause and the remedy to an error of torch, if ``_NOTES`` has one."""

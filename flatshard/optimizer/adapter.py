@@ -322,15 +322,36 @@ State = dict[str, Any]
 ONE_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-class BucketState(dict[str, Any]):
-    """Optimizer state of a bucket, or of a member: then the tensors are views of bucket state."""
+def _reading(name: str) -> Any:
+    """Return a method of ``BucketState`` that calls ``dict``'s method on state of its own."""
+    method = getattr(dict, name)
 
-    # All members share one tensor `step` (the number of steps), so users get a copy (`apart`).
+    def read(self: BucketState, *args: Any) -> Any:
+        if not self.is_apart:
+            self.is_apart = True
+            self.update(apart(self))
+        return method(self, *args)
+
+    return read
+
+
+class BucketState(dict[str, Any]):
+    """Optimizer state of a member of a bucket. The tensors are views of the bucket's state.
+
+    All members share one tensor ``step`` (the number of steps). When a program reads the state, the
+    member gets a tensor of its own, because the program may write to it. The next step joins the
+    members' states again.
+    """
+
+    is_apart = False
+    __getitem__, __iter__, get = _reading("__getitem__"), _reading("__iter__"), _reading("get")
+    keys, values, items = _reading("keys"), _reading("values"), _reading("items")
+    pop, setdefault, copy = _reading("pop"), _reading("setdefault"), _reading("copy")
 
 
 # `_values` and `_are_same` call only functions written in C, for speed: each step compares the
 # state of each parameter.
-def _values(states: Sequence[BucketState]) -> list[object]:
+def _values(states: Sequence[State]) -> list[object]:
     return [*map(len, states), *chain(*map(dict.values, states))]
 
 
@@ -344,7 +365,7 @@ def apart(state: State) -> State:
         return state
     return {
         key: value.clone() if type(value) is Tensor and value.dim() == 0 else value
-        for key, value in state.items()
+        for key, value in dict.items(state)
     }
 
 
@@ -422,7 +443,7 @@ class ParamBucket:
         self.members, first = list(params), params[0]
         self._flat, self._specs = first.shard_flat, [param.spec for param in params]
         # The members' states are views of the bucket's state, `_shared`.
-        self._states, self._shared = [BucketState() for _ in params], BucketState()
+        self._states, self._shared = [BucketState() for _ in params], State()
         self._remember()
         # Range of the bucket in the shard.
         self._range = slice(first.spec.start, params[-1].spec.range.stop)
@@ -554,7 +575,7 @@ class ParamBucket:
         target = self.members[0].spec.state_target
         if target is not None:
             target.take_state(shared, self.param.shape)
-        self._shared, items = BucketState(shared), shared.items()
+        self._shared, items = dict(shared), shared.items()
         self._states = [
             BucketState({k: v if k in numbers else self._view(k, v, one) for k, v in items})
             for one in self.members
@@ -642,7 +663,7 @@ def map_state(function: Callable[[str, Any], Any], state: State) -> State:
             lambda path, leaf: function(f"{key}{pytree.keystr(path)}", leaf), value
         )
 
-    return {key: mapped(key, value) for key, value in state.items()}
+    return {key: mapped(key, value) for key, value in dict.items(state)}  # not `state.items()`
 
 
 def named_values(state: State) -> dict[str, Any]:

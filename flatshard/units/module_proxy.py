@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import FrameType, FunctionType, MethodType
-from typing import Any, NoReturn
+from types import FrameType, MethodType
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 
 class _Parameters(dict[str, Any]):
@@ -67,6 +65,10 @@ class ModuleProxy(nn.Module):
         module = self._module_if_set()
         return type(self) if module is None else module.__class__
 
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        self.module.__class__ = kind  # type: ignore[assignment]
+
     def _module_if_set(self) -> nn.Module | None:
         # `Module.__init__` and unpickling read attributes before the wrapped module is set.
         modules: dict[str, nn.Module] = self.__dict__.get("_modules", {})
@@ -92,10 +94,15 @@ class ModuleProxy(nn.Module):
         # `unit.weight += 1` assigns the parameter that the attribute already has.
         if module is not None and value is module._parameters.get(name) is not None:
             return
+        # Functions that list the children may replace them (`apply_activation_checkpointing`).
+        if isinstance(value, nn.Module) and module is not None and name in module._modules:
+            setattr(module, name, value)
+            return
         if name != "module" and isinstance(value, nn.Module | nn.Parameter):
             raise RuntimeError(
                 f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
-                "would be hidden from the wrapped module. Assign the value before wrapping."
+                "would be hidden from the wrapped module. Assign the value before wrapping. To "
+                "export the model, load its full_state_dict() into an unwrapped model."
             )
         if isinstance(value, Tensor) and module is not None and name in module._parameters:
             raise RuntimeError(
@@ -103,12 +110,9 @@ class ModuleProxy(nn.Module):
                 "tensor (by torch.func.functional_call(), for example), but the unit computes with "
                 "the all-gathered parameter. Use p.copy_(...), or call the unwrapped model."
             )
-        is_own = module is None or self._has(name) or hasattr(type(self), name)
-        if is_own:
+        if module is None or self._has(name) or hasattr(type(self), name):
             super().__setattr__(name, value)
-        # The wrapper and the module both have `training`. Set both, because the module's forward
-        # reads the module's attribute.
-        if not is_own or (name == "training" and module is not None):
+        else:
             setattr(module, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -123,33 +127,45 @@ class ModuleProxy(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.module[key] = value  # type: ignore[operator]
+
+    def __delitem__(self, key: Any) -> None:
+        del self.module[key]  # type: ignore[operator]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.module  # type: ignore[operator]
+
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
+    # A program may look for a unit among `model.modules()`, or read a dict whose keys are modules.
+
+    def __eq__(self, other: object) -> bool:
+        module = self._module_if_set()
+        # Two wrappers are never equal: a wrapper may be around another wrapper.
+        is_other = module is None or isinstance(other, ModuleProxy)
+        return self is other if is_other else module == other
+
+    def __hash__(self) -> int:
+        module = self._module_if_set()
+        return super().__hash__() if module is None else hash(module)
+
     def __bool__(self) -> bool:
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
         return True
 
-    def register_forward_hook(self, hook: Any, **keywords: Any) -> RemovableHandle:
-        """Register the hook, unless the wrapped module has the same hook.
-
-        A library that registers a hook on each instance of a class sees two instances: the wrapper
-        and the module. transformers would collect every hidden state twice.
-        """
-        if any(_are_alike(hook, other) for other in self.module._forward_hooks.values()):
-            return RemovableHandle(OrderedDict())
-        return super().register_forward_hook(hook, **keywords)
+    # Programs that list modules find the children and tensors of the wrapped module, but not the
+    # module. With wrapper and module, a program that edits all modules of a class would edit each
+    # parameter twice, because the wrapper is an instance of the class, too.
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the unwrapped model, with their names. Wrappers are left out.
-
-        With wrappers in the list, a program that edits all modules of a class would edit the same
-        parameters twice.
 
         Raises ValueError if the caller is DistributedDataParallel or a similar wrapper.
         """
@@ -159,17 +175,33 @@ class ModuleProxy(nn.Module):
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children. Raises ValueError if the caller is torch's ``parallelize_module``."""
+        """Yield the children of the wrapped module.
+
+        Raises ValueError if the caller is torch's ``parallelize_module``.
+        """
         refuse_foreign_wrapper()
-        return super().named_children()
+        return self.module.named_children()
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters or buffers of the wrapped module, also with ``recurse=False``."""
+        refuse_foreign_wrapper()
+        return self.module._named_members(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Call ``train`` of the wrapped module, which may keep some modules in evaluation mode."""
+        self.module.train(mode)
+        return self
 
     # Register buffers, parameters and modules on the wrapped module, whose forward reads them.
 
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         self.module.register_buffer(*args, **kwargs)
 
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        self.module.register_parameter(*args, **kwargs)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        for known, own in self.module._parameters.items():
+            if own is param is not None:  # `prune` renames the parameter before it replaces it
+                del self._parameters[known]
+        self.module.register_parameter(name, param)
 
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         self.module.add_module(*args, **kwargs)
@@ -198,8 +230,10 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
-    proxy._modules["module"], proxy.training = module, module.training
+    proxy._modules["module"] = module
     proxy.__dict__["_parameters"] = _Parameters()
+    # Without these attributes of its own, the proxy has those of the module.
+    del proxy.__dict__["training"], proxy.__dict__["_non_persistent_buffers_set"]
 
     def forward(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
@@ -224,16 +258,6 @@ def replace_children(module: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]
         for name, child in inner._modules.items():
             if child is not None and child in proxies:
                 inner._modules[name] = proxies[child]
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two hooks are the same object, or functions with the same code and closure."""
-    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
-        return one is other or (isinstance(one, str | int) and one == other)
-    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
-    return one.__code__ is other.__code__ and all(
-        _are_alike(a.cell_contents, b.cell_contents) for a, b in cells
-    )
 
 
 def callers() -> Iterator[FrameType]:

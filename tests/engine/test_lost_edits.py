@@ -101,7 +101,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping: it": _changed(
         1, lambda model: setattr(model.module, "1", _layer())
     ),
-    "assigned to '0' of a sharded module": _changed(0, lambda model: setattr(model, "0", _layer())),
+    "assigned to 'head' of a sharded": _changed(0, lambda model: setattr(model, "head", _layer())),
+    "parameter '0.weight' was added": _changed(0, lambda model: setattr(model, "0", _layer())),
     "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
 }
 

@@ -8,6 +8,6 @@ __all__ = ["IDIOMS"]
 
 for _section in (
     *("loops", "optimizers", "parameters", "models", "layers", "graphs", "states"),
-    *("together", "passes", "failures"),
+    *("together", "passes", "failures", "walks"),
 ):
     importlib.import_module(f"tests.idioms.{_section}")

@@ -497,3 +497,104 @@ def parameter_subclass(side: Side) -> Any:
     fast = {"params": groups[True], "lr": 0.5}
     optimizer = torch.optim.SGD([{"params": groups[False]}, fast], lr=0.1)
     return side.fit(model, optimizer)
+
+
+class _Around(torch.optim.Optimizer):
+    """Changes gradients and lets another optimizer step, as SAM and Lookahead do."""
+
+    def __init__(self, base: torch.optim.Optimizer, is_whole: bool, shares: bool) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base_optimizer, self.is_whole = base, is_whole
+        if shares:
+            self.param_groups, self.state = base.param_groups, base.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.is_whole and param.ndim == 2:
+                    param.grad.div_(torch.linalg.svdvals(param.grad)[0])
+        return self.base_optimizer.step(closure)
+
+
+def _around_adam(is_whole: bool, shares: bool) -> Callable[[Side], Any]:
+    def script(side: Side) -> Any:
+        model, losses = side.wrap(Mlp()), []
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(6):
+            # Adam steps by itself, then inside another optimizer, which is made for this step.
+            one = adam if step % 3 == 0 else _Around(adam, is_whole, shares)
+            losses += side.fit(model, one, steps=1, first=step)[:-1]
+        return [*losses, model]
+
+    return script
+
+
+for _name, _is_whole, _shares in (
+    ("around_adam", False, False),
+    ("around_adam_with_its_state", False, True),
+    ("around_adam_whole", True, False),
+    ("around_adam_whole_with_its_state", True, True),
+):
+    _title = "an optimizer around Adam, made anew in each step"
+    add(_name, "passes", _title, _around_adam(_is_whole, _shares), ways=("full", "hybrid-op"))
+
+
+class _OwnAdam(torch.optim.Optimizer):
+    """Adam, written with a loop over the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+            state["step"] += 1
+            first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
+            first.lerp_(param.grad, 0.1)
+            second.mul_(0.999).addcmul_(param.grad, param.grad, value=0.001)
+            scale = (second / (1 - 0.999**step)).sqrt().add_(1e-8)
+            param.addcdiv_(first / (1 - 0.9**step), scale, value=-0.01)
+
+
+def _taken_over(side: Side, take: Callable[[Any, Any], object]) -> Any:
+    """Train with Adam, then with another optimizer, to which `take` gives Adam's state."""
+    model = side.wrap(Mlp())
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = side.fit(model, adam)[:-1]
+    own = _OwnAdam(model.parameters())
+    take(own, adam)
+    return [*losses, *side.fit(model, own, first=4)]
+
+
+@idiom("an own optimizer that takes over Adam's state", ways=("full", "hybrid-op"))
+def state_taken_over(side: Side) -> Any:
+    return _taken_over(side, lambda own, adam: setattr(own, "state", adam.state))
+
+
+@idiom("an own optimizer that copies Adam's state of each parameter", ways=("full", "no_shard"))
+def state_copied(side: Side) -> Any:
+    def take(own: Any, adam: Any) -> None:
+        own.state.update({param: dict(state) for param, state in adam.state.items()})
+
+    return _taken_over(side, take)
+
+
+@idiom("Adam's state edited in place, of some or all parameters", ways=("full", "hybrid-op"))
+def state_edited(side: Side) -> Any:
+    model = side.wrap(Mlp())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = side.fit(model, optimizer)[:-1]
+    for param in side.inner(model).fc2.parameters():
+        for value in optimizer.state[param].values():
+            value.zero_()
+    losses += side.fit(model, optimizer, first=4)[:-1]
+    for param in model.parameters():
+        optimizer.state[param]["step"] += 1
+    counts = [optimizer.state[param]["step"].item() for param in model.parameters()]
+    return [counts, *losses, *side.fit(model, optimizer, first=8)]

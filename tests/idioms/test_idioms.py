@@ -39,9 +39,11 @@ _READ = "outside of the unit's forward"
 
 DOCUMENTED = {
     "accumulation_nodes": r"hooks on its autograd node .* would never run",
+    "copied_shallowly": r"Instead of copy\.copy\(model\.module\), call copy\.deepcopy\(model\)",
     "edited_in_forward": _EDIT,
     "embedding_max_norm": _EDIT,
     "evaluation_on_one_rank": _DEADLOCK,
+    "exported": "full_state_dict.* into an unwrapped model",
     "functional_call": _REPLACED,
     "functional_call_own": _REPLACED,
     "grad_of_parameters": r"parameter 'fc1.weight' is sharded: torch\.autograd\.grad",
@@ -51,16 +53,18 @@ DOCUMENTED = {
     "optimizer_sparseadam": "SparseAdam (cannot step sharded|does not support dense)",
     "parameter_subclass": "is a _OnSphere, but sharding keeps only the elements",
     "pickled": r"cannot be pickled.*flatshard\.checkpoint\.save",
+    "pruned_afterwards": r"'weight' of a unit was to be replaced \(by torch\.nn\.utils\.prune",
     "skipped_experts": _DEADLOCK,
     "state_on_rank_0": _DEADLOCK,
     "sync_batch_norm": "SyncBatchNorm expected input tensor to be on GPU",
+    "traced": r"torch\.jit\.trace and torch\.export cannot read sharded parameters",
     "unused_by_rank": _DEADLOCK,
 }
 """Words of the errors under FULL_SHARD. Under other strategies the numbers may be right."""
 
 ALWAYS = {
     *("functional_call", "functional_call_own", "optimizer_sparseadam", "pickled"),
-    "sync_batch_norm",
+    *("copied_shallowly", "exported", "pruned_afterwards", "sync_batch_norm"),
 }
 """Idioms that raise the error under all other strategies, too."""
 

@@ -37,7 +37,7 @@ class _Recurrent(nn.Module):
 
 def _proxy() -> Any:
     proxy = ModuleProxy()
-    proxy.module = _Recurrent()
+    put_in_place(proxy, _Recurrent())
     return proxy
 
 

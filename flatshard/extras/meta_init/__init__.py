@@ -232,18 +232,20 @@ class MetaInit:
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
-        visited: set[nn.Module] = set()
+        visited: set[int] = set()  # ids, because a wrapper equals its module
 
         def visit(module: nn.Module, group: list[nn.Module] | None) -> None:
-            if module in visited:
+            if id(module) in visited:
                 return
-            visited.add(module)
-            is_unit, needs_values = isinstance(module, ModuleProxy), module in self._slots
+            visited.add(id(module))
+            is_unit = isinstance(module, ModuleProxy)
+            needs_values = module in self._slots and not is_unit
             begins = is_unit if by_unit else needs_values and group is None
             inner = [] if begins else None if is_unit else group
             is_called = needs_values or (by_unit and module in self._resets and not is_unit)
             num_before = len(inner or ())
-            for child in module.children():
+            # Not `children()`, which leaves out the module of a wrapper.
+            for child in filter(None, module._modules.values()):
                 visit(child, inner)
             if inner is not None and is_called:
                 inner.insert(num_before if root_first else len(inner), module)

@@ -81,11 +81,15 @@ def swap_full_in(
     return undo
 
 
+def _states(optimizer: Optimizer) -> list[MutableMapping[Any, adapters.State]]:
+    """Return the states of an optimizer and the optimizers inside, each mapping once."""
+    return [*{id(one.state): one.state for one in with_inner(optimizer)}.values()]
+
+
 def _move_state(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Move the state of the first tensor of each pair to the second tensor."""
-    states = [one.state for one in with_inner(optimizer)]
     for old, new in pairs:
-        for state in states:
+        for state in _states(optimizer):
             if old in state:
                 state[new] = state.pop(old)
 
@@ -283,7 +287,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             params = [param for param in self._params if param.grad is not None]
             facts: Facts = {"the step mode": self.mode.value}
             for param in params:
-                loaded = sorted(_sharded_state(optimizer.state.get(param, {})))
+                loaded = [sorted(_sharded_state(one.get(param, {}))) for one in _states(optimizer)]
                 grad: Any = param.grad
                 facts[f"parameter {param.spec.name!r}"] = f"gradient {grad.dtype}, {loaded}"
             return params, facts
@@ -316,9 +320,13 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             full: dict[FlatShardTensor, nn.Parameter] = {}
             tensors: Any = iter(wait())  # tensors in the order of `_local_parts`
             for param in params:
-                state, value = optimizer.state.get(param, {}), next(tensors)
+                value = next(tensors)
                 grad = None if param.grad is None else next(tensors)
-                loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
+                for states in _states(optimizer):
+                    state = states.get(param, {})
+                    loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
+                    if loaded:
+                        states[param] = map_state(loaded.get, adapters.apart(state))
                 if value is None:
                     # This rank is not the owner, so it has no state. Make an empty entry:
                     # otherwise, torch's get_state_dict would step the optimizer to create state.
@@ -328,8 +336,6 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                 full[param].__dict__ = param.__dict__  # attributes that users set
                 if grad is not None:
                     set_grad(full[param], grad)
-                if loaded:
-                    optimizer.state[param] = map_state(loaded.get, state)
             return full
 
         return finish
@@ -498,15 +504,20 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_parts(optimizer: Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """Return this rank's parts of the parameter, its gradient, and state from a checkpoint."""
+    """Return this rank's parts of the parameter, its gradient, and its sharded state."""
     parts = [param.local.detach()]
     if param.grad is not None:
         parts.append(local_grad(param.grad, param.spec))
-    loaded = _sharded_state(optimizer.state.get(param, {}))
-    return [*parts, *(loaded[key].local for key in sorted(loaded))]
+    for states in _states(optimizer):
+        loaded = _sharded_state(states.get(param, {}))
+        parts += [loaded[key].local for key in sorted(loaded)]
+    return parts
 
 
 def _sharded_state(state: adapters.State) -> dict[str, FlatShardTensor]:
-    """Return the sharded values in a parameter's state, which come from a checkpoint."""
+    """Return the sharded values in a parameter's state.
+
+    They come from a checkpoint, or from steps of an element-wise optimizer with the same state.
+    """
     values = named_values(state).items()
     return {name: value for name, value in values if isinstance(value, FlatShardTensor)}

@@ -12,6 +12,7 @@ import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flatshard.extras.partial_steps import step_unhooked
-from flatshard.optimizer.adapter import Optimizer, all_params, with_inner
+from flatshard.optimizer.adapter import Optimizer, all_params, map_state, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
@@ -145,13 +146,18 @@ def without_params(optimizer: Optimizer) -> Optimizer:
 
 def _works_on_shards(optimizer: Optimizer) -> bool:
     """Whether the optimizer gives correct results on sharded parameters. Tried with copies."""
-    groups = [[_copied(param) for param in group["params"]] for group in optimizer.param_groups]
+    groups = [
+        [_copied_param(param) for param in group["params"]] for group in optimizer.param_groups
+    ]
     try:
         twin = copy_with_params(optimizer, groups)
         new_of = dict(zip(all_params(optimizer), all_params(twin), strict=True))
         for one, new in zip(with_inner(optimizer), with_inner(twin), strict=True):
             for old, state in one.state.items():
-                new.state[new_of.get(old, old)] = copy.deepcopy(state)
+                if old in new_of:
+                    new.state[new_of[old]] = map_state(partial(_copied, new_of[old]), state)
+                else:
+                    new.state[old] = copy.deepcopy(state)
         grads = [(param, param.grad) for param in all_params(twin) if param.grad is not None]
         for scale in _SCALES:
             for param, grad in grads:
@@ -172,7 +178,14 @@ def _works_on_shards(optimizer: Optimizer) -> bool:
     )
 
 
-def _copied(param: Tensor) -> Tensor:
+def _copied(twin: Any, _: str, value: Any) -> Any:
+    """Copy optimizer state of a parameter for ``twin``, the copy of the parameter."""
+    if isinstance(value, FlatShardTensor) and isinstance(twin, FlatShardTensor):
+        return FlatShardTensor(value.local.clone(), twin.spec, role=value.shard_role)
+    return copy.deepcopy(value)
+
+
+def _copied_param(param: Tensor) -> Tensor:
     with torch.no_grad():
         if not isinstance(param, FlatShardTensor):
             twin: Tensor = nn.Parameter(param.detach().clone(), param.requires_grad)
