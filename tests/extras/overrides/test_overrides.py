@@ -48,13 +48,13 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
         return FP32 if any(part in name for part in FULL_PRECISION) else BF16
 
     by_hand = routed_by_hand((*NORMS, "router"))
-    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of, steps=3)
+    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of)
     for name, way in BASIC.items():
         model = ROUTED.wrap(ROUTED.model(FP32), **way.keywords, mixed_precision=POLICY)
         # One flat parameter for what is in bfloat16, one for all that is not.
         assert [h.buffer.dtype for h in model.layers[0]._sharded_unit.handles] == [FP32, BF16]
         with naming(name):
-            assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+            assert_bitwise(trained(ROUTED, model, rank), expected)
 
     # A unit of its own that is to be ignored, and one with a policy of its own.
     units = CustomPolicy(
@@ -65,7 +65,7 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
         )
     )
     model = ShardedWrapper(ROUTED.model(FP32), auto_wrap_policy=units, mixed_precision=POLICY)
-    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    assert_bitwise(trained(ROUTED, model, rank), expected)
 
     # By a function of the parameter, as torch spells it; modules cast for themselves.
     full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
@@ -75,7 +75,7 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
     by_hand.zero_grad()
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
-    assert_bitwise(trained(ROUTED, model, rank, world_size, steps=3), expected)
+    assert_bitwise(trained(ROUTED, model, rank), expected)
 
 
 @pytest.mark.uncoalesced  # the plan has an entry for each layer
