@@ -246,7 +246,8 @@ def test_ranks_pass_the_same(rank: int, world_size: int, tmp_path: Path) -> None
     expected = r"extra\['loss'\] is 0 on rank 0, 1 on rank 1. Pass equal"
     with pytest.raises(ValueError, match=expected):
         checkpoint.save(tmp_path / "one", model, extra={"loss": rank})
-    with pytest.raises(TypeError, match=r"a list\. .* once for each model, with its own folder"):
+    expected = r"got a list\. .* once for each model, with its own folder"
+    with pytest.raises(TypeError, match=expected):
         checkpoint.save(tmp_path / "one", [model, model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be one torch optimizer, got a generator"):
         checkpoint.load(tmp_path / "one", model, model.parameters())  # type: ignore[arg-type]
@@ -337,15 +338,12 @@ def test_a_full_disk_is_an_error_on_all_ranks(
     checkpoint.save(tmp_path / "step-1", model)
     before = {one.name: one.read_bytes() for one in (tmp_path / "step-1").iterdir()}
     expected = r"save\(.*step-2'\), rank 1: .*too large"
-
-    def save() -> None:
-        checkpoint.save(tmp_path / "step-2", model, async_=async_)
+    with full_disk(limit) if rank == 1 else nullcontext():
         if async_:
-            checkpoint.save(tmp_path / "step-3", model)  # raises what happened in the thread
-
-    is_full = full_disk(limit) if rank == 1 else nullcontext()
-    with is_full, pytest.raises(OSError, match=expected) as error:
-        save()
+            checkpoint.save(tmp_path / "step-2", model, async_=True)
+        # After an asynchronous save, the next save raises what happened in the thread.
+        with pytest.raises(OSError, match=expected) as error:
+            checkpoint.save(tmp_path / ("step-3" if async_ else "step-2"), model)
     (note,) = error.value.__notes__
     last = f"Last complete checkpoint: {tmp_path / 'step-1'}."
     assert note.endswith(f"step-2 was not saved. {last}")

@@ -225,7 +225,8 @@ def _load(rank: int, world_size: int, folder: Path) -> None:
         state = torch.load(folder / name, weights_only=True)
         fresh = torch.optim.AdamW(model.parameters())
         with naming(name):
-            with pytest.raises(ValueError, match="model contains only the parts of one rank"):
+            partial = "of a sharded model contains only the parts of one rank"
+            with pytest.raises(ValueError, match=partial):
                 ShardedWrapper.optim_state_dict_to_load(model, optimizer, state)
             with pytest.raises(RuntimeError, match=r"only that rank's parts.*full_optim"):
                 optimizer.load_state_dict(state)

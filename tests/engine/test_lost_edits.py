@@ -96,8 +96,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '0.weight' .the root unit. was replaced in forward": _renormed("assigned"),
     "edited parameters in place .*max_norm": _embedding,
     "parameter 'weight' has a gradient, which would be lost": _gradient_before,
-    "parameter '2.weight' was added": _changed(0, lambda model: model.module.append(_layer())),
-    "parameter '0.1.weight' was added": _changed(1, lambda model: model[0].append(_layer())),
+    "'2.weight' was added after wrapping": _changed(0, lambda model: model.module.append(_layer())),
+    "'0.1.weight' was added after wrapping": _changed(1, lambda model: model[0].append(_layer())),
     "parameter '1.weight' was added after wrapping: it": _changed(
         1, lambda model: setattr(model.module, "1", _layer())
     ),

@@ -90,17 +90,18 @@ def test_buffer_of_another_length_on_each_rank(rank: int, world_size: int, longe
 
     If one rank's buffers changed in a forward, the other ranks know it only after a backward.
     """
-    torch.manual_seed(0)
-    plain = _Growing()
-    model = ShardedWrapper(_Growing())
-    model.load_state_dict(plain.state_dict())
-    for step, num_forwards in enumerate((1, 1, 1, 3, 3, 3)):
-        for number in range(1, num_forwards + 1):
-            model.offset.fill_(rank + number + step)
-            rows = 8 if num_forwards == 1 else 3 * number * (step + 1)
-            x = torch.randn(rows if rank == longer else 3, 7)
-            output = model(x)
-            torch.testing.assert_close(output, plain(x))
-            assert torch.equal(model.offset, torch.full((4,), float(number + step)))
-        output.sum().backward()
-    assert torch.equal(model.table, torch.arange(float(len(x))))
+    for num_forwards in (1, 3):
+        torch.manual_seed(0)
+        plain = _Growing()
+        model = ShardedWrapper(_Growing())
+        model.load_state_dict(plain.state_dict())
+        for step in range(4):
+            for number in range(1, num_forwards + 1):
+                model.offset.fill_(rank + number + step)
+                rows = 8 if num_forwards == 1 else 3 * number * (step + 1)
+                x = torch.randn(rows if rank == longer else 3, 7)
+                output = model(x)
+                torch.testing.assert_close(output, plain(x))
+                assert torch.equal(model.offset, torch.full((4,), float(number + step)))
+            output.sum().backward()
+        assert torch.equal(model.table, torch.arange(float(len(x))))

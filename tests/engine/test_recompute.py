@@ -24,7 +24,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
 from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import Case, vectors
-from tests.oracle import assert_same, local_loss, sgd, step_and_zero, train_rank_by_rank
+from tests.oracle import STEPS, assert_same, local_loss, sgd, step_and_zero, train_rank_by_rank
 from tests.ways import BASIC, WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.uncoalesced
@@ -159,9 +159,9 @@ GATHERED: Gathered = {"full": LAYERS, "grad_op": [], "no_shard": []}
 def _check(way: str, case: Case, model: Any, gathered: Gathered, run: Any = None) -> None:
     """``model``, called through ``run``, has the unwrapped model's numbers, and these gathers."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    expected = train_rank_by_rank(case, world_size, steps=3)
+    expected = train_rank_by_rank(case, world_size)
     optimizer = sgd(model)
-    for step in range(3):
+    for step in range(STEPS):
         with collectives.record() as forward:
             loss = local_loss(run or model, case, step, rank, world_size)
         with collectives.record() as backward:

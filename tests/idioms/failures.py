@@ -237,7 +237,7 @@ def closure_of_whole_parameters(side: Side) -> Any:
     results = []
     for step in range(0, 6, 2):
         _accumulate(side, model, step + 1)
-        results.append(optimizer.step(side.closure(model, step, [])))
+        results.append(optimizer.step(side.closure(model, step, [])).detach())
         optimizer.zero_grad()
     if side.is_flatshard:
         for kind in (Outside, torch.optim.SGD):

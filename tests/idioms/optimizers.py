@@ -56,8 +56,8 @@ def optimizer_lbfgs(side: Side) -> Any:
 @idiom("`SGD`, `optimizer.step(closure)`")
 def closure_of_sgd(side: Side) -> Any:
     model, optimizer = side.begin(Mlp())
-    results = [optimizer.step(side.closure(model, step, [], optimizer)) for step in range(4)]
-    return [*results, model]
+    closures = [side.closure(model, step, [], optimizer) for step in range(4)]
+    return [*(optimizer.step(closure).detach() for closure in closures), model]
 
 
 @idiom("`step(closure)` after `no_sync`, as Lightning does")
@@ -67,7 +67,7 @@ def closure_after_no_sync(side: Side) -> Any:
     for step in range(0, 6, 2):
         with side.no_sync(model):
             side.loss(model, step).backward()
-        results.append(optimizer.step(side.closure(model, step + 1, [])))
+        results.append(optimizer.step(side.closure(model, step + 1, [])).detach())
         optimizer.zero_grad()
     return [*results, model]
 
@@ -190,6 +190,7 @@ def averaged(update: Callable[[nn.Module, nn.Module], object], side: Side) -> li
 
 @idiom("an average by `deepcopy` and `lerp_` over `parameters()`")
 def ema_by_hand(side: Side) -> Any:
+    @torch.enable_grad()
     def update(average: nn.Module, model: nn.Module) -> None:
         for mean, param in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.lerp_(param.data, 0.5)
@@ -200,7 +201,8 @@ def ema_by_hand(side: Side) -> Any:
 @idiom("an average written into `state_dict()` tensors", ways="full grad_op no_shard")
 def ema_of_state_dict(side: Side) -> Any:
     def update(average: nn.Module, model: nn.Module) -> None:
-        """timm's ``ModelEmaV2``."""
+        """timm's ``ModelEmaV2``, with an average that is not frozen."""
+        average.requires_grad_()
         states = average.state_dict().values(), model.state_dict().values()
         for mean, value in zip(*states, strict=True):
             mean.copy_(0.5 * mean + 0.5 * value)
@@ -371,4 +373,4 @@ def optimizer_in_backward(side: Side) -> Any:
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
         param.register_post_accumulate_grad_hook(lambda _, one=optimizer: side.step(one))
-    return [side.closure(model, step, [])() for step in range(3)]
+    return [side.closure(model, step, [])().detach() for step in range(3)]

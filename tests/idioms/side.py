@@ -267,9 +267,10 @@ class Side:
         def compute() -> Tensor:
             for optimizer in zeroed:
                 optimizer.zero_grad()
-            losses.append(self.loss(model, step))
-            losses[-1].backward()
-            return losses[-1]
+            loss = self.loss(model, step)
+            loss.backward()
+            losses.append(loss.detach())
+            return loss
 
         return compute
 

@@ -192,11 +192,11 @@ def safetensors(model: Any, optimizer: Any) -> Callable[[], object]:
 
 
 def sharded_dict(model: Any, optimizer: Any) -> Callable[[], object]:
-    dcp.save(model.sharded_state_dict(), checkpoint_id="dcp")
+    dcp.save({"model": model.sharded_state_dict()}, checkpoint_id="dcp")
 
     def load() -> None:
         sharded = model.sharded_state_dict()
-        dcp.load(sharded, checkpoint_id="dcp")
+        dcp.load({"model": sharded}, checkpoint_id="dcp")
         model.load_state_dict(sharded)
 
     return load

@@ -228,7 +228,8 @@ def test_tags_of_parameters(rank: int, world_size: int, way: str) -> None:
         assert sharded_tensor.attributes_of(copy.deepcopy(weight)).items() >= tags.items()
         # Every name that flatshard sets is known to `attributes_of`.
         assert sharded_tensor.attributes_of(weight).keys() == {*tags, "_is_param", "_full_of"}
-        with pytest.raises(AttributeError, match="'local' of 'FlatShardTensor' object has no set"):
+        refused = "'local' of 'FlatShardTensor' object has no setter"
+        with pytest.raises(AttributeError, match=refused):
             weight.local = True
         module = nn.Linear(4, 4)
         module.bias.text = "bias"
