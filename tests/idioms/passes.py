@@ -537,7 +537,7 @@ for _name, _is_whole, _shares in (
     ("around_adam_whole_with_its_state", True, True),
 ):
     _title = "an optimizer around Adam, made anew in each step"
-    add(_name, "passes", _title, _around_adam(_is_whole, _shares), ways=("full", "hybrid-op"))
+    add(_name, "passes", _title, _around_adam(_is_whole, _shares), ways="full hybrid-op")
 
 
 class _OwnAdam(torch.optim.Optimizer):
@@ -572,12 +572,12 @@ def _taken_over(side: Side, take: Callable[[Any, Any], object]) -> Any:
     return [*losses, *side.fit(model, own, first=4)]
 
 
-@idiom("an own optimizer that takes over Adam's state", ways=("full", "hybrid-op"))
+@idiom("an own optimizer that takes over Adam's state", ways="full hybrid-op")
 def state_taken_over(side: Side) -> Any:
     return _taken_over(side, lambda own, adam: setattr(own, "state", adam.state))
 
 
-@idiom("an own optimizer that copies Adam's state of each parameter", ways=("full", "no_shard"))
+@idiom("an own optimizer that copies Adam's state of each parameter", ways="full no_shard")
 def state_copied(side: Side) -> Any:
     def take(own: Any, adam: Any) -> None:
         own.state.update({param: dict(state) for param, state in adam.state.items()})
@@ -585,7 +585,7 @@ def state_copied(side: Side) -> Any:
     return _taken_over(side, take)
 
 
-@idiom("Adam's state edited in place, of some or all parameters", ways=("full", "hybrid-op"))
+@idiom("Adam's state edited in place, of some or all parameters", ways="full hybrid-op")
 def state_edited(side: Side) -> Any:
     model = side.wrap(Mlp())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -18,7 +18,7 @@ def _walk(module: nn.Module, edit: Callable[[nn.Module], object]) -> None:
     edit(module)
 
 
-@idiom("a recursion over `children()` that edits, hooks and counts linear layers", ways=("full",))
+@idiom("a recursion over `children()` that edits, hooks and counts linear layers", ways="full")
 def walked_by_children(side: Side) -> Any:
     model, calls = side.wrap(Mlp()), []
 
@@ -40,7 +40,7 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
             yield from _leaves(child) if len(list(child.children())) else [child]
 
 
-@idiom("a recursion over `_modules` that edits modules without children", ways=("full",))
+@idiom("a recursion over `_modules` that edits modules without children", ways="full")
 def walked_by_leaves(side: Side) -> Any:
     model = side.wrap(nn.Sequential(nn.Linear(7, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh())))
     leaves = [*_leaves(side.inner(model))]
@@ -59,7 +59,7 @@ class _Stays(nn.Linear):
         return super().forward(x) * (2 if self.training else 3)
 
 
-@idiom("a layer that overrides `train()`", ways=("full",))
+@idiom("a layer that overrides `train()`", ways="full")
 def train_overridden(side: Side) -> Any:
     model = side.wrap(nn.Sequential(_Stays(7, 5), nn.Dropout(0.5), nn.Linear(5, 3)))
     modes = []
@@ -75,14 +75,14 @@ class _Twice(nn.Linear):
         return 2 * super().forward(x)
 
 
-@idiom("`layer.__class__ = Other`, after wrapping", ways=("full",))
+@idiom("`layer.__class__ = Other`, after wrapping", ways="full")
 def class_assigned(side: Side) -> Any:
     model = side.wrap(Mlp())
     side.inner(model).fc2.__class__ = _Twice
     return [isinstance(side.inner(model).fc2, _Twice), *side.fit(model)]
 
 
-@idiom("layers found among `modules()`, and as keys of dicts", ways=("full",))
+@idiom("layers found among `modules()`, and as keys of dicts", ways="full")
 def looked_up(side: Side) -> Any:
     model = side.wrap(Mlp())
     layers = [*side.inner(model).children()]
@@ -91,7 +91,7 @@ def looked_up(side: Side) -> Any:
     return [found, [names[layer] for layer in layers], len({*layers, *side.inner(model).modules()})]
 
 
-@idiom("items of a sharded `nn.Sequential` assigned, deleted and looked for", ways=("full",))
+@idiom("items of a sharded `nn.Sequential` assigned, deleted and looked for", ways="full")
 def items_of_sequential(side: Side) -> Any:
     layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Tanh(), nn.Linear(5, 3))
     model = side.wrap(nn.Sequential(layers, nn.Tanh()), nn.Sequential)
@@ -101,7 +101,7 @@ def items_of_sequential(side: Side) -> Any:
     return [inner[1] in inner, *side.fit(model)]
 
 
-@idiom("layers without parameters replaced after wrapping", ways=("full",))
+@idiom("layers without parameters replaced after wrapping", ways="full")
 def activation_replaced(side: Side) -> Any:
     model = side.wrap(nn.Sequential(nn.Linear(7, 5), nn.Sequential(nn.ReLU(), nn.Linear(5, 3))))
 
