@@ -60,8 +60,8 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     ``auto_wrap_policy`` divides the module into units. A unit's parameters are unsharded
-    (all-gathered) together before they are needed, and resharded (freed) afterwards. Names, shapes
-    and state dicts are those of the unwrapped module.
+    (all-gathered) together before use, and resharded (freed) afterwards. Names, shapes and state
+    dicts are those of the unwrapped module.
 
     Collective: all ranks must construct the wrapper, run forward and backward, and take state
     dicts.
@@ -75,16 +75,16 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         ```
 
     Args:
-        module: the module to shard. It is changed in place, and available as ``.module``.
+        module: the module to shard, which is changed in place and available as ``.module``.
         process_group: the ranks that train the model, or for HYBRID strategies a pair (shard group,
-            replicate group). None: the default group. If there is none, this process trains alone.
+            replicate group). None: the default group; without one, this process trains alone.
         sharding_strategy: see ``ShardingStrategy``; torch's enum and names are accepted. None:
             ``FULL_SHARD``, or ``HYBRID_SHARD`` with a pair of groups or a 2-D mesh. Without these,
             HYBRID strategies shard within nodes of ``LOCAL_WORLD_SIZE`` ranks.
         cpu_offload: see ``CPUOffload``.
         auto_wrap_policy: chooses the submodules that become units: ``"auto"`` or a policy of
             ``flatshard.wrap``. Other parameters belong to the outermost unit. None: one unit.
-        backward_prefetch: when backward starts the all-gather of the next unit: see
+        backward_prefetch: when backward starts the next unit's all-gather: see
             ``BackwardPrefetch``. None: when the unit is needed.
         mixed_precision: see ``MixedPrecision``.
         device_mesh: instead of ``process_group``: a 1-D mesh, or for HYBRID strategies a 2-D mesh
@@ -108,11 +108,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         allow_divergence: classes, names or modules whose units some ranks skip, or run in another
             order (experts, dropped layers). True: all units. They stay unsharded from the outermost
             forward to the end of backward.
-        coalesce_bytes: join neighbouring units of a policy into one unit of at most this many
-            bytes. 0: never. None: 4 MiB.
+        coalesce_bytes: join neighbouring units into units of at most this many bytes. 0: never.
+            None: 4 MiB.
         boundary: where shards may cut a parameter. ``"element"``: anywhere; ``"row"``: between rows
             of its outermost dimension in memory; ``"tensor"``: nowhere; an int: at multiples of
-            so many elements. ``unit_report()`` shows the padding that this costs.
+            so many elements. ``unit_report()`` shows the padding.
         collectives: ``"auto"``: the best transport for the backend; ``"sockets"``: on gloo, send
             even if ranks on one host could share memory; ``"native"``: one collective of the
             backend per unit and purpose, for comparison.
@@ -128,8 +128,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             padding; contradicting keywords.
         NotImplementedError: an option does not support DTensor parameters.
         RuntimeError: several ranks were started, but no process group exists.
-        OffloadError: on all ranks, before anything is changed: the disk of ``cpu_offload`` is too
-            full.
+        OffloadError: on all ranks, before any change: the disk of ``cpu_offload`` is too full.
     """
 
     _sharded_unit: Unit

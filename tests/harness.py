@@ -50,6 +50,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import options
 from flatshard.comm.ranks import forget_destroyed
@@ -310,6 +311,34 @@ def naming(configuration: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"configuration: {configuration}")
         raise
+
+
+def assert_raises(
+    error: type[BaseException] | tuple[type[BaseException], ...],
+    message: str,
+    call: Callable[..., object],
+    *args: Any,
+    **keywords: Any,
+) -> None:
+    """Expect that the call raises this error, with text that matches ``message``.
+
+    A failure names the message, so that a test may try a table of calls.
+    """
+    with naming(message), pytest.raises(error, match=message):
+        call(*args, **keywords)
+
+
+class Watching(TorchDispatchMode):
+    """Calls ``see(operation, output)`` after each operation of torch."""
+
+    def __init__(self, see: Callable[[Any, Any], object]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(func, out)
+        return out
 
 
 @contextlib.contextmanager

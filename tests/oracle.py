@@ -6,7 +6,7 @@ computes each rank's loss alone and adds up their gradients, as an average over 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,32 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](trainable(model))
 
 
+def trained(
+    case: Case, rank: int, world_size: int, **keywords: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of three steps of the model, wrapped with these keywords."""
+    model = case.wrap(case.model(), **keywords)
+    return train_steps(model, sgd(model), case, rank, world_size, steps=3), snapshot(model)
+
+
+def step_with(optimizers: Sequence[torch.optim.Optimizer], loss_of: Callable[[], Tensor]) -> None:
+    """One step of each optimizer, with gradients of this loss; L-BFGS computes it repeatedly."""
+
+    def closure() -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        optimizers[0].step(closure)
+        return
+    closure()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def step_and_zero(*optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.step()
@@ -148,6 +174,12 @@ def set_buffers(model: nn.Module, values: list[Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), values, strict=True):
             buffer.copy_(value)
+
+
+@torch.no_grad()
+def change_all(model: nn.Module, change: Callable[[nn.Parameter], object]) -> None:
+    for param in model.parameters():
+        change(param)
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -166,11 +198,13 @@ def assert_same_state(
         )
 
 
+def _state_of(value: Any) -> Any:
+    return snapshot(value) if isinstance(value, nn.Module) else value
+
+
 def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
     """Models and state dicts have the same entries, and all that is compared has close values."""
-    actual, expected = (
-        snapshot(value) if isinstance(value, nn.Module) else value for value in (actual, expected)
-    )
+    actual, expected = map(_state_of, (actual, expected))
     if isinstance(expected, dict):
         assert_same_state(actual, expected, rtol, atol)
     else:
@@ -178,8 +212,11 @@ def assert_same(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e
 
 
 def assert_identical(actual: Any, expected: Any) -> None:
-    """The same, bit by bit."""
-    assert_same(actual, expected, rtol=0.0, atol=0.0)
+    """The same structure, order of names, shapes, dtypes and bits; of modules, the state dicts."""
+    actual, expected = map(_state_of, (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected)
 
 
 def assert_same_gradients(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore
 
 from tests.forked_python import PYTHON
+from tests.harness import ROOT
 
 
 class Finished(NamedTuple):
@@ -24,11 +25,16 @@ class Finished(NamedTuple):
 
 def run_script(script: Path, *arguments: str, cwd: Path) -> Finished:
     """Run the script in the folder ``cwd``."""
-    return _run([os.environ], script, arguments, cwd)
+    return _run([{}], [script, *arguments], cwd)
+
+
+def run_code(code: str, *arguments: object) -> Finished:
+    """Run Python code in the repository's folder, until its end as that of a real program."""
+    return _run([{"FORKED_PYTHON_FREES_OBJECTS": "1"}], ["-c", code, *arguments], ROOT)
 
 
 def torchrun(
-    world_size: int, script: Path, *arguments: str, environment: Mapping[str, str], cwd: Path
+    world_size: int, script: Path, *arguments: str, environment: Mapping[str, str] = {}, cwd: Path
 ) -> Finished:
     """Run the script on so many ranks, which meet as torchrun's do: at the parent's store."""
     limit = timedelta(seconds=60)
@@ -43,20 +49,21 @@ def torchrun(
         "WORLD_SIZE": str(world_size),
     }
     ranks = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
-    return _run(ranks, script, arguments, cwd)
+    return _run(ranks, [script, *arguments], cwd)
 
 
 def _run(
-    environments: Sequence[Mapping[str, str]], script: Path, arguments: Sequence[str], cwd: Path
+    environments: Sequence[Mapping[str, str]], arguments: Sequence[object], cwd: Path
 ) -> Finished:
     """A process for each environment. When one fails, or after 100 seconds, all are killed."""
     deadline = time.monotonic() + 100
-    command = [PYTHON, str(script), *map(str, arguments)]
+    command = [PYTHON, *map(str, arguments)]
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             for given in environments:
-                environment = {**given, "OMP_NUM_THREADS": "1"}
+                common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+                environment = {**common, **given}
                 processes.append(
                     subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err)
                 )
@@ -72,5 +79,5 @@ def _run(
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode())
-    assert None not in codes or any(codes), f"{script.name} still ran after 100 s: {texts}"
+    assert None not in codes or any(codes), f"{command[:2]} still ran after 100 s: {texts}"
     return Finished(next(filter(None, codes), 0), *texts)

@@ -267,7 +267,11 @@ def compare():
 with contextlib.redirect_stdout(None):
     launch(compare, ranks=RANKS)
 ways = json.loads((folder / "ways.json").read_text())["ways"]
-print(compare_strategies.table(ways))
+print(f"{'':20}{'ms a step':>10}{'persist. MiB':>13}{'peak':>9}{'volume':>9}{'loss':>9}")
+for name, way in ways.items():
+    held, peak, moved = (way[f"{key}_bytes"] / 2**20 for key in ("between", "peak", "moved"))
+    print(f"{name:20}{1000 * way['seconds']:10.0f}{held:13.1f}{peak:9.1f}{moved:9.1f}", end="")
+    print(f"{way['loss']:9.4f}")
 
 # %% [markdown]
 # *persistent*: parameters, gradients and optimizer state of a rank. *peak*: the same, and the

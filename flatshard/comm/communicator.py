@@ -61,6 +61,7 @@ def transport_kinds() -> list[type[Transport]]:
     return [*first, SocketTransport]
 
 
+_REDUCING = "reduce-scattering gradients in backward"
 _ALL_REDUCING = "all-reducing gradients in backward"
 
 
@@ -172,12 +173,12 @@ class Communicator(Members):
 
         Collective: all ranks of the group, in the same order of calls.
         """
-        is_half = request.kind == "all_reduce"
         if LISTENERS:
             nbytes = request.full.nbytes
-            nbytes = (nbytes + request.out.nbytes * self.size) // 2 if is_half else nbytes
+            if request.kind == "all_reduce":  # the first half of it, in the dtype of `full`
+                nbytes = (nbytes + request.out.nbytes * self.size) // 2
             self.note(request.kind, request.unit_fqn, nbytes)
-        action = _ALL_REDUCING if is_half else "reduce-scattering gradients in backward"
+        action = _ALL_REDUCING if request.kind == "all_reduce" else _REDUCING
         transport = self.transport_for(request.out.device, request.tag)
         with _beginning(request.unit_fqn, action, self.global_rank, self.ranks_text) as op_name:
             return transport.reduce_scatter(request, op_name)

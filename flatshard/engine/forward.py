@@ -136,8 +136,7 @@ class Forward:
             for handle in unit.handles:
                 handle.summoned.check_shown()
             return None
-        casts = unit.casts[module]
-        call = self.enter(unit)
+        casts, call = unit.casts[module], self.enter(unit)
         changed = casts.cast_inputs(args, kwargs, is_root=unit.is_root)
         call.ends_with_gradients = self.saved.ends_with_gradients(unit, call)
         if not torch.is_grad_enabled() or call.ends_with_gradients:

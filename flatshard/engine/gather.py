@@ -104,10 +104,8 @@ class ParamGather:
                 if self.secondary.is_current(version):
                     self._work = self.secondary.gather(memory.buffer, purpose)
                     return
-            source = self._source(shard, version)
-            request = Gather(
-                source, memory.buffer, self._plan.unit_name, self.tags[0], purpose, memory=memory
-            )
+            source, unit_name = self._source(shard, version), self._plan.unit_name
+            request = Gather(source, memory.buffer, unit_name, self.tags[0], purpose, memory)
             if self._float8 is not None:
                 packed = self._float8.pack(source)
                 # All-gather float8 values into separate memory. `finish` unpacks the values.

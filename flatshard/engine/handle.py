@@ -264,11 +264,10 @@ class FlatParamHandle:
         # flatshard's saved-tensor hooks. Ranks may free their buffers at different times.
         if not self.is_free_deferred:
             return
-        keeps = self.unit.keeps_views
-        if not keeps and (though_viewed or num_uses(self.buffer) <= self._num_uses):
+        if not self.unit.keeps_views and (though_viewed or num_uses(self.buffer) <= self._num_uses):
             self._free_buffer()
         else:
-            self.had_views |= not keeps
+            self.had_views |= not self.unit.keeps_views
             # With shared memory, parts of the buffer are the shards of other ranks. Copy these
             # parts, because an owner waits until no rank reads its shard.
             with _unsafe_preserve_version_counter(self.buffer):

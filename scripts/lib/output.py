@@ -34,8 +34,10 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(_text, row.values()))
-    console = Console()
-    Console(width=max(console.width, 16 * len(rows[0]))).print(table)
+    # rich would send the table to a notebook's page, which the ranks of a notebook cannot reach.
+    console = Console(force_jupyter=False)
+    console.width = max(console.width, 16 * len(rows[0]))
+    console.print(table)
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from flatshard import ShardedWrapper
 from flatshard.checkpoint import full_optim_state_dict, load_safetensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import naming, on_ranks, run_ranks
-from tests.integrations import PRELOAD
+from tests.integrations import PRELOAD, needs, small_net
 
-pytestmark = pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
-LINEARS = ModuleWrapPolicy({nn.Linear})
-SHARDING = {"auto_wrap_policy": LINEARS, "coalesce_bytes": 0}
+pytestmark = needs("accelerate")
+SHARDING = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "coalesce_bytes": 0}
 
 
 @contextmanager
@@ -42,27 +40,21 @@ def accelerators(rank: int, world_size: int) -> Iterator[tuple[Any, Any]]:
             GradientState._reset_state()
             return kind(cpu=True, **keywords)
 
-        yield (
-            functools.partial(make, accelerate.Accelerator),
-            functools.partial(make, Accelerator, sharding=SHARDING),
-        )
+        ours = functools.partial(make, Accelerator, sharding=SHARDING)
+        yield functools.partial(make, accelerate.Accelerator), ours
 
 
 class Training:
     """A program: made anew by each accelerator, always of the same numbers."""
 
     def __init__(self, accelerator: Any) -> None:
-        torch.manual_seed(0)
-        self.accelerator = accelerator
-        layers = [nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
-        plain = nn.Sequential(*layers)
+        self.accelerator, plain = accelerator, small_net()
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randn(48, 3))
         loader = torch.utils.data.DataLoader(data, batch_size=2)
-        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
-            plain, optimizer, loader, scheduler
-        )
+        prepared = accelerator.prepare(plain, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
         self.batches = iter(self.loader)
         self.losses: list[float] = []
 
@@ -81,9 +73,9 @@ class Training:
             self.losses.append(loss.item())
 
     def weights(self) -> dict[str, Tensor]:
-        if isinstance(self.model, ShardedWrapper):
-            return dict(self.model.state_dict())
-        return dict(self.accelerator.unwrap_model(self.model).state_dict())
+        is_sharded = isinstance(self.model, ShardedWrapper)
+        model = self.model if is_sharded else self.accelerator.unwrap_model(self.model)
+        return dict(model.state_dict())
 
 
 @on_ranks(2, preload=PRELOAD)
@@ -127,10 +119,8 @@ def _sync_in_backward(theirs: Any, ours: Any) -> None:
         with run.accelerator.trigger_sync_in_backward(run.model):
             run.accelerator.backward(losses[1])
         run.accelerator.clip_grad_value_(run.model.parameters(), 0.02)
-        grads.append(
-            [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in run.model.parameters()]
-        )
-    assert_close(*grads)
+        grads.append([param.grad for param in run.model.parameters()])
+    assert_close([grad.full_tensor() for grad in grads[1]], grads[0])
 
 
 def _values_and_names(ours: Any, rank: int, folder: Path) -> None:
@@ -203,9 +193,8 @@ def _loads(rank: int, world_size: int, folder: str) -> None:
     with accelerators(rank, world_size) as (_, ours):
         names = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
         run = Training(ours(project_config=names))
-        run.accelerator.register_for_checkpointing(
-            torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
-        )
+        counter = torch.optim.lr_scheduler.StepLR(run.optimizer.optimizer, 3)
+        run.accelerator.register_for_checkpointing(counter)
         run.accelerator.load_state()
         expected = torch.load(f"{folder}/expected.pt")
         assert_close(run.weights(), expected["weights"], rtol=0, atol=0)

@@ -2,22 +2,17 @@
 
 import contextlib
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from flatshard import sharded_modules
 from tests.documents import Fence, examples, fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.integrations import PRELOAD, as_under_torchrun
+from tests.integrations import PRELOAD, as_under_torchrun, llama, needs
 
-pytestmark = pytest.mark.skipif(
-    not all(find_spec(name) for name in ("accelerate", "lightning", "transformers", "trl")),
-    reason="accelerate, lightning, transformers or trl is not installed",
-)
+pytestmark = needs("accelerate", "lightning", "transformers", "trl")
 MODULES = sorted((ROOT / "flatshard" / "integrations").glob("*.py"))
 DOCSTRINGS = [fence for path in MODULES for fence in examples(path)]
 PAGE = [
@@ -28,20 +23,16 @@ PAGE = [
 
 
 def _run(rank: int, world_size: int, pieces: list[Fence], folder: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
     rows = [{"input_ids": torch.arange(n, n + 8), "labels": torch.arange(8)} for n in range(32)]
     for number, fence in enumerate(pieces):
         own = Path(folder) / str(number)
         own.mkdir(exist_ok=True)
         with contextlib.chdir(own), naming(fence), as_under_torchrun():
             if rank == 0:
-                LlamaForCausalLM(config).save_pretrained("llama")
+                llama().save_pretrained("llama")
             dist.barrier()
             names = surroundings(fence.text, rank)
-            names |= {"llama": LlamaForCausalLM(config), "rows": rows}
+            names |= {"llama": llama(), "rows": rows}
             exec(compile(fence.text, f"{fence.document}: {fence.heading}", "exec"), names)
             trainer = names.get("trainer", names)
             model = getattr(trainer, "model_wrapped", getattr(trainer, "model", names["model"]))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 from flatshard import ShardedWrapper, sharded_modules
 from tests.harness import naming, run_ranks
-from tests.integrations import PRELOAD, as_under_torchrun
+from tests.integrations import PRELOAD, as_under_torchrun, needs, small_net
 
-pytestmark = pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+pytestmark = needs("lightning")
 
 
 def _program(fn: Callable[..., None]) -> Callable[..., None]:
@@ -38,9 +38,7 @@ def _module(manual: bool = False) -> Any:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            layers = [nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3)]
-            self.net = nn.Sequential(*layers)
+            self.net = small_net()
             self.losses: list[float] = []
             self.automatic_optimization = not manual
 
@@ -89,11 +87,8 @@ def _trained(strategy: Any, folder: str, manual: bool = False, **more: Any) -> l
     trainer.fit(module, _data(), _data())
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     (errors,) = trainer.validate(module, _data(), verbose=False)
-    return [
-        module.losses,
-        {k: float(v) for k, v in errors.items()},
-        trainer.predict(module, _data()),
-    ]
+    errors = {name: float(value) for name, value in errors.items()}
+    return [module.losses, errors, trainer.predict(module, _data())]
 
 
 @_program
@@ -115,24 +110,16 @@ def _as_with_ddp(rank: int, world_size: int, folder: str) -> None:
 def _saves(rank: int, world_size: int, folder: str) -> None:
     from flatshard.integrations.lightning import FlatshardStrategy
 
-    for name, strategy in (
-        ("ddp", "ddp"),
-        ("full", "flatshard"),
-        ("sharded", FlatshardStrategy(state_dict_type="sharded")),
-    ):
+    sharded = FlatshardStrategy(state_dict_type="sharded")
+    for name, strategy in (("ddp", "ddp"), ("full", "flatshard"), ("sharded", sharded)):
         _trained(strategy, f"{folder}/{name}")
 
 
 @_program
 def _goes_on(rank: int, world_size: int, folder: str) -> None:
     seen = []
-    for name, strategy in (
-        ("ddp", "ddp"),
-        ("full", "ddp"),
-        ("ddp", "flatshard"),
-        ("full", "flatshard"),
-        ("sharded", "flatshard"),
-    ):
+    ways = [*product(("ddp", "flatshard"), ("ddp", "full")), ("flatshard", "sharded")]
+    for strategy, name in ways:
         module, trainer = _module(), _trainer(strategy, f"{folder}/more", epochs=2)
         trainer.fit(module, _data(), ckpt_path=f"{folder}/{name}/last.ckpt")
         assert trainer.global_step == 8 // 2 - (-8 // world_size)
@@ -167,8 +154,7 @@ def _fabric(rank: int, world_size: int, folder: str) -> None:
         fabric.launch()
         weights = []
         for number in range(2):
-            torch.manual_seed(0)
-            plain = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+            plain = small_net()
             model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
             state = {"model": model, "optimizer": optimizer, "step": number}
             if number == 1:  # a new program

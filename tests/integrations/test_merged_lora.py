@@ -1,7 +1,5 @@
 """``full_tensors(merge_lora=True)``, against PEFT's ``merge_and_unload`` of the unwrapped model."""
 
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,11 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import full_disk, naming, run_ranks
-from tests.integrations import PRELOAD
+from tests.harness import assert_raises, full_disk, naming, on_ranks
+from tests.integrations import PRELOAD, needs
+from tests.oracle import assert_identical, snapshot
+
+pytestmark = needs("peft", "lightning", "trl")  # the server of ranks loads the last two
 
 
 class Experts(nn.Module):
@@ -61,11 +62,11 @@ _EVERYTHING = {
 }
 
 
-def _adapted(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
+def _adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     import peft
 
     torch.manual_seed(0)
-    model = peft.get_peft_model(Model().to(dtype), config())
+    model = peft.get_peft_model(Model().to(dtype), config)
     with torch.no_grad():  # PEFT begins with an adapter that adds nothing
         for name, param in model.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
@@ -73,9 +74,13 @@ def _adapted(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> A
     return model
 
 
+def _everything() -> Any:
+    return _adapted(_config(**_EVERYTHING))
+
+
 def _two_adapters() -> Any:
     torch.manual_seed(1)
-    model = _adapted(lambda: _config(target_modules=["first", "table"]))
+    model = _adapted(_config(target_modules=["first", "table"]))
     model.add_adapter("other", _config(target_modules=["second", "first"], use_rslora=True))
     model.base_model.set_adapter(["default", "other"])
     with torch.no_grad():
@@ -85,20 +90,13 @@ def _two_adapters() -> Any:
     return model
 
 
-def test_merged_weights() -> None:
-    for name in ("peft", "lightning", "trl"):  # the server of ranks loads the last two
-        pytest.importorskip(name)
-    run_ranks(_merged, 2, fresh=True, preload=PRELOAD)
+def _turned() -> Any:
+    return _adapted(_config(target_modules=["turned"], fan_in_fan_out=True))
 
 
-def _merged(rank: int, world_size: int) -> None:
-    turned = {"target_modules": ["turned"], "fan_in_fan_out": True}
-    plain = {
-        "everything": lambda: _adapted(lambda: _config(**_EVERYTHING)),
-        "two": _two_adapters,
-        "turned": lambda: _adapted(lambda: _config(**turned)),
-    }
-    for name, build in plain.items():
+@on_ranks(2, fresh=True, preload=PRELOAD)
+def test_merged_weights(rank: int, world_size: int, tmp_path: Path) -> None:
+    for build in (_everything, _two_adapters, _turned):
         expected = build().merge_and_unload().state_dict()
         for keywords in (
             {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Experts}), "coalesce_bytes": 0},
@@ -106,29 +104,23 @@ def _merged(rank: int, world_size: int) -> None:
             {"sharding_strategy": "SHARD_OP", "collectives": "native"},
             {"sharding_strategy": "SHARD_GRAD_OP"},
         ):
-            with naming(f"{name}, {keywords}"):
+            with naming(f"{build.__name__}, {keywords}"):
                 model = ShardedWrapper(build(), **keywords)
-                before = {key: value.clone() for key, value in model.state_dict().items()}
-                found = {}
-                for key, tensor in flatshard.full_tensors(model, merge_lora=True):
-                    found[key] = tensor.clone()
-                assert found.keys() == expected.keys()
+                before, items = snapshot(model), flatshard.full_tensors(model, merge_lora=True)
+                found = {key: tensor.clone() for key, tensor in items}
                 torch.testing.assert_close(found, dict(expected))
-                after = model.state_dict()
-                assert all(torch.equal(value, after[key]) for key, value in before.items())
+                assert_identical(snapshot(model), before)
     _arguments(rank)
-    _saved()
+    _saved(tmp_path / "merged.safetensors")
     _rounded_once()
     _refused()
 
 
 def _arguments(rank: int) -> None:
-    model = ShardedWrapper(_adapted(lambda: _config(**_EVERYTHING)))
-    expected = _adapted(lambda: _config(**_EVERYTHING)).merge_and_unload().state_dict()
-    found = {}
-    for bucket in flatshard.full_tensors(
-        model, merge_lora=True, names=["first.weight"], ranks=1, bucket_bytes=100
-    ):
+    model = ShardedWrapper(_everything())
+    expected, found = _everything().merge_and_unload().state_dict(), {}
+    chosen: dict[str, Any] = {"names": ["first.weight"], "ranks": 1, "bucket_bytes": 100}
+    for bucket in flatshard.full_tensors(model, merge_lora=True, **chosen):
         found.update({key: tensor.clone() for key, tensor in bucket})
     assert list(found) == (["first.weight"] if rank == 1 else [])
     if rank == 1:
@@ -141,12 +133,9 @@ def _arguments(rank: int) -> None:
     torch.testing.assert_close(values["head.weight"], original.full_tensor().detach())
 
 
-def _saved() -> None:
-    model = ShardedWrapper(_adapted(lambda: _config(**_EVERYTHING)))
-    expected = _adapted(lambda: _config(**_EVERYTHING)).merge_and_unload().state_dict()
-    folder: Any = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    path = Path(folder[0]) / "merged.safetensors"
+def _saved(path: Path) -> None:
+    model = ShardedWrapper(_everything())
+    expected = _everything().merge_and_unload().state_dict()
     flatshard.checkpoint.save_safetensors(model, path, dtype=torch.float64, merge_lora=True)
     found = load_file(path)
     torch.testing.assert_close(found, {n: v.double() for n, v in expected.items()})
@@ -158,36 +147,29 @@ def _saved() -> None:
 
 def _rounded_once() -> None:
     """In bfloat16, the sum is computed in float32."""
-    build = lambda dtype: _adapted(lambda: _config(target_modules=["first"]), dtype)  # noqa: E731
-    model = ShardedWrapper(build(torch.bfloat16))
-    wide = build(torch.bfloat16).float().merge_and_unload().state_dict()
+    narrow, wide = (_adapted(_config(target_modules=["first"]), torch.bfloat16) for _ in range(2))
+    model, expected = ShardedWrapper(narrow), wide.float().merge_and_unload().state_dict()
     for key, tensor in flatshard.full_tensors(model, merge_lora=True):
         assert tensor.dtype is torch.bfloat16
-        assert torch.equal(tensor, wide[key].bfloat16())
+        assert torch.equal(tensor, expected[key].bfloat16())
 
 
 def _refused() -> None:
     import peft
 
+    first = {"target_modules": ["first"]}
     for config, message in (
+        (_config(**first, use_dora=True), "first' has adapters with a LoRA variant"),
+        (_config(**first, lora_bias=True), "adapters with .* or a bias"),
         (
-            lambda: _config(target_modules=["first"], use_dora=True),
-            "first' has adapters with a LoRA variant",
+            _config(target_modules=["attention"]),
+            "attention' is a MultiheadAttention, and only",
         ),
-        (lambda: _config(target_modules=["first"], lora_bias=True), "adapters with .* or a bias"),
-        (
-            lambda: _config(target_modules=["attention"]),
-            "attention' is a MultiheadAttention, and only LoRA",
-        ),
-        (
-            lambda: peft.IA3Config(target_modules=["first"], feedforward_modules=[]),
-            "first' is a Linear, and only LoRA",
-        ),
+        (peft.IA3Config(**first, feedforward_modules=[]), "first' is a Linear, and only LoRA"),
     ):
         model = ShardedWrapper(_adapted(config))
-        with naming(message), pytest.raises(NotImplementedError, match=message):
-            flatshard.full_tensors(model, merge_lora=True)
-    prompted = _adapted(lambda: _config(target_modules=["first"]))
+        assert_raises(NotImplementedError, message, flatshard.full_tensors, model, merge_lora=True)
+    prompted = _adapted(_config(**first))
     prompted.base_model = Model()  # as with prompt tuning, which has no adapters in layers
     with pytest.raises(NotImplementedError, match="'' is a PeftModel, and only LoRA"):
         flatshard.full_tensors(ShardedWrapper(prompted), merge_lora=True)

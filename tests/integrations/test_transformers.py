@@ -1,7 +1,6 @@
 """transformers' Trainer on a sharded model, beside its own on DistributedDataParallel."""
 
 import contextlib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch.testing import assert_close
 from flatshard import ShardedWrapper, checkpoint
 from tests.documents import fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
-from tests.integrations import PRELOAD, as_under_torchrun
+from tests.integrations import PRELOAD, QUIET, as_under_torchrun, llama, needs
 
-pytestmark = pytest.mark.skipif(
-    not find_spec("transformers"), reason="transformers is not installed"
-)
+pytestmark = needs("transformers")
 WORDS = 64
 
 
@@ -36,14 +33,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=WORDS, max_position_embeddings=32, **small, **heads)
-    )
+    return llama(max_position_embeddings=32, tie_word_embeddings=True)
 
 
 def _lora() -> Any:
@@ -56,20 +46,14 @@ def _trainer(kind: Any, folder: str, model: Any, **more: Any) -> Any:
     from transformers import TrainingArguments
 
     usual: dict[str, Any] = {
+        **QUIET,
         "max_steps": 4,
-        "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "learning_rate": 0.01,
         "max_grad_norm": 0.5,
-        "logging_steps": 1,
         "save_steps": 2,
         "eval_steps": 2,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "ddp_find_unused_parameters": False,
         "eval_strategy": "steps",
+        "ddp_find_unused_parameters": False,
     }
     arguments = TrainingArguments(folder, **{**usual, **more})
     rows = Rows()
@@ -88,11 +72,9 @@ def _seen(trainer: Any, folder: str) -> list[Any]:
     """What a user sees of a training."""
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
-    log = [
-        {k: v for k, v in one.items() if "loss" in k or "norm" in k}
-        for one in trainer.state.log_history
-    ]
-    return [log[:-1], _weights(folder)]
+    *log, _ = trainer.state.log_history
+    seen = [{k: v for k, v in one.items() if "loss" in k or "norm" in k} for one in log]
+    return [seen, _weights(folder)]
 
 
 def _everything(rank: int, world_size: int, folder: str) -> None:
@@ -107,14 +89,13 @@ def _as_with_ddp(rank: int, folder: str) -> None:
 
     from flatshard.integrations.transformers import FlatshardTrainer
 
-    best = {"load_best_model_at_end": True, "gradient_checkpointing": True}
-    for number, (make, more) in enumerate(
-        (
-            (_llama, best),
-            (_lora, {"gradient_checkpointing": True}),
-            (_llama, {"optim": "adafactor"}),
-        )
-    ):
+    checkpointed: dict[str, Any] = {"gradient_checkpointing": True}
+    settings = (
+        (_llama, {"load_best_model_at_end": True, **checkpointed}),
+        (_lora, checkpointed),
+        (_llama, {"optim": "adafactor"}),
+    )
+    for number, (make, more) in enumerate(settings):
         runs = []
         for kind in (Trainer, FlatshardTrainer):
             own = f"{folder}/{kind.__name__}-{number}"

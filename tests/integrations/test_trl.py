@@ -1,19 +1,17 @@
 """TRL's SFTTrainer and GRPOTrainer with the mixin, beside DistributedDataParallel."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.testing import assert_close
 
 from flatshard import ShardedWrapper
 from tests.harness import naming, on_ranks
-from tests.integrations import PRELOAD, as_under_torchrun
+from tests.integrations import PRELOAD, QUIET, as_under_torchrun, llama, needs
 
-pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="trl is not installed")
+pytestmark = needs("trl")
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
 
 
@@ -23,41 +21,21 @@ def _tokenizer() -> Any:
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, WORDS[0]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=WORDS[0], eos_token=WORDS[1], unk_token=WORDS[0]
-    )
+    own = {"pad_token": WORDS[0], "eos_token": WORDS[1], "unk_token": WORDS[0]}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **own)
 
 
 def _logs(kind: Any, config: Any, folder: Path, keys: tuple[str, ...], **given: Any) -> Any:
     """Train a small Llama; returns its trainer, and what the trainer has logged under ``keys``."""
     from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), num_attention_heads=2, **small))
+    model = llama(vocab_size=len(WORDS))
     model.generation_config.eos_token_id = list(range(1, 8))
     options, dataset = given.pop("options"), Dataset.from_dict(given.pop("data"))
-    arguments = config(
-        str(folder / kind.__name__),
-        per_device_train_batch_size=2,
-        learning_rate=0.01,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
-    trainer = kind(
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=_tokenizer(),
-        **given,
-    )
+    own = str(folder / kind.__name__)
+    arguments = config(own, bf16=False, save_strategy="no", **QUIET, **options)
+    given |= {"model": model, "args": arguments, "processing_class": _tokenizer()}
+    trainer = kind(train_dataset=dataset, **given)
     trainer.train()
     found = [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
     return trainer, found

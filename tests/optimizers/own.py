@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import declare_elementwise
+from tests.oracle import snapshot, step_with
 
 STEPS = 3
 
@@ -25,26 +26,13 @@ class Model(nn.Module):
         return self.scale * self.head(torch.tanh(self.tied(x)))
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int = STEPS
-) -> dict[str, Tensor]:
-    for step in range(first, first + steps):
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> dict[str, Tensor]:
+    for step in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-
-        def closure(x: Tensor = x) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(x).square().mean()
-            loss.backward()
-            return loss
-
         torch.manual_seed(step)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+        step_with([optimizer], lambda x=x: model(x).square().mean())
+    return snapshot(model)
 
 
 class Own(torch.optim.Optimizer):
@@ -93,9 +81,8 @@ class Rows(Own):
             param.sub_(0.05 * grad)
             return
         for dim in range(2):
-            rows = state.setdefault(
-                f"mean{dim}", torch.zeros_like(param[0] if dim else param[:, 0])
-            )
+            zeros = torch.zeros_like(param[0] if dim else param[:, 0])
+            rows = state.setdefault(f"mean{dim}", zeros)
             rows.mul_(0.9).add_(grad.square().mean(1 - dim))
         scale = state["mean0"].unsqueeze(1) * state["mean1"] / state["mean0"].mean()
         param.sub_(0.05 * grad / (scale.sqrt() + 1e-3))
@@ -152,8 +139,7 @@ class OwnEntries(torch.optim.SGD):
         super().load_state_dict(state)
 
 
-KINDS: dict[str, type[torch.optim.Optimizer]] = {
-    one.__name__: one for one in (OneElement, Elementwise, Rows, Nested, NestedOnShards, OwnEntries)
-}
+_KINDS = (OneElement, Elementwise, Rows, Nested, NestedOnShards, OwnEntries)
+KINDS: dict[str, type[torch.optim.Optimizer]] = {one.__name__: one for one in _KINDS}
 ONLY_FULL = {"Nested", "NestedOnShards", "OwnEntries"}
 """DCP's own functions do not restore them without a wrapper either."""

@@ -11,7 +11,6 @@ import csv
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 
 from flatshard.optimizer.adapter import adapter_of, is_elementwise
 from tests.combinations import THOROUGH
-from tests.harness import allow_warnings, run_ranks
+from tests.harness import ROOT, allow_warnings, run_ranks
 from tests.idioms.side import Side
+from tests.oracle import step_with
 from tests.outcomes import Cell
 
 STEPS = 5
 EXACT, RIGHT = 0.0, 1e-6
-DEFAULT = {"lr": 0.01}
-
 Make = Callable[[Sequence[nn.Parameter]], list[torch.optim.Optimizer]]
 
 
@@ -36,7 +34,7 @@ def _of(module: str, name: str, **options: Any) -> Make:
 
     def make(params: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
         kind = getattr(importlib.import_module(module), name)
-        return [kind(params, **{**DEFAULT, **options})]
+        return [kind(params, **{"lr": 0.01, **options})]
 
     return make
 
@@ -135,21 +133,7 @@ def _step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], number:
     generator = torch.Generator().manual_seed(number)
     x, y = (torch.randn(16, size, generator=generator) for size in (24, 5))
     dtype = next(model.parameters()).dtype
-    x, y = x.to(dtype), y.to(dtype)
-
-    def closure() -> Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss
-
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        optimizers[0].step(closure)
-        return
-    closure()
-    for optimizer in optimizers:
-        optimizer.step()
+    step_with(optimizers, lambda: (model(x.to(dtype)) - y.to(dtype)).square().mean())
 
 
 def _step_mode(optimizer: torch.optim.Optimizer) -> str:
@@ -194,8 +178,7 @@ def test_optimizer(package: str, name: str) -> None:
 
 def test_the_file_has_all() -> None:
     """Every optimizer that can be tried, and none that flatshard steps wrongly."""
-    path = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "optimizers.csv"
-    with path.open(newline="") as file:
+    with (ROOT / "docs" / "evidence" / "optimizers.csv").open(newline="") as file:
         found = [one for one in csv.DictReader(file) if one["implementation"] == "flatshard"]
     rows = {("torch", "Muon"), *((p, n) for p, (_, kinds) in PACKAGES.items() for n in kinds)}
     assert rows <= {(one["package"], one["optimizer"]) for one in found}

@@ -73,9 +73,13 @@ def _is_ours(value: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return _like(value, "meta")
     return torch.device("meta") if _is_ours(value) else value
 
 
@@ -119,9 +123,7 @@ class Kernels(TorchDispatchMode):
         torch.backends.cuda.enable_cudnn_sdp(False)
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -150,10 +152,7 @@ class Kernels(TorchDispatchMode):
             device = torch.device(kwargs.get("device") or source.device)
             if device.type != source.device.type:
                 like = torch.empty_like(_to_meta(source), dtype=kwargs.get("dtype"))
-                out = torch.empty_strided(
-                    like.size(), like.stride(), dtype=like.dtype, device=device
-                )
-                return self._copy(out, source, bool(kwargs.get("non_blocking")))
+                return self._copy(_like(like, device), source, bool(kwargs.get("non_blocking")))
         return self._launch(func, args, kwargs)
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,9 +173,8 @@ class Kernels(TorchDispatchMode):
         def compute() -> None:
             inputs = tree_map(_widened, arguments) if widen else arguments
             found = func(*inputs, **named)
-            for place, one in zip(
-                tree_leaves(places), tree_leaves(found if is_many else [found]), strict=True
-            ):
+            values = tree_leaves(found if is_many else [found])
+            for place, one in zip(tree_leaves(places), values, strict=True):
                 if isinstance(place, Tensor) and isinstance(one, Tensor):
                     if place.data_ptr() != one.data_ptr():
                         place.copy_(one.view_as(place))
@@ -184,9 +182,7 @@ class Kernels(TorchDispatchMode):
         _push(compute)
         return tuple(outs) if is_many else outs[0]
 
-    def _out(
-        self, schema: Any, number: int, planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _out(self, schema: Any, number: int, planned: Any, args: Any, kwargs: Any) -> Any:
         alias = schema.returns[number].alias_info if schema.returns else None
         if alias is not None and alias.is_write:
             given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
@@ -200,9 +196,7 @@ class Kernels(TorchDispatchMode):
     def _new(self, planned: Any) -> Any:
         if not isinstance(planned, Tensor):
             return planned
-        return torch.empty_strided(
-            planned.size(), planned.stride(), dtype=planned.dtype, device="cuda"
-        )
+        return _like(planned, "cuda")
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         copy = torch.ops.aten.copy_.default

@@ -59,17 +59,13 @@ def call_driver(rank: int, kind: str, number: str) -> dict[str, Any]:
 
     ``kind``: "plain", or "flatshard", which trains in bfloat16.
     """
-    blocks = [
-        nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        for _ in range(int(number))
-    ]
+    layers = (nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    blocks = [nn.Sequential(*copy.deepcopy(layers)) for _ in range(int(number))]
     model: nn.Module = nn.Sequential(*blocks).to(GPU)
     if kind == "flatshard":
-        precision = MixedPrecision(torch.bfloat16, torch.float32)
         policy = CustomPolicy(lambda module: module in blocks)
-        model = ShardedWrapper(
-            model, auto_wrap_policy=policy, mixed_precision=precision, coalesce_bytes=0
-        )
+        options = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
+        model = ShardedWrapper(model, auto_wrap_policy=policy, coalesce_bytes=0, **options)
     batch = torch.randn(4, 8).to(GPU)
     for _ in range(4):
         before = driver_calls(*DRIVER_CALLS)
@@ -129,14 +125,13 @@ def save_slowly(rank: int, folder: str, seconds: str) -> dict[str, Any]:
     """Rank 0 writes a checkpoint for so long; the others wait, and go on with the next step."""
     program = divergence.Program(rank, GPU)
     program.step()
-    if rank == 0:
-        really_replace = os.replace
+    really_replace = os.replace
 
-        def replace_slowly(*args: Any) -> None:
-            time.sleep(float(seconds))
-            really_replace(*args)
+    def replace_slowly(*args: Any) -> None:
+        time.sleep(float(seconds))
+        really_replace(*args)
 
-        os.replace = replace_slowly
+    os.replace = replace_slowly if rank == 0 else really_replace
     checkpoint.save(folder, program.model, program.optimizer)
     if rank == 0:
         time.sleep(float(seconds))  # writes a file of its own
@@ -210,10 +205,8 @@ def write_state_dict(rank: int, write: str) -> dict[str, Any]:
         for _ in range(2):
             with torch.no_grad():
                 model(program.batch)
-        factors = [
-            (value.cpu() / before[name]).median().item()
-            for name, value in model.state_dict().items()
-        ]
+        now = model.state_dict().items()
+        factors = [(value.cpu() / before[name]).median().item() for name, value in now]
     except RuntimeError as raised:
         error, factors = str(raised), []
     torch.cuda.synchronize()

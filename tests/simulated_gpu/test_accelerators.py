@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecision
 from flatshard.comm.communicator import ALONE, Topology
@@ -30,28 +29,26 @@ from flatshard.options import Collectives, TransportOptions
 from flatshard.options.precision import ParamPrecision
 from flatshard.units.layout import FlatLayout
 from flatshard.units.module_tree import NOTHING
-from tests.harness import on_ranks
+from tests.harness import Watching, assert_raises, on_ranks
 from tests.models import CASES
-from tests.oracle import local_loss
+from tests.oracle import local_loss, sgd
+
+# By so many looks, the gradients are computed, and reduced; whether the work reports its end, and
+# whether the wait ends with the reduction.
+WAITS = {
+    # A stream that waited for a peer which lacks a gradient would hold up the gathers that this
+    # peer needs to come to the end of its backward.
+    "a peer does not come": (0, 10**9, True, False),
+    "nobody knows": (0, 10**9, False, False),
+    # The device is behind the host for longer than a peer is waited for.
+    "still to be computed": (700, 701, True, True),
+}
 
 
-@pytest.mark.parametrize(
-    ("computed_after", "done_after", "tells", "is_reduced"),
-    [
-        # A stream that waited for a peer which lacks a gradient would hold up the gathers that
-        # this peer needs to come to the end of its backward.
-        (0, 10**9, True, False),
-        (0, 10**9, False, False),
-        # The device is behind the host for longer than a peer is waited for.
-        (700, 701, True, True),
-    ],
-    ids=["a peer does not come", "nobody knows", "still to be computed"],
-)
-def test_a_reduction_on_a_device_is_waited_for_by_the_host(
-    computed_after: int, done_after: int, tells: bool, is_reduced: bool
-) -> None:
-    """By so many looks, the gradients are computed, and reduced."""
-    computed, done = (chain(repeat(False, n), repeat(True)) for n in (computed_after, done_after))
+@pytest.mark.parametrize("case", WAITS)
+def test_the_host_waits_for_a_reduction_on_a_device(case: str) -> None:
+    *looks, tells, is_reduced = WAITS[case]
+    computed, done = (chain(repeat(False, n), repeat(True)) for n in looks)
     reduction: Any = SimpleNamespace(
         computed=SimpleNamespace(query=lambda: next(computed)),
         work=SimpleNamespace(reports_end=tells),
@@ -63,9 +60,7 @@ def test_a_reduction_on_a_device_is_waited_for_by_the_host(
 
 
 @on_ranks(2)
-def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
-    rank: int, world_size: int
-) -> None:
+def test_the_host_waits_for_gloo_on_a_device(rank: int, world_size: int) -> None:
     comm = communicator(dist.group.WORLD)
     cuda = torch.device("cuda", 0)
     assert not comm.transport_for(cuda).stream_waits(cuda)
@@ -76,9 +71,8 @@ def test_gloo_with_tensors_of_a_device_is_waited_for_by_the_host(
 def _reductions_are_connected_at_construction() -> None:
     """At the first of each kind, in a backward, a rank may be alone for a while."""
     case = CASES["mlp"]
-    group = communicator(
-        dist.group.WORLD, mode=TransportOptions(collectives=Collectives.NATIVE)
-    ).reduce_group
+    native_mode = TransportOptions(collectives=Collectives.NATIVE)
+    group = communicator(dist.group.WORLD, mode=native_mode).reduce_group
     connected: list[tuple[str, int]] = []
 
     def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,22 +88,17 @@ def _reductions_are_connected_at_construction() -> None:
         waits = mock.patch.object(native.NativeTransport, "stream_waits", return_value=True)
         stack.enter_context(waits)
         for owner, name in (
-            (native, "_reduce_scatter_single"),
-            (native, "_all_gather_single"),
-            (dist, "all_reduce"),
-            (dist, "all_to_all_single"),
+            *((native, "_reduce_scatter_single"), (native, "_all_gather_single")),
+            *((dist, "all_reduce"), (dist, "all_to_all_single")),
         ):
             function = noted(name.strip("_"), getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, function))
+        scatter, gather = ("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)
         for strategy, mode, expected in (
             ("FULL_SHARD", "auto", [("reduce_scatter_single", 1 << 19)]),
             ("NO_SHARD", "auto", [("all_reduce", 1 << 20)]),
-            ("FULL_SHARD", "fixed_order", [("all_to_all_single", 1 << 20)]),
-            (
-                "NO_SHARD",
-                "fixed_order",
-                [("all_to_all_single", 1 << 20), ("all_gather_single", 1 << 20)],
-            ),
+            ("FULL_SHARD", "fixed_order", [scatter]),
+            ("NO_SHARD", "fixed_order", [scatter, gather]),
         ):
             for _ in range(2):
                 precision = MixedPrecision(reduce_mode=mode)
@@ -123,13 +112,11 @@ def _reductions_are_connected_at_construction() -> None:
 def _memory_that_lacks_leaves_no_stale_buffer() -> None:
     case = CASES["mlp"]
     model = case.wrap(case.model(), sharding_strategy="SHARD_OP", collectives="sockets")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = case.batch(0, 2)[0]
     model(batch).sum().backward()
-    optimizer.step()
+    sgd(model).step()
     with mock.patch.object(ParamGather, "start", side_effect=_lacking):
-        with pytest.raises(torch.OutOfMemoryError):
-            model(batch)
+        assert_raises(torch.OutOfMemoryError, "out of memory", model, batch)
     plain = case.model()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -192,16 +179,9 @@ def test_what_is_copied_home_leaves_the_device_while_backward_goes_on() -> None:
         published._finish_copies()
 
 
-class _Operations(TorchDispatchMode):
+def _listed(names: list[str]) -> Watching:
     """Lists what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
+    return Watching(lambda func, _: names.append(func._schema.name.removeprefix("aten::")))
 
 
 @on_ranks(1, init_group=False)
@@ -214,9 +194,10 @@ def test_what_a_group_without_host_memory_does(rank: int, world_size: int) -> No
         model = case.wrap(case.model(), coalesce_bytes=0)
     _reductions_under_way_take_as_much_as_two_large_ones(model)
     local_loss(model, case, 0, 0, 4).backward()
-    with _Operations() as operations:
+    names: list[str] = []
+    with _listed(names):
         model.clip_grad_norm_(1.0)
-    assert operations.names.count("_to_copy") < 5, "norms are cast together"
+    assert names.count("_to_copy") < 5, "norms are cast together"
     _one_rank_casts_as_it_copies()
     with (
         mock.patch.object(model._sharded_unit.context, "device", torch.device("cuda", 1)),
@@ -233,9 +214,10 @@ def _one_rank_casts_as_it_copies() -> None:
     precision = MixedPrecision(torch.bfloat16)
     model = case.wrap(case.model(), sharding_strategy="NO_SHARD", mixed_precision=precision)
     (handle, *_) = _handles(model)
-    with _Operations() as operations:
+    names: list[str] = []
+    with _listed(names):
         handle.unshard("forward")
-    assert "_to_copy" not in operations.names
+    assert "_to_copy" not in names
     handle.reshard()
 
 

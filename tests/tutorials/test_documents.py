@@ -32,19 +32,11 @@ from torch.testing import assert_close
 import flatshard
 import flatshard.checkpoint
 from tests import forked_python
-from tests.documents import (
-    Fence,
-    before_and_after,
-    build,
-    data,
-    examples,
-    fences,
-    surroundings,
-)
-from tests.harness import naming, run_ranks
-from tests.scripts import torchrun
+from tests.documents import Fence, before_and_after, build, data, examples, fences, surroundings
+from tests.harness import ROOT, naming, run_ranks
+from tests.oracle import assert_identical, assert_same, assert_same_gradients, change_all
+from tests.scripts import run_code, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(240)]
@@ -120,10 +112,8 @@ def test_every_piece_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 MODULES = sorted((ROOT / "flatshard").rglob("*.py"))
-INTEGRATIONS = (
-    ROOT / "flatshard" / "integrations"
-)  # in tests/integrations/test_docstring_examples.py
-EXAMPLES = [f for path in MODULES if path.parent != INTEGRATIONS for f in examples(path)]
+# Those of integrations run in tests/integrations/test_docstring_examples.py.
+EXAMPLES = [f for path in MODULES if path.parent.name != "integrations" for f in examples(path)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -175,19 +165,15 @@ def _stepped(
     return model
 
 
-def _assert_same(
-    model: nn.Module, plain: nn.Module, *, rtol: float = 1e-4, atol: float = 1e-5
-) -> None:
-    # A first step of AdamW is as large for a small gradient as for a large one.
-    assert_close(model.state_dict(), dict(plain.state_dict()), rtol=rtol, atol=atol)
+# A first step of AdamW is as large for a small gradient as for a large one.
+_assert_same = functools.partial(assert_same, rtol=1e-4, atol=1e-5)
 
 
 def _check_same_gradients(names: dict[str, Any], rank: int) -> None:
     """The wrapped model's gradients are the plain one's."""
     model = _backward(names["model"], names["batches"][:1], share=1)
     plain = _backward(build(), STEPS[0])
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(param.grad.full_tensor(), expected.grad)
+    assert_same_gradients(model, plain, rtol=1e-5, atol=1e-6)
 
 
 def _check_accumulated(names: dict[str, Any], rank: int) -> None:
@@ -204,8 +190,8 @@ def _check_token_mean(names: dict[str, Any], rank: int) -> None:
     _assert_same(names["model"], _stepped(build(), [[(inputs, labels)]], most, share=1))
 
 
-def _check_clipped(names: dict[str, Any], rank: int) -> None:
-    _assert_same(names["model"], _stepped(build(), STEPS, max_norm=1.0))
+def _check_clipped(names: dict[str, Any], rank: int, steps: Sequence[Batches] = STEPS) -> None:
+    _assert_same(names["model"], _stepped(build(), steps, max_norm=1.0))
 
 
 def _check_scaled(names: dict[str, Any], rank: int) -> None:
@@ -221,15 +207,18 @@ def _check_shared_modules(names: dict[str, Any], rank: int) -> None:
     assert names["both"].state_dict()["0.0.weight"].shape == (8, 4)
 
 
+def _check_restored(path: str, model: nn.Module, optimizers: Any) -> None:
+    """`load` restores the weights that `save` has saved."""
+    expected = model.state_dict()
+    change_all(model, lambda param: param.zero_())
+    flatshard.checkpoint.load(path, model, optimizers)
+    assert_identical(model.state_dict(), expected)
+
+
 def _check_two_models(names: dict[str, Any], rank: int) -> None:
     has_two = "optimizers" in names
     path, one = ("gan", "optimizers") if has_two else ("runs/step-3", "optimizer")
-    expected = names["both"].state_dict()
-    with torch.no_grad():
-        for parameter in names["both"].parameters():
-            parameter.zero_()
-    flatshard.checkpoint.load(path, names["both"], names[one])
-    assert_close(names["both"].state_dict(), expected, rtol=0, atol=0)
+    _check_restored(path, names["both"], names[one])
     if has_two:
         return
     weights = flatshard.checkpoint.full_state_dict(names["average"].module)
@@ -303,11 +292,6 @@ def _check_ranges(names: dict[str, Any], rank: int) -> None:
         assert len(names["reports"]) == 3
 
 
-def _check_uneven(names: dict[str, Any], rank: int) -> None:
-    steps = [*STEPS[:2], STEPS[2][1:]]
-    _assert_same(names["model"], _stepped(build(), steps, max_norm=1.0))
-
-
 def _check_skipped(names: dict[str, Any], rank: int) -> None:
     plain = names["DropsBlocks"]()
     plain.load_state_dict(build().state_dict())
@@ -330,10 +314,8 @@ def _check_experts(names: dict[str, Any], rank: int) -> None:
 def _check_batch_norm(names: dict[str, Any], rank: int) -> None:
     mean = names["resnet"].module.bn1.running_mean
     assert mean.abs().sum() > 0
-    assert any(
-        isinstance(u.module, names["torchvision"].models.resnet.BasicBlock)
-        for u in flatshard.sharded_modules(names["resnet"])
-    )
+    units = [unit.module for unit in flatshard.sharded_modules(names["resnet"])]
+    assert any(type(one).__name__ == "BasicBlock" for one in units)
 
 
 def _check_saved(names: dict[str, Any], rank: int) -> None:
@@ -341,19 +323,14 @@ def _check_saved(names: dict[str, Any], rank: int) -> None:
         return
     plain = build()
     flatshard.checkpoint.load("runs/step-1000", plain)
-    assert_close(names["model"].state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
+    assert_identical(names["model"].state_dict(), dict(plain.state_dict()))
 
 
 def _check_several_optimizers(names: dict[str, Any], rank: int) -> None:
     """Both optimizers have stepped, and `load` restores what `save` has saved."""
     model, optimizers = names["model"], names["optimizers"]
-    saved = model.state_dict()
     states = flatshard.checkpoint.full_optim_state_dict(model, optimizers)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    flatshard.checkpoint.load("runs/step-2", model, optimizers)
-    assert_close(model.state_dict(), saved)
+    _check_restored("runs/step-2", model, optimizers)
     loaded = flatshard.checkpoint.full_optim_state_dict(model, optimizers)
     for name in ("muon", "adamw") if rank == 0 else ():
         assert states[name]["state"]
@@ -367,7 +344,9 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int], None]] = {
     ("profiling-and-performance.md", "Where a step's time goes"): _check_ranges,
     ("recipes.md", "Accumulating gradients"): _check_accumulated,
     ("reference.md", "Accumulating gradients"): _check_accumulated,
-    ("recipes.md", "Inputs that end sooner on some ranks"): _check_uneven,
+    ("recipes.md", "Inputs that end sooner on some ranks"): (
+        functools.partial(_check_clipped, steps=[*STEPS[:2], STEPS[2][1:]])
+    ),
     ("recipes.md", "Different numbers of micro-batches on each rank"): _check_token_mean,
     ("recipes.md", "The mean over all tokens"): _check_token_mean,
     ("recipes.md", "Experts of one rank"): _check_experts,
@@ -408,7 +387,7 @@ def test_quickstart(tmp_path: Path) -> None:
     path = tmp_path / "quickstart.py"
     path.write_text(program.text)
     printed: list[str] = []
-    environment = _environment(FORKED_PYTHON_FREES_OBJECTS="1")  # the end of a real program
+    environment = {"FORKED_PYTHON_FREES_OBJECTS": "1"}  # the end of a real program
     for ranks, last in ((2, 100), (1, 200)):
         status, out, err = torchrun(ranks, path, environment=environment, cwd=tmp_path)
         assert status == 0, err
@@ -431,7 +410,7 @@ def test_migrated_script(tmp_path: Path) -> None:
         folder.mkdir()
         path = folder / "script.py"
         path.write_text(side)
-        status, out, err = torchrun(2, path, environment=_environment(), cwd=folder)
+        status, out, err = torchrun(2, path, cwd=folder)
         assert status == 0, err
         printed.append(out)
         saved.append(torch.load(folder / "model.pt")["model"])
@@ -446,7 +425,7 @@ def test_program_for_gpus_runs_on_a_cpu_too(tmp_path: Path) -> None:
     fewer_rows = text.replace("(16, 1)", "(2, 1)")  # CPUs are slow in bfloat16
     assert fewer_rows != text
     path.write_text(fewer_rows)
-    status, out, err = torchrun(2, path, environment=_environment(), cwd=tmp_path)
+    status, out, err = torchrun(2, path, cwd=tmp_path)
     assert status == 0, err
     shown = next(f.text for f in BLOCKS if f[:2] == ("gpus-and-nodes.md", "text")).splitlines()
     table = shown[: next(n for n, line in enumerate(shown) if line.startswith("step 10:"))]
@@ -516,12 +495,8 @@ def test_quoted_messages_exist() -> None:
     quoted = [m for part in parts for m in re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)]
     assert len(quoted) > 25
     source = _source_messages()
-    missing = [
-        message
-        for message in quoted
-        if not re.search(re.escape(message).replace("…", r"(?:…|[^\n]{1,40}?)"), source)
-    ]
-    assert not missing
+    patterns = [re.escape(one).replace("…", r"(?:…|[^\n]{1,40}?)") for one in quoted]
+    assert not [pattern for pattern in patterns if not re.search(pattern, source)]
 
 
 def test_codes_of_messages_are_explained() -> None:
@@ -554,18 +529,14 @@ def test_tables_have_titles() -> None:
 def test_site(tmp_path: Path) -> None:
     """It builds, and no link of it leads nowhere."""
     build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
-    done = subprocess.run(
-        build, cwd=ROOT, env=_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True
-    )
+    where: dict[str, Any] = {"cwd": ROOT, "env": _environment(NO_MKDOCS_2_WARNING="1")}
+    done = subprocess.run(build, **where, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 20
+    fetched = r'(?:<script|<img|<link rel="stylesheet")[^>]* (?:src|href)="(http[^"]*)'
     for page in pages:  # a reader without a network sees all of it
-        fetched = re.findall(
-            r'(?:<script|<img|<link rel="stylesheet")[^>]* (?:src|href)="(http[^"]*)',
-            page.read_text(),
-        )
-        assert not fetched, page
+        assert not re.findall(fetched, page.read_text()), page
     reference = re.sub(r"<[^>]+>", "", (tmp_path / "api.html").read_text())
     # A signature longer than a line has each argument on a line of its own.
     assert "no_sync(\n    *,\n    max_bytes: int | None = None,\n" in reference
@@ -602,16 +573,17 @@ def test_pages_are_short() -> None:
     assert sum(words.values()) <= 27_000
 
 
+def test_docstring_of_the_wrapper_is_short() -> None:
+    assert len((flatshard.ShardedWrapper.__doc__ or "").split()) <= 600
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/evidence.md", "CONTRIBUTING.md"])
 def test_paths_exist(page: str) -> None:
     """Every path of this repository that a page names, in backquotes or in a block."""
-    named = re.findall(
-        r"(?<![\w./])((?:flatshard|tests|scripts|tutorials|docs)/[\w./*]*)",
-        (ROOT / page).read_text(),
-    )
+    path = r"(?<![\w./])((?:flatshard|tests|scripts|tutorials|docs)/[\w./*]*)"
+    named = re.findall(path, (ROOT / page).read_text())
     assert len(named) > 12
-    missing = {path for path in named if not list(ROOT.glob(path.rstrip("./")))}
-    assert not missing
+    assert not {path for path in named if not list(ROOT.glob(path.rstrip("./")))}
 
 
 def test_versions_agree() -> None:
@@ -660,11 +632,8 @@ def test_reference_names_all_that_is_public() -> None:
     for module in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
         names = importlib.import_module(f"flatshard.{module}").__all__
         public |= {f"flatshard.{module}.{name}" for name in names}
-    others = (
-        "extras/recording/step_report.py",
-        *(f"integrations/{name}.py" for name in FRAMEWORKS),
-    )
-    for path in others:
+    others = [f"integrations/{name}.py" for name in FRAMEWORKS]
+    for path in ["extras/recording/step_report.py", *others]:
         prefix = "flatshard." + path.removesuffix(".py").replace("/", ".")
         public |= {f"{prefix}.{name}" for name in _defined(ROOT / "flatshard" / path)}
     assert len(named) == len(set(named))
@@ -707,7 +676,5 @@ def test_every_script_has_help() -> None:
     scripts = [path for path in (ROOT / "scripts").rglob("*.py") if MAIN in path.read_text()]
     assert len(scripts) > 10
     page = (ROOT / "docs" / "api.md").stat().st_mtime_ns
-    program = [forked_python.PYTHON, "-c", HELP, *scripts]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_code(HELP, *scripts) == (0, "", "")
     assert (ROOT / "docs" / "api.md").stat().st_mtime_ns == page

@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flatshard import checkpoint
 from tests.forked_python import PYTHON
+from tests.harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--width 16 --depth 2 --context 16 --batch-size 12 --checkpoint-every 1 --resume".split()
 KILLS = int(os.environ.get("KILLS", "1"))
 """By hand: KILLS=50."""
@@ -29,13 +30,10 @@ def start(world_size: int, steps: int, folder: Path, max_restarts: int = 0) -> s
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     files = ["--checkpoint-dir", str(folder), "--json", str(folder / "results.json")]
     script = [str(ROOT / "scripts" / "train_transformer.py"), *SMALL, *files]
-    return subprocess.Popen(
-        [PYTHON, *torchrun, f"--max-restarts={max_restarts}", *script, f"--steps={steps}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [PYTHON, *torchrun, f"--max-restarts={max_restarts}", *script, f"--steps={steps}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, **to)
 
 
 def losses(world_size: int, steps: int, folder: Path) -> list[float]:
@@ -48,6 +46,13 @@ def losses(world_size: int, steps: int, folder: Path) -> list[float]:
 def last_step(folder: Path) -> int:
     path = checkpoint.latest(folder)
     return int(path.name.removeprefix("step-")) if path else 0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -71,18 +76,13 @@ def test_killed_and_preempted(tmp_path: Path) -> None:
     try:
         for _ in range(KILLS):
             before = last_step(killed)
-            deadline = time.monotonic() + 60
-            while len(ranks_of(killed)) < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: len(ranks_of(killed)) == 2)
             time.sleep(moments.uniform(0, 3))
             os.kill(moments.choice(ranks_of(killed)), signal.SIGKILL)
             time.sleep(0.5)  # torchrun ends the other rank
             assert last_step(killed) >= before
-        killed_after, deadline = last_step(killed), time.monotonic() + 60
-        while last_step(killed) < killed_after + 3:  # until new ranks train
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        killed_after = last_step(killed)
+        wait_until(lambda: last_step(killed) >= killed_after + 3)  # new ranks train
         job.terminate()
         out, _ = job.communicate(timeout=60)
     finally:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.combinations import every
 from tests.forked_python import PYTHON
+from tests.harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "scripts" / "tables" / "notebooks.py"
 NEEDED = {"huggingface": ("peft", "safetensors", "transformers")}
 NAMES = [
@@ -49,10 +49,8 @@ def outputs(notebook: Any) -> list[Any]:
 
 def kinds(notebook: Any) -> list[list[str]]:
     """What each cell shows; not what matplotlib says when it is used for the first time."""
-    return [
-        [one["output_type"] for one in cell.get("outputs", ()) if one.get("name") != "stderr"]
-        for cell in notebook["cells"]
-    ]
+    cells = [cell.get("outputs", ()) for cell in notebook["cells"]]
+    return [[one["output_type"] for one in of if one.get("name") != "stderr"] for of in cells]
 
 
 @pytest.mark.parametrize("name", EXECUTED)

@@ -16,20 +16,14 @@ SMALL = ["--width", "16", "--depth", "2", "--context", "16", "--batch-size", "12
 pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(120)]
 
 
-def _train(_rank: int, _world_size: int, options: list[str]) -> None:
+def _train(_rank: int, _world_size: int, options: list[str], compares: bool = False) -> None:
+    import compare_strategies
     import train_transformer
 
-    args = train_transformer.parse_args([*SMALL, *options])
+    script = compare_strategies if compares else train_transformer
     with allow_warnings(), mock.patch.object(signal, "signal"):
-        train_transformer.train(args, torch.device("cpu"))
-
-
-def _compare(_rank: int, _world_size: int, options: list[str]) -> None:
-    import compare_strategies
-
-    args = compare_strategies.parse_args([*SMALL, *options])
-    with allow_warnings():
-        compare_strategies.compare(args, torch.device("cpu"))
+        main = compare_strategies.compare if compares else train_transformer.train
+        main(script.parse_args([*SMALL, *options]), torch.device("cpu"))
 
 
 def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -39,8 +33,7 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     files = ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2", "--clip", "0.4"]
     run_ranks(_train, 1, ["--steps", "4", "--clip", "0.4", "--ddp", "--json", str(whole)])
     run_ranks(_train, 2, [*files, "--steps", "2", "--accumulate", "2"])
-    resumed = ["--resume", "--json", str(parts)]
-    run_ranks(_train, 3, [*files, "--steps", "4", *resumed])
+    run_ranks(_train, 3, [*files, "--steps", "4", "--resume", "--json", str(parts)])
     expected, found = (json.loads(path.read_text()) for path in (whole, parts))
     assert len(found["losses"]) == 4
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
@@ -52,14 +45,13 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.uncoalesced  # any strategy would keep one unit of all blocks
 def test_compares_strategies(tmp_path: Path) -> None:
     sockets = ["--collectives", "sockets", "--json", str(tmp_path / "out.json")]
-    run_ranks(_compare, 2, ["--steps", "2", *sockets])
+    run_ranks(_train, 2, ["--steps", "2", *sockets], True)
     ways: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["ways"]
     replicated = ways["DDP"]
     assert set(ways) >= {"NO_SHARD", "SHARD_OP", "SHARD_GRAD_OP", "FULL_SHARD"}
     for name, way in ways.items():
-        assert way["loss"] == pytest.approx(
-            replicated["loss"], rel=1e-2 if "bf16" in name else 1e-4
-        )
+        bound = 1e-2 if "bf16" in name else 1e-4
+        assert way["loss"] == pytest.approx(replicated["loss"], rel=bound)
     for kind in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         assert ways["NO_SHARD"][kind] == pytest.approx(replicated[kind], rel=0.02)
         assert ways["FULL_SHARD"][kind] == pytest.approx(replicated[kind] / 2, rel=0.05)

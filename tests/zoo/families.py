@@ -40,10 +40,8 @@ def _timm() -> dict[str, Model]:
     def make(name: str) -> nn.Module:
         return timm.create_model(name, num_classes=10)
 
-    found = {
-        f"timm/{name}": Model(functools.partial(make, name), functools.partial(images, 160))
-        for name in timm.list_models("test_*")
-    }
+    large, names = functools.partial(images, 160), timm.list_models("test_*")
+    found = {f"timm/{name}": Model(functools.partial(make, name), large) for name in names}
     small = {"img_size": 56, "embed_dim": 48, "depth": 2, "num_classes": 10}
     eva = functools.partial(timm.create_model, "eva02_tiny_patch14_336", **small)
     return {**found, "timm/eva02": Model(eva, functools.partial(images, 56))}
@@ -83,23 +81,11 @@ def _torchvision() -> dict[str, Model]:
     found["alexnet"] = Model(functools.partial(_narrow, vision.AlexNet, dropout=0.0), images)
     found["vgg11_bn"] = Model(functools.partial(_vgg, vision), images)
     small = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64, "num_classes": 10}
-    found["vit"] = Model(
-        functools.partial(vision.VisionTransformer, image_size=64, patch_size=16, **small), images
-    )
-    found["maxvit"] = Model(
-        functools.partial(
-            vision.MaxVit,
-            input_size=(64, 64),
-            stem_channels=16,
-            partition_size=2,
-            head_dim=8,
-            block_channels=[16, 32],
-            block_layers=[1, 1],
-            num_classes=10,
-            stochastic_depth_prob=0.0,
-        ),
-        images,
-    )
+    vit = functools.partial(vision.VisionTransformer, image_size=64, patch_size=16, **small)
+    blocks = {"stem_channels": 16, "block_channels": [16, 32], "block_layers": [1, 1]}
+    heads = {"head_dim": 8, "num_classes": 10, "stochastic_depth_prob": 0.0, "partition_size": 2}
+    maxvit = functools.partial(vision.MaxVit, input_size=(64, 64), **blocks, **heads)
+    found |= {"vit": Model(vit, images), "maxvit": Model(maxvit, images)}
     for name in SEGMENTATION:
         found[name] = Model(functools.partial(make, name, num_classes=5), images)
     for name in VIDEO:
@@ -152,9 +138,8 @@ def _boxes(name: str) -> Inputs:
             target["masks"] = torch.randint(0, 2, (2, 96, 96), dtype=torch.uint8)
         if name.startswith("keypoint"):
             target["labels"] = torch.ones(2, dtype=torch.int64)
-            target["keypoints"] = torch.cat(
-                [corner[:, None].expand(2, 3, 2), torch.ones(2, 3, 1)], 2
-            )
+            places = corner[:, None].expand(2, 3, 2)
+            target["keypoints"] = torch.cat([places, torch.ones(2, 3, 1)], 2)
         targets.append(target)
     return (pictures, targets), {}
 
@@ -166,21 +151,21 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "d_embed"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim"), 64),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("decoder_intermediate_size", "max_target_positions"), 64),
+    **dict.fromkeys(("max_encoder_position_embeddings", "max_decoder_position_embeddings"), 64),
+    **dict.fromkeys(("embedding_size", "decoder_hidden_size", "image_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), None),
+    "decoder_num_attention_heads": 4,
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok",), 2),
-    **dict.fromkeys(("pad_token_id",), 0),
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
-    "embedding_size": 32,
-    "image_size": 32,
     "patch_size": 8,
     "max_source_positions": 20,
-    "max_target_positions": 64,
 }
 HEADS = {"num_key_value_heads": 2, "head_dim": 8}
 SPEECH = {
@@ -244,26 +229,16 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "PegasusForConditionalGeneration": {},
     "MarianMTModel": {"decoder_vocab_size": 64},
     "M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-    "LEDForConditionalGeneration": {
-        "attention_window": 4,
-        "max_encoder_position_embeddings": 64,
-        "max_decoder_position_embeddings": 64,
-    },
+    "LEDForConditionalGeneration": {"attention_window": 4},
 }
 VISION: dict[str, dict[str, Any]] = {
     **{f"{name}ForImageClassification": {} for name in ("ViT", "DeiT", "Beit", "Dinov2")},
-    "ViTMAEForPreTraining": {
-        "decoder_hidden_size": 32,
-        "decoder_num_hidden_layers": 1,
-        "decoder_num_attention_heads": 4,
-        "decoder_intermediate_size": 64,
-    },
+    "ViTMAEForPreTraining": {"decoder_num_hidden_layers": 1},
     "SwinForImageClassification": {
-        "depths": [1, 1],
         "num_heads": [2, 2],
         "num_attention_heads": [2, 2],
-        "embed_dim": 16,
-        "hidden_size": 16,
+        **dict.fromkeys(("embed_dim", "hidden_size"), 16),
+        "depths": [1, 1],
         "window_size": 2,
         "patch_size": 4,
     },
@@ -283,7 +258,6 @@ VISION: dict[str, dict[str, Any]] = {
         "strides": [4, 2],
         "num_attention_heads": [1, 2],
         "mlp_ratios": [2, 2],
-        "decoder_hidden_size": 32,
     },
 }
 AUDIO: dict[str, dict[str, Any]] = {
@@ -327,14 +301,9 @@ def config_of(name: str, keywords: dict[str, Any]) -> Any:
 
     kind = getattr(transformers, name)
     usual = kind()
-    given = {
-        key: value for key, value in SMALL.items() if hasattr(usual, key) and value is not None
-    }
-    drops = {
-        key: 0.0
-        for key, value in usual.to_dict().items()
-        if isinstance(value, float) and "drop" in key
-    }
+    given = {key: value for key, value in SMALL.items() if hasattr(usual, key)}
+    floats = [key for key, value in usual.to_dict().items() if isinstance(value, float)]
+    drops = {key: 0.0 for key in floats if "drop" in key}
     return kind(**{**given, **drops, **keywords})
 
 
@@ -348,10 +317,8 @@ def _from_config(name: str, keywords: dict[str, Any]) -> nn.Module:
 def _two_towers(kind: str, **keywords: Any) -> nn.Module:
     import transformers
 
-    towers = {
-        f"{part.lower()}_config": config_of(f"{kind}{part}Config", {}).to_dict()
-        for part in ("Text", "Vision")
-    }
+    text, vision = (config_of(f"{kind}{p}Config", {}).to_dict() for p in ("Text", "Vision"))
+    towers = {"text_config": text, "vision_config": vision}
     config = getattr(transformers, f"{kind}Config")(**towers, **keywords)
     return getattr(transformers, f"{kind}Model")(config)
 
@@ -359,12 +326,9 @@ def _two_towers(kind: str, **keywords: Any) -> nn.Module:
 def _llava() -> nn.Module:
     import transformers
 
-    config = transformers.LlavaConfig(
-        vision_config=config_of("CLIPVisionConfig", {}),
-        text_config=config_of("LlamaConfig", HEADS),
-        image_token_index=63,
-        vision_feature_layer=-1,
-    )
+    vision, text = config_of("CLIPVisionConfig", {}), config_of("LlamaConfig", HEADS)
+    towers = {"vision_config": vision, "text_config": text}
+    config = transformers.LlavaConfig(image_token_index=63, vision_feature_layer=-1, **towers)
     return transformers.LlavaForConditionalGeneration(config)
 
 

@@ -123,11 +123,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
 
 
@@ -138,9 +135,8 @@ def _wrap(module: nn.Module, side: str, ours: Any, theirs: Any) -> Any:
         return ShardedWrapper(module, auto_wrap_policy=ours, coalesce_bytes=0)
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(
-        module, auto_wrap_policy=theirs, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(module, auto_wrap_policy=theirs, **options)
 
 
 def _policies(module: nn.Module, policy: str, numel: int) -> tuple[Any, Any]:
@@ -171,15 +167,14 @@ def _block_class(module: nn.Module) -> type[nn.Module]:
     return max(several, key=lambda kind: (has_children[kind], numels[kind]))
 
 
+State = dict[str, Tensor]
+
+
 def compare(
-    losses: list[float],
-    expected_losses: list[float],
-    state: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    dtype: torch.dtype,
+    losses: list[float], right: list[float], state: State, expected: State, dtype: torch.dtype
 ) -> str:
     tolerance = TOLERANCE[dtype]
-    for step, (loss, other) in enumerate(zip(losses, expected_losses, strict=True)):
+    for step, (loss, other) in enumerate(zip(losses, right, strict=True)):
         if not abs(loss - other) <= tolerance * max(abs(other), 1e-3):
             return f"loss {step} is {loss:.8g}, not {other:.8g}"
     if state.keys() != expected.keys():

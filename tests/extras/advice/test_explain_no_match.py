@@ -23,6 +23,5 @@ def test_explain_no_match() -> None:
         "A policy could choose these classes, largest first: Linear (161 elements), "
         "Block (161 elements), LayerNorm (8 elements)."
     )
-    assert "first: none." in explain_no_match(
-        ModuleTree(nn.Linear(2, 2)), ModuleWrapPolicy({Block})
-    )
+    one_layer = ModuleTree(nn.Linear(2, 2))
+    assert "first: none." in explain_no_match(one_layer, ModuleWrapPolicy({Block}))

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL
-from flatshard.units.module_tree import Ignored
+from flatshard.extras.auto_wrap import MIN_UNIT_NUMEL, ROOT_TAKES_NUMEL, one_unit_warning
+from flatshard.units.module_tree import Ignored, ModuleTree
 from flatshard.units.policies import ChosenModule
-from tests.models import CASES
+from tests.models import CASES, Case
 from tests.units.choosing import find_units
 
 
@@ -24,44 +24,43 @@ def _without_memory() -> Iterator[None]:
 class Layer(nn.Module):
     """What the models below are made of; only parameters matter here."""
 
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class Attention(Layer):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        super().__init__(qkv=nn.Linear(width, 3 * width), out=nn.Linear(width, width))
 
 
 class FeedForward(Layer):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        super().__init__(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))
 
 
 class Block(Layer):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.mlp = FeedForward(width)
+        norm, attention = nn.LayerNorm(width), Attention(width)
+        super().__init__(norm=norm, attention=attention, mlp=FeedForward(width))
 
 
 class Gpt(Layer):
-    def __init__(
-        self, depth: int = 4, width: int = 512, vocabulary: int = 30_000, tied: bool = False
-    ) -> None:
+    def __init__(self, depth: int = 4, width: int = 512, vocabulary: int = 30_000) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(1024, width)
+        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(1024, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+
+def tied_gpt() -> Gpt:
+    model = Gpt()
+    model.head.weight = model.embed.weight
+    return model
 
 
 def names(plans: list[ChosenModule]) -> list[str]:
@@ -77,11 +76,7 @@ def held(model: nn.Module, plans: list[ChosenModule]) -> dict[str, int]:
     sizes = dict.fromkeys([*names(plans), ""], 0)
     for param in dict.fromkeys(model.parameters()):
         places = [name for name, other in paths.items() if other is param]
-        around = [
-            unit
-            for unit in sizes
-            if all(not unit or place.startswith(f"{unit}.") for place in places)
-        ]
+        around = [u for u in sizes if all(not u or place.startswith(f"{u}.") for place in places)]
         sizes[max(around, key=len)] += param.numel()
     return sizes
 
@@ -91,9 +86,8 @@ def held(model: nn.Module, plans: list[ChosenModule]) -> dict[str, int]:
 
 class Group(Layer):
     def __init__(self, width: int = 512, depth: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.shrink = nn.LayerNorm(width)
+        blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        super().__init__(blocks=blocks, shrink=nn.LayerNorm(width))
 
 
 def with_cross_attention() -> Block:
@@ -164,7 +158,7 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt": (Gpt, "embed blocks.{4} head"),
     "without positions": (without_positions, "embed blocks.{4} head"),
     # A tied embedding and head stay in the root.
-    "tied": (lambda: Gpt(tied=True), "positions blocks.{4}"),
+    "tied": (tied_gpt, "positions blocks.{4}"),
     "a model in a model": (in_a_model, "model.embed model.blocks.{4} model.head head"),
     "blocks that share their parts": (sharing_parts, "embed positions head"),
     # 200,000 elements in each. Else the root would hold them, and so nearly all of the model,
@@ -220,7 +214,7 @@ def test_reasons() -> None:
 
 
 def test_tie_inside_a_module_goes_with_it() -> None:
-    model = nn.Sequential(Gpt(tied=True), nn.Linear(512, 4000))
+    model = nn.Sequential(tied_gpt(), nn.Linear(512, 4000))
     model[0].__class__ = type("Tied", (Gpt,), {})
     found = find_units(model, "auto")
     assert names(found)[-2:] == ["0", "1"]
@@ -239,8 +233,7 @@ class MixtureBlock(Layer):
     """A block whose feed-forward part is a choice of experts."""
 
     def __init__(self, width: int, experts: str, expert: type[FeedForward]) -> None:
-        super().__init__()
-        self.attention = Attention(width)
+        super().__init__(attention=Attention(width))
         self.mlp = nn.ModuleDict({"router": nn.Linear(width, 4)})
         self.mlp[experts] = nn.ModuleList(expert(width) for _ in range(4))
 
@@ -265,8 +258,15 @@ def test_experts_are_no_units(depth: int, experts: str, expert: type[FeedForward
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_a_tiny_model_is_one_unit(case: object) -> None:
+def test_a_tiny_model_is_one_unit_without_a_warning(case: Case) -> None:
     assert find_units(case.build(), "auto") == []
+    assert one_unit_warning(ModuleTree(case.build())) == []
+
+
+def test_a_large_layer_in_one_unit_may_be_wrapped_by_hand() -> None:
+    layer = nn.TransformerEncoderLayer(2048, 8, batch_first=True)
+    for large in (nn.Linear(10_000, 10_000), layer):
+        assert one_unit_warning(ModuleTree(large)) == []
 
 
 def test_ignored_parameters_count_for_nothing() -> None:
@@ -309,6 +309,5 @@ def test_no_unit_is_too_small(children: list[nn.Module], data: st.DataObject) ->
     assert all(size >= MIN_UNIT_NUMEL for size in sizes.values()), sizes
     assert len(sizes) != 1 or root >= MIN_UNIT_NUMEL
     assert root + sum(sizes.values()) == sum(p.numel() for p in model.parameters())
-    assert [(p.name, p.reason) for p in find_units(model, "auto")] == [
-        (p.name, p.reason) for p in found
-    ]
+    again = find_units(model, "auto")
+    assert [(p.name, p.reason) for p in again] == [(p.name, p.reason) for p in found]

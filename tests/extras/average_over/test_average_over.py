@@ -14,9 +14,9 @@ from flatshard import MixedPrecision
 from flatshard.comm.work import CollectiveError
 from tests.combinations import usual_and_every
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_same
+from tests.oracle import assert_same, sgd, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 _STEPS, _MICRO_BATCHES, _CLIP = 3, 3, 0.5
@@ -36,14 +36,13 @@ def _loss(model: Any, case: Case, rank: int, step: int, number: int) -> Any:
 
 def _train_plain(case: Case, world_size: int) -> nn.Module:
     model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     for step in range(_STEPS):
         places = [(rank, n) for rank in range(world_size) for n in range(_MICRO_BATCHES)]
         losses = [_loss(model, case, rank, step, number) for rank, number in places]
         (sum(losses) / sum(_count(rank, step, number) for rank, number in places)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return model
 
 
@@ -128,8 +127,7 @@ def test_counts_follow_the_gradients(rank: int, world_size: int) -> None:
         assert_same(_gradients(model), expected)
     model.zero_grad()
     for tensor in ("loss", "input"):  # the backward fails before or after the model's
-        with pytest.raises(RuntimeError, match="planted"):
-            _fail_in_backward(model, case, tensor)
+        assert_raises(RuntimeError, "planted", _fail_in_backward, model, case, tensor)
         backward(1)
         model.zero_grad()
     backward(1)
@@ -185,8 +183,7 @@ def test_wrong_counts_are_named_on_all_ranks(rank: int, world_size: int) -> None
         _loss(model, case, rank, 0, 1).backward()
 
     def raises(message: str, act: Callable[[], object], kind: Any = RuntimeError) -> None:
-        with naming(message), pytest.raises(kind, match=message):
-            act()
+        assert_raises(kind, message, act)
         assert all(param.grad is None for param in model.parameters())
 
     raises("counts of average_over, backward", lambda: backward(None, 2), CollectiveError)

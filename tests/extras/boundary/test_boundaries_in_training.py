@@ -1,53 +1,32 @@
 """Training with boundaries: the numbers of a model without, to the bit, wherever shards cut."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.checkpoint import (
-    full_optim_state_dict,
-    load,
-    load_safetensors,
-    save,
-    save_safetensors,
-)
+from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.extras.boundary import Boundary, block_numel
 from flatshard.memory_plan import predict
 from flatshard.module.wrappers import handles_in
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks, run_ranks
+from tests.harness import assert_raises, naming, on_ranks, run_ranks
 from tests.models import CASES
-from tests.oracle import (
-    assert_same_state,
-    snapshot,
-    step_and_zero,
-    train_steps,
-    trainable,
-)
+from tests.oracle import assert_identical, sgd, snapshot, step_and_zero, train_steps, trainable
 from tests.ways import WAYS, ranks_of
 
 BOUNDARIES: list[Boundary] = ["row", "tensor", 6]
 
-sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
-
-def _same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert_same_state(actual, expected, rtol=0.0, atol=0.0)
-
-
-def _train(name: str, rank: int, world_size: int, optimizer: Any = sgd, **keywords: Any) -> Any:
+def _train(name: str, rank: int, world_size: int, **keywords: Any) -> tuple[Any, list[float]]:
     case = CASES[name]
     model = case.wrap(case.model(), **keywords)
-    losses = train_steps(model, optimizer(trainable(model)), case, rank, world_size, steps=3)
-    return model, losses
+    return model, train_steps(model, sgd(model), case, rank, world_size, steps=3)
 
 
 def _check_cuts(model: nn.Module, boundary: Boundary) -> None:
@@ -85,9 +64,8 @@ def test_same_losses_and_weights(rank: int, world_size: int, way: str) -> None:
             with naming(f"{name}, {boundary}"):
                 model, losses = _train(name, rank, world_size, boundary=boundary, **keywords)
                 assert losses == expected
-                _same(snapshot(model), snapshot(plain))
-                names_of = [[name for name, _ in one.named_parameters()] for one in (model, plain)]
-                assert names_of[0] == names_of[1]
+                assert_identical(snapshot(model), snapshot(plain))
+                assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
                 _check_cuts(model, boundary)
 
 
@@ -100,21 +78,20 @@ def test_large_shards(rank: int, world_size: int, collectives: str) -> None:
         with naming(boundary):
             torch.manual_seed(0)
             layers = [*_large(), nn.Linear(8, 700), nn.Linear(700, 1000), nn.Linear(1000, 9)]
-            model = ShardedWrapper(
-                nn.Sequential(*layers), boundary=boundary, collectives=collectives
-            )
+            keywords = {"boundary": boundary, "collectives": collectives}
+            model = ShardedWrapper(nn.Sequential(*layers), **keywords)
             (handle,) = handles_in(model)
             assert handle.flat_param.nbytes > PAGED_BYTES
             inner = [end - start for _, start, end in handle.layout.gaps[:-1]]
             assert boundary == "element" or max(inner) > 4, "padding in the middle"
-            optimizer = sgd(model.parameters())
+            optimizer = sgd(model)
             torch.manual_seed(rank)
             for _ in range(3):
                 model(torch.randn(2, 512)).square().mean().backward()
                 step_and_zero(optimizer)
             assert all(not handle.flat_param[a:b].any() for a, b in _own_gaps(handle))
             found.append(snapshot(model))
-            _same(found[-1], found[0])
+            assert_identical(found[-1], found[0])
 
 
 def _own_gaps(handle: Any) -> list[tuple[int, int]]:
@@ -141,9 +118,9 @@ def _save(rank: int, world_size: int, folder: Path) -> Any:
     model = case.wrap(case.model(), boundary="row" if world_size == 3 else "tensor")
     optimizer = _adamw(model)
     train_steps(model, optimizer, case, rank, world_size, steps=2)
-    save(folder / "training", model, optimizer)
-    save_safetensors(model, folder / "model.safetensors")
-    return snapshot(model), full_optim_state_dict(model, optimizer)
+    checkpoint.save(folder / "training", model, optimizer)
+    checkpoint.save_safetensors(model, folder / "model.safetensors")
+    return snapshot(model), checkpoint.full_optim_state_dict(model, optimizer)
 
 
 def _load(rank: int, world_size: int, folder: Path, expected: Any) -> None:
@@ -151,24 +128,19 @@ def _load(rank: int, world_size: int, folder: Path, expected: Any) -> None:
     for boundary in ("element", *BOUNDARIES):
         with naming(boundary):
             model = case.wrap(_moved(case.model()), boundary=boundary)
-            assert load_safetensors(model, folder / "model.safetensors") == ([], [])
-            _same(snapshot(model), weights)
+            assert checkpoint.load_safetensors(model, folder / "model.safetensors") == ([], [])
+            assert_identical(snapshot(model), weights)
             model = case.wrap(_moved(case.model()), boundary=boundary)
             optimizer, other = _adamw(model), _adamw(model)
-            load(folder / "training", model, optimizer)
-            _same(snapshot(model), weights)
+            checkpoint.load(folder / "training", model, optimizer)
+            assert_identical(snapshot(model), weights)
             to_load = ShardedWrapper.optim_state_dict_to_load(model, other, state)
             other.load_state_dict(to_load)
             for one in (optimizer, other):
-                actual = full_optim_state_dict(model, one)
+                actual = checkpoint.full_optim_state_dict(model, one)
                 if rank == 0:
                     assert list(actual["state"]) == list(state["state"])
-                    _same(_flattened(actual), _flattened(state))
-
-
-def _flattened(state: dict[str, Any]) -> dict[str, Tensor]:
-    states = state["state"].items()
-    return {f"{name}.{key}": value for name, one in states for key, value in one.items()}
+                    assert_identical(actual["state"], state["state"])
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -190,12 +162,12 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
     linears = ModuleWrapPolicy([nn.Linear])
     module = _large()
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements of padding, 100%"):
-        ShardedWrapper(module, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
-    with pytest.raises(ValueError, match=r"unit '0' would have 523,264 elements"):
-        predict(module, world_size=2, auto_wrap_policy=linears, coalesce_bytes=0, boundary="tensor")
+    unbalanced = {"auto_wrap_policy": linears, "coalesce_bytes": 0, "boundary": "tensor"}
+    refused = r"unit '0' would have 523,264 elements of padding, 100%"
+    assert_raises(ValueError, refused, ShardedWrapper, module, **unbalanced)
+    assert_raises(ValueError, refused, predict, module, world_size=2, **unbalanced)
     assert all(type(one) is nn.Linear for one in module)
-    _same(module.state_dict(), before)
+    assert_identical(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
         ShardedWrapper(_large(), boundary="row" if rank else "element")
 

@@ -7,16 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatshard.extras.boundary import (
-    FREE_PADDING,
-    MAX_PADDING,
-    Boundary,
-    as_boundary,
-    block_numel,
-    check_padding,
-    move,
-)
+from flatshard.extras import boundary as extra
+from flatshard.extras.boundary import Boundary, as_boundary, block_numel, check_padding, move
 from flatshard.units.layout import ALIGNMENT_BYTES, FlatLayout, strides_of
+from tests.harness import assert_raises
 
 PARAMS = st.lists(
     st.lists(st.integers(0, 9), max_size=4).flatmap(
@@ -62,9 +56,8 @@ def test_every_element_in_one_place_and_no_forbidden_cut(
         assert span.strides == strides_of(shape, order)
     # Ascending, disjoint, aligned, and filled up by the gaps.
     position = 0
-    for start, end in sorted(
-        [*((s.start, s.end) for s in layout.spans if s.numel), *(gap[1:] for gap in layout.gaps)]
-    ):
+    filled = [(span.start, span.end) for span in layout.spans if span.numel]
+    for start, end in sorted([*filled, *(gap[1:] for gap in layout.gaps)]):
         assert start == position
         position = end
     assert position == layout.padded_numel
@@ -72,10 +65,8 @@ def test_every_element_in_one_place_and_no_forbidden_cut(
     assert starts == sorted(starts)
     assert all(start * itemsize % ALIGNMENT_BYTES == 0 for start in [*starts, layout.shard_numel])
     for index, span in enumerate(layout.spans):
-        held: list[int] = []
-        for rank in range(world_size):
-            local = layout.local_span(index, rank)
-            held.extend(range(local.offset, local.offset + local.numel))
+        parts = [layout.local_span(index, rank) for rank in range(world_size)]
+        held = [n for part in parts for n in range(part.offset, part.offset + part.numel)]
         assert held == list(range(span.numel))
         block = block_numel(span, boundary)
         assert all(cut % block == 0 for cut in _cuts(layout, index))
@@ -113,13 +104,11 @@ def test_too_much_padding_is_refused() -> None:
     plain = FlatLayout.build(params, world_size=4, itemsize=4)
     check_padding("head", [move(plain, "row", 4)], "row")
     layout = move(plain, "tensor", 4)
-    assert layout.padding_numel > max(FREE_PADDING, MAX_PADDING * layout.numel)
-    with pytest.raises(ValueError, match=r"unit 'head' would have 3,1.*, 300% of its 1,048,586"):
-        check_padding("head", [layout], "tensor")
-    with pytest.raises(
-        ValueError, match=r"'head.weight' of shape \(2048, 512\), blocks of 1,048,576"
-    ):
-        check_padding("head", [layout, plain], "tensor")
+    assert layout.padding_numel > max(extra.FREE_PADDING, extra.MAX_PADDING * layout.numel)
+    refused = r"unit 'head' would have 3,1.*, 300% of its 1,048,586"
+    assert_raises(ValueError, refused, check_padding, "head", [layout], "tensor")
+    refused = r"'head.weight' of shape \(2048, 512\), blocks of 1,048,576"
+    assert_raises(ValueError, refused, check_padding, "head", [layout, plain], "tensor")
     # Small units may: it costs nothing.
     tiny = FlatLayout.build({"weight": torch.empty(10, 10)}, world_size=8, itemsize=4)
     check_padding("", [move(tiny, "tensor", 4)], "tensor")

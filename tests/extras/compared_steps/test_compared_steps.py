@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import ShardedWrapper
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
+from tests.oracle import step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -68,11 +69,14 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
             optimizer = make(list(model.parameters()), rank)
             _backward(model)
             optimizer.step()
-            with pytest.raises(RuntimeError, match=expected):
-                _backward(model)
+            assert_raises(RuntimeError, expected, _backward, model)
+
+    def wrapped() -> tuple[ShardedWrapper, torch.optim.Optimizer]:
+        model = ShardedWrapper(_model(), sharding_strategy=strategy)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
     # A scheduler that gets this rank's metric.
-    model = ShardedWrapper(_model(), sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = wrapped()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for step in range(4):
         with pytest.raises(RuntimeError, match="FS-STEPS") if step == 3 else nullcontext():
@@ -80,22 +84,18 @@ def test_differences_are_named(rank: int, world_size: int, strategy: str) -> Non
         optimizer.step()
         plateau.step(1.0 + step * (rank - 0.5))
     # A step on one rank only; then all continue.
-    model = ShardedWrapper(_model(), sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = wrapped()
     for _ in range(1 + rank):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)"):
-        _backward(model)
+    assert_raises(RuntimeError, r"\(0.1 on rank 0, 0.1, then 0.1 on rank 1\)", _backward, model)
     _backward(model)
     # Steps in backward.
-    model = ShardedWrapper(_model(), sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = wrapped()
     model.step_in_backward(optimizer)
     for _ in range(2):
         _backward(model)
     optimizer.param_groups[0]["lr"] += rank
-    with pytest.raises(RuntimeError, match=r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1"):
-        _backward(model)
+    assert_raises(RuntimeError, r"SGD's group with '0.bias' \(0.1 on rank 0, 1.1", _backward, model)
 
 
 def _scheduled(params: Params, rank: int) -> Iterator[None]:
@@ -114,18 +114,17 @@ def _scheduled(params: Params, rank: int) -> Iterator[None]:
 def _in_a_set(params: Params, rank: int) -> Iterator[None]:
     """Ranks collect the same parameters in another order, and with other kernels."""
     ordered = params if rank else params[::-1]
-    optimizer = torch.optim.AdamW([{"params": ordered}], foreach=bool(rank))
-    while True:
-        optimizer.step()
-        yield
+    return _steps(torch.optim.AdamW([{"params": ordered}], foreach=bool(rank)))
 
 
 def _rounded(params: Params, rank: int) -> Iterator[None]:
     """Processors round the same schedule differently."""
-    optimizer = torch.optim.SGD(params, lr=0.1 + 1e-16 * rank)
+    return _steps(torch.optim.SGD(params, lr=0.1 + 1e-16 * rank))
+
+
+def _steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     while True:
-        optimizer.step()
-        yield
+        yield optimizer.step()
 
 
 def _alternating(params: Params, rank: int) -> Iterator[None]:
@@ -182,10 +181,7 @@ def test_experts(rank: int, world_size: int) -> None:
     )
     for _step in range(3):
         _backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    for group in optimizer.param_groups[:1]:
-        group["lr"] += rank
+        step_and_zero(optimizer)
+    optimizer.param_groups[0]["lr"] += rank
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"'lr' of SGD's group with '0.bias'"):
-        _backward(model)
+    assert_raises(RuntimeError, r"'lr' of SGD's group with '0.bias'", _backward, model)

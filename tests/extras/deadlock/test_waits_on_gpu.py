@@ -23,6 +23,7 @@ missing = simulated_gpu.what_is_missing()
 pytestmark = [pytest.mark.skipif(bool(missing), reason=missing), pytest.mark.timeout(200)]
 
 BOTH = "cpu:gloo,cuda:nccl"
+Ends = dict[str, list[Ended]]
 
 
 def wrong_in(gpu: Gpu, settings: Sequence[Setting]) -> list[str]:
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def others(gpu: Gpu, folder: Path) -> dict[str, list[Ended]]:
+def others(gpu: Gpu, folder: Path) -> Ends:
     """The ends of programs that run at the same time, because they mostly wait."""
     programs = {
         "own, with gloo": ("wait_in_own", BOTH),
@@ -80,7 +81,7 @@ def others(gpu: Gpu, folder: Path) -> dict[str, list[Ended]]:
 
 
 @pytest.mark.parametrize("name", ["own, with gloo", "functional", "destroyed"])
-def test_waits_of_the_program_are_named(others: dict[str, list[Ended]], name: str) -> None:
+def test_waits_of_the_program_are_named(others: Ends, name: str) -> None:
     """Ranks that read values, one after a collective of its own, one after the model's forward."""
     for ended in others[name]:
         assert ended.status == 1, ended
@@ -91,9 +92,7 @@ def test_waits_of_the_program_are_named(others: dict[str, list[Ended]], name: st
         assert "[FS-DEADLOCK]" in error
 
 
-def test_a_collective_of_the_program_that_meets_one_of_the_model(
-    others: dict[str, list[Ended]], folder: Path
-) -> None:
+def test_a_collective_of_the_program_meets_one_of_the_model(others: Ends, folder: Path) -> None:
     """On NCCL alone the model all-gathers on the program's group, in one order with its own.
 
     The error names the file of the flight recorder.
@@ -107,7 +106,7 @@ def test_a_collective_of_the_program_that_meets_one_of_the_model(
         assert pickle.loads(path.read_bytes())["entries"]
 
 
-def test_without_a_look_at_the_gpu_a_rank_waits(others: dict[str, list[Ended]]) -> None:
+def test_without_a_look_at_the_gpu_a_rank_waits(others: Ends) -> None:
     """Shows that the divergence makes a rank wait for the GPU, so that the tests above can fail.
 
     Only torch's own watchdog then finds it, at the timeout.
@@ -118,7 +117,7 @@ def test_without_a_look_at_the_gpu_a_rank_waits(others: dict[str, list[Ended]]) 
 
 
 @pytest.mark.parametrize("name", ["save", "train", "evaluate"])
-def test_slow_ranks_raise_no_alarm(others: dict[str, list[Ended]], name: str) -> None:
+def test_slow_ranks_raise_no_alarm(others: Ends, name: str) -> None:
     assert [ended.status for ended in others[name]] == [0, 0], others[name]
 
 

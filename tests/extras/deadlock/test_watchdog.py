@@ -3,11 +3,9 @@
 import _thread
 import functools
 import multiprocessing
-import os
 import pickle
 import re
 import socket
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +23,17 @@ from flatshard import CollectiveError, ShardedWrapper
 from flatshard.comm.work import WaitCondition, watched
 from flatshard.extras import deadlock
 from flatshard.extras.deadlock import detector
-from tests.forked_python import PYTHON
-from tests.harness import ROOT, on_ranks
+from tests.harness import assert_raises, on_ranks
 from tests.models import CASES
 from tests.outcomes import QUICK, logged
+from tests.scripts import run_code
 
 pytestmark = pytest.mark.by_turns
+
+
+def _part(rank: int, model: ShardedWrapper, inputs: torch.Tensor) -> object:
+    """The ranks take different branches."""
+    return model.state_dict() if rank == 0 else model(inputs)
 
 
 def _begin(rank: int) -> tuple[ShardedWrapper, torch.Tensor, list[str]]:
@@ -49,17 +52,14 @@ def test_long_waits_are_logged(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(2.5)
     model(inputs)
+    expected = (
+        r"waiting for .*unit 'fc1', rank .*gathering parameters for forward over ranks 0, 1, 2 "
+        r"\(rank 1 has not arrived\), at tests/models\.py:.*self\.fc1\(x\)+\. If another rank is "
+        r"only slow.*on every rank, not under `if rank == 0:`\."
+    )
     if rank != 1:
         (line,) = lines
-        assert line.startswith("waiting for "), line
-        assert "unit 'fc1', rank" in line, line
-        expected = (
-            "gathering parameters for forward over ranks 0, 1, 2 (rank 1 has not arrived), at "
-            "tests/models.py:"
-        )
-        assert expected in line, line
-        assert "self.fc1(x))). If another rank is only slow" in line, line
-        assert line.endswith("on every rank, not under `if rank == 0:`.")
+        assert re.fullmatch(expected, line), line
 
 
 @on_ranks(2, group_timeout=3.0, fresh=True)
@@ -69,11 +69,10 @@ def test_a_rank_with_another_wrapper(rank: int, world_size: int) -> None:
     lines = logged()
     with pytest.raises(RuntimeError):
         (ShardedWrapper, nn.parallel.DistributedDataParallel)[rank](nn.Linear(3, 3))
+    place = r"ShardedWrapper: comparing process groups, rank 0.*test_watchdog\.py:"
     if rank == 0:
         (line,) = lines
-        assert "ShardedWrapper: comparing process groups, rank 0" in line, line
-        assert "test_watchdog.py:" in line, line
-        assert "uses DistributedDataParallel" in line, line
+        assert re.search(rf"{place}.*uses DistributedDataParallel", line), line
 
 
 @pytest.mark.parametrize("phases", [1, 2], ids=["forward", "step"])
@@ -94,8 +93,7 @@ def test_one_rank_runs_more(rank: int, world_size: int, phases: int) -> None:
     model(inputs).sum().backward()
     loss = model(inputs).sum()
     expected = rf"unit 'fc\d', rank {rank}: .* for (forward|backward) over ranks 0, 1.* failed"
-    with pytest.raises(CollectiveError, match=expected):
-        go_on()
+    assert_raises(CollectiveError, expected, go_on)
 
 
 ENDLESS = "for one another in different"
@@ -103,10 +101,8 @@ ENDLESS = "for one another in different"
 
 def init_by_tcp(rank: int, world_size: int, port: int, timeout: float) -> None:
     """As ``torchrun`` does."""
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, limit)
-    keywords = {"rank": rank, "world_size": world_size, "timeout": limit}
-    dist.init_process_group("gloo", store=store, **keywords)
+    group = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", **group)
 
 
 @pytest.fixture
@@ -117,10 +113,8 @@ def port() -> int:
 
 
 @on_ranks(2, init_group=False, fresh=True)
-def test_a_new_group_with_the_same_store_reads_no_old_finding(
-    rank: int, world_size: int, port: int
-) -> None:
-    """After a caught deadlock, a slow rank in a new group is no deadlock."""
+def test_a_new_group_reads_no_old_finding(rank: int, world_size: int, port: int) -> None:
+    """After a caught deadlock, a slow rank in a new group with the same store is no deadlock."""
     limit = timedelta(seconds=20)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, limit)
     inputs = CASES["mlp"].batch(rank, 2)[0]
@@ -128,15 +122,12 @@ def test_a_new_group_with_the_same_store_reads_no_old_finding(
         # Gloo itself may read old addresses in a store, so only flatshard gets the same store.
         apart = dist.PrefixStore(str(is_first), store)
         dist.init_process_group("gloo", store=apart, rank=rank, world_size=2, timeout=limit)
-        with (
-            mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store),
-            mock.patch.multiple(detector, **QUICK),
-        ):
+        own = mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store)
+        with own, mock.patch.multiple(detector, **QUICK):
             model = CASES["mlp"].wrap(CASES["mlp"].model())
             model(inputs).sum().backward()
             if is_first:
-                with pytest.raises(CollectiveError, match=ENDLESS):
-                    model.state_dict() if rank == 0 else model(inputs)
+                assert_raises(CollectiveError, ENDLESS, _part, rank, model, inputs)
             else:
                 time.sleep(2 * rank)
                 model(inputs).sum().backward()
@@ -148,9 +139,7 @@ def test_a_new_group_with_the_same_store_reads_no_old_finding(
 
 
 @on_ranks(3, init_group=False, fresh=True, timeout=100)
-def test_the_programs_own_collectives_that_cannot_end(
-    rank: int, world_size: int, port: int
-) -> None:
+def test_own_collectives_that_cannot_end(rank: int, world_size: int, port: int) -> None:
     """`if rank == 0: torch.save(model.state_dict(), ...)` and a barrier are named soon."""
     init_by_tcp(rank, world_size, port, 90)
     lines = logged()
@@ -274,8 +263,8 @@ def test_a_rank_that_waits_for_an_asynchronous_work_is_named(rank: int, world_si
         with pytest.raises(CollectiveError):
             model.state_dict()
     (line,) = lines
-    assert "tests/extras/deadlock/test_watchdog.py:" in line, line
-    assert "model.state_dict(). No wait is reported by rank 1, 2, which computes" in line, line
+    silent = r"model\.state_dict\(\)\. No wait is reported by rank 1, 2, which computes"
+    assert re.search(rf"tests/extras/deadlock/test_watchdog\.py:.*{silent}", line), line
 
 
 # ---------------------------------------------------------------- what does not switch it off
@@ -295,13 +284,11 @@ class Unreliable:
 
 
 @on_ranks(2, init_group=False, fresh=True)
-def test_detection_survives_other_threads_and_failures_of_the_store(
-    rank: int, world_size: int, port: int
-) -> None:
-    """Each of these switched it off for good, and said nothing."""
+def test_detection_survives_threads_and_failures(rank: int, world_size: int, port: int) -> None:
+    """Neither a thread that has ended nor failures of the store switch detection off."""
     init_by_tcp(rank, world_size, port, 30)
     model, inputs, lines = _begin(rank)
-    other = threading.Thread(target=lambda: model(inputs))  # evaluates, and ends
+    other = threading.Thread(target=model, args=(inputs,))  # evaluates, and ends
     other.start()
     other.join()
     model(inputs)
@@ -310,12 +297,9 @@ def test_detection_survives_other_threads_and_failures_of_the_store(
     def own_store() -> Any:
         return Unreliable(store(), left.pop() if left else 0)
 
-    with (
-        mock.patch.multiple(detector, **QUICK),
-        mock.patch.object(detector, "_own_store", own_store),
-        pytest.raises(CollectiveError, match=ENDLESS),
-    ):
-        model.state_dict() if rank == 0 else model(inputs)
+    store_fails = mock.patch.object(detector, "_own_store", own_store)
+    with mock.patch.multiple(detector, **QUICK), store_fails:
+        assert_raises(CollectiveError, ENDLESS, _part, rank, model, inputs)
     (line,) = lines
     assert line == "a check for deadlocks failed, and is tried again: Connection reset by peer"
 
@@ -330,7 +314,7 @@ def test_a_second_thread_that_lives_is_said(rank: int, world_size: int) -> None:
     other.start()
     time.sleep(0.5)
     with mock.patch.multiple(detector, **QUICK), pytest.raises(CollectiveError) as error:
-        model.state_dict() if rank == 0 else model(inputs)
+        _part(rank, model, inputs)
     is_over.set()
     other.join()
     assert ENDLESS not in str(error.value)
@@ -393,10 +377,9 @@ def _looks(num_ranks: int, odd: int) -> int:
     waits = []
     for rank in range(num_ranks):
         group, kind = ("7", "gather") if rank == odd else ("0", detector.PROGRAM)
-        others = tuple(other for other in range(num_ranks) if other != rank)
-        need = WaitCondition(group, kind, 3, others)
-        text = f"the {kind} over {everybody}"
-        waits.append(detector.BlockedWait(functools.partial(str, text), need))
+        others = tuple({*range(num_ranks)} - {rank})
+        text = functools.partial(str, f"the {kind} over {everybody}")
+        waits.append(detector.BlockedWait(text, WaitCondition(group, kind, 3, others)))
     with (
         mock.patch.object(detector, "dist") as world,
         mock.patch.multiple(detector, FIRST_LOOK_SECONDS=-9, LOOK_SECONDS=0),
@@ -443,9 +426,6 @@ with watched("something"):
 
 def test_the_end_of_the_program_waits_for_a_look() -> None:
     """Exit handlers wait until the thread that looks for deadlocks has left gloo."""
-    command = [PYTHON, "-c", LOOKS_AT_THE_END]
-    environment = {**os.environ, "FORKED_PYTHON_FREES_OBJECTS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.startswith("looked\n")  # under load the thread may look once more
+    done = run_code(LOOKS_AT_THE_END)
+    assert done.status == 0, done
+    assert done.out.startswith("looked\n")  # under load the thread may look once more

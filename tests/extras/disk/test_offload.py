@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import os
 import re
 from pathlib import Path
@@ -19,31 +18,24 @@ from flatshard.extras import disk
 from flatshard.module.wrappers import handles_in
 from flatshard.options import OffloadError, as_cpu_offload
 from flatshard.tensor.sharded_tensor import local_range
-from tests.harness import naming, on_ranks
+from flatshard.wrap import ModuleWrapPolicy
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES
-from tests.oracle import (
-    OPTIMIZERS,
-    local_loss,
-    snapshot,
-    step_and_zero,
-    trainable,
-)
+from tests.oracle import OPTIMIZERS, snapshot, step_and_zero, trainable
+from tests.side import Run
 
 Figures = tuple[dict[str, Tensor], list[float], dict[str, Any]]
 
 
-def _train(
-    model: ShardedWrapper, name: str, optimizer: torch.optim.Optimizer, rank: int
-) -> Figures:
+def _train(run: Run, optimizer: torch.optim.Optimizer) -> Figures:
     """Accumulates under and outside of ``no_sync``, and clips."""
-    norms = []
-    size = torch.distributed.get_world_size()
+    model, norms = run.model, []
     for step in range(3):
         if step == 1:
-            with model.no_sync():
-                local_loss(model, CASES[name], 50, rank, size).backward()
-            local_loss(model, CASES[name], 51, rank, size).backward()
-        local_loss(model, CASES[name], step, rank, size).backward()
+            with run.no_sync():
+                run.loss(50).backward()
+            run.loss(51).backward()
+        run.loss(step).backward()
         norms.append(model.clip_grad_norm_(0.5).item())
         step_and_zero(optimizer)
     return snapshot(model), norms, ShardedWrapper.optim_state_dict(model, optimizer)["state"]
@@ -90,7 +82,7 @@ def test_training_is_the_same_to_the_bit(rank: int, size: int, tmp_path: Path) -
                 for offload in (None, mode):
                     model = CASES[name].wrap(CASES[name].model(), cpu_offload=offload, **extra)
                     optimizer = OPTIMIZERS[kind](trainable(model))
-                    figures.append(_train(model, name, optimizer, rank))
+                    figures.append(_train(Run(model, CASES[name], rank, size), optimizer))
                 _assert_equal(figures[1], figures[0])
                 handles = list(handles_in(model))
                 assert all(map(disk.is_on_disk, _tensors(optimizer)))
@@ -104,11 +96,9 @@ def test_training_is_the_same_to_the_bit(rank: int, size: int, tmp_path: Path) -
 # ---------------------------------------------------------------- large enough to be mapped
 
 
-class Wide(nn.Sequential):
+def _wide() -> nn.Sequential:
     """Shards of more than 1 MiB on two ranks, which are mapped instead of copied."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(768, 768) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
 
 
 def _resident_bytes(kind: str = "RssFile") -> int:
@@ -116,13 +106,12 @@ def _resident_bytes(kind: str = "RssFile") -> int:
     return int(re.findall(rf"{kind}:\s+(\d+)", status)[0]) * 1024
 
 
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
 def _wrap_wide(**keywords: Any) -> ShardedWrapper:
     torch.manual_seed(0)
-    return ShardedWrapper(Wide(), auto_wrap_policy=_is_linear, **keywords)
-
-
-def _is_linear(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    return recurse or isinstance(module, nn.Linear)
+    return ShardedWrapper(_wide(), auto_wrap_policy=LINEARS, **keywords)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -181,11 +170,9 @@ def test_large_shards(rank: int, size: int, tmp_path: Path) -> None:
 
 def _fill_disk(free_bytes: int) -> Any:
     """Play a disk on which so many bytes more can be reserved."""
-    real, counter = os.posix_fallocate, itertools.count()
-    left = [free_bytes]
+    real, left = os.posix_fallocate, [free_bytes]
 
     def fallocate(number: int, offset: int, nbytes: int) -> None:
-        next(counter)
         if nbytes > left[0]:
             raise OSError(28, "No space left on device")
         left[0] -= nbytes
@@ -196,12 +183,12 @@ def _fill_disk(free_bytes: int) -> Any:
 
 @on_ranks(2)
 def test_full_disk(rank: int, size: int, tmp_path: Path) -> None:
-    model = Wide()
+    model = _wide()
     before = [(param, param.detach().clone()) for param in model.parameters()]
     full = _fill_disk(6 << 20 if rank == 1 else 1 << 40)
     message = r"unit '2' .* needs [\d,]+ bytes on disk in .*, where [\d,]+ are free.*rank 1"
     with full, pytest.raises(OffloadError, match=message):
-        ShardedWrapper(model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=tmp_path))
+        ShardedWrapper(model, auto_wrap_policy=LINEARS, cpu_offload=CPUOffload(path=tmp_path))
     for (param, value), now in zip(before, model.parameters(), strict=True):
         assert param is now
         _assert_equal(param.detach(), value)
@@ -209,9 +196,7 @@ def test_full_disk(rank: int, size: int, tmp_path: Path) -> None:
     assert not disk._mapped
 
     # At the optimizer's first step nothing is stepped; once there is room, it goes on.
-    wrapped = ShardedWrapper(
-        model, auto_wrap_policy=_is_linear, cpu_offload=CPUOffload(path=tmp_path)
-    )
+    wrapped = ShardedWrapper(model, auto_wrap_policy=LINEARS, cpu_offload=CPUOffload(path=tmp_path))
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)
     wrapped(torch.ones(1, 768)).mean().backward()
     values = snapshot(wrapped)
@@ -227,16 +212,12 @@ def test_full_disk(rank: int, size: int, tmp_path: Path) -> None:
 def test_bad_paths(rank: int, size: int, tmp_path: Path) -> None:
     file = Path(tmp_path, f"file{rank}")
     file.write_text("")
-    for path, message in (
-        (f"{tmp_path}/missing", "No such file"),
-        (str(file), "Not a directory"),
-        ("/proc", "no file can be made"),
-    ):
+    paths = {f"{tmp_path}/missing": "No such file", str(file): "Not a directory"}
+    for path, message in (*paths.items(), ("/proc", "no file can be made")):
         bad = path if rank == 1 else tmp_path  # where rank 0's is good, it hears of it all the same
-        with pytest.raises(
-            ValueError, match=rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
-        ):
-            ShardedWrapper(nn.Linear(2, 2), cpu_offload=CPUOffload(path=bad))
+        says = rf"path '{path}' ?{message}.*rank 1|{message}.*rank 1"
+        keywords = {"cpu_offload": CPUOffload(path=bad)}
+        assert_raises(ValueError, says, ShardedWrapper, nn.Linear(2, 2), **keywords)
     offload = CPUOffload(offload_params=rank == 0, offload_optimizer=rank == 1, path=tmp_path)
     with pytest.raises(ValueError, match="different models"):
         ShardedWrapper(nn.Linear(2, 2), cpu_offload=offload)

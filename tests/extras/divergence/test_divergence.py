@@ -11,22 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import ShardedWrapper
 from flatshard.wrap import CustomPolicy
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.mapping import mapping
-from tests.models import Case, vectors
+from tests.models import Case, Residual, vectors
 from tests.oracle import ROWS, assert_same_gradients
 from tests.side import Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
-
-
-class _Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class _Mixture(nn.Module):
@@ -35,7 +26,7 @@ class _Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
-        self.experts = nn.ModuleList([_Expert() for _ in range(4)])
+        self.experts = nn.ModuleList([Residual(7, 9) for _ in range(4)])
 
     def forward(self, x: Tensor, chosen: list[int], checkpointed: bool = False) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -45,7 +36,7 @@ class _Mixture(nn.Module):
         return self.last(x)
 
 
-_MIXTURE = Case("mixture", _Mixture, vectors, (nn.Linear, _Expert))
+_MIXTURE = Case("mixture", _Mixture, vectors, (nn.Linear, Residual))
 
 # Of each step, the experts of ranks 0 and 1: skipped, in another order, twice, none.
 _CHOSEN = (
@@ -60,18 +51,18 @@ _CHOSEN = (
 _FORMS: dict[str, dict[str, Any]] = {
     "sockets": {
         "auto_wrap_policy": CustomPolicy(
-            lambda module: {"allow_divergence": True} if isinstance(module, _Expert) else False
+            lambda module: {"allow_divergence": True} if isinstance(module, Residual) else False
         ),
         "collectives": "sockets",
     },
     "native": {"allow_divergence": ["experts"], "collectives": "native"},
-    "shared memory": {"allow_divergence": [_Expert]},
-    "grad_op": {"allow_divergence": [_Expert], "sharding_strategy": "SHARD_GRAD_OP"},
+    "shared memory": {"allow_divergence": [Residual]},
+    "grad_op": {"allow_divergence": [Residual], "sharding_strategy": "SHARD_GRAD_OP"},
     # What a step skipped is still unsharded in the next one: its modules hold shards, though.
     "op": {"allow_divergence": True, "sharding_strategy": "SHARD_OP", "coalesce_bytes": 0},
-    "hook": {"allow_divergence": [_Expert]},
-    "step": {"allow_divergence": [_Expert]},  # in backward
-    "no_shard": {"allow_divergence": [_Expert], "sharding_strategy": "NO_SHARD"},
+    "hook": {"allow_divergence": [Residual]},
+    "step": {"allow_divergence": [Residual]},  # in backward
+    "no_shard": {"allow_divergence": [Residual], "sharding_strategy": "NO_SHARD"},
 }
 
 
@@ -110,11 +101,8 @@ def test_units_that_ranks_skip(rank: int, world_size: int) -> None:
 @on_ranks(2, group_timeout=10)
 def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
     for collectives in ("sockets", "native"):
-        keywords = {
-            "allow_divergence": [_Expert],
-            "collectives": collectives,
-            "sharding_strategy": "SHARD_GRAD_OP",  # backward alone needs no all-gather
-        }
+        keywords = {"allow_divergence": [Residual], "collectives": collectives}
+        keywords["sharding_strategy"] = "SHARD_GRAD_OP"  # backward alone needs no all-gather
         runs = sharded, plain = pair(rank, world_size, "full", _MIXTURE, **keywords)
         with naming(collectives):
             for run in runs:
@@ -135,16 +123,14 @@ def test_steps_out_of_the_ordinary(rank: int, world_size: int) -> None:
 @on_ranks(2, group_timeout=30)
 def test_refused(rank: int, world_size: int) -> None:
     for value, error, message in (
-        (_Expert, TypeError, "expected True, or a list"),
+        (Residual, TypeError, "expected True, or a list"),
         ("experts", TypeError, "expected True, or a list"),
         ([3], TypeError, "got a list that contains 3"),
         (["expert"], ValueError, "'expert' is not in the _Mixture"),
         ([nn.Conv2d], ValueError, "is not in the _Mixture"),
     ):
-        with pytest.raises(error, match=message):
-            _MIXTURE.wrap(_MIXTURE.model(), allow_divergence=value)
-    warns = pytest.warns(UserWarning, match="allow_divergence has no effect")
-    with warns if rank == 0 else contextlib.nullcontext():
+        assert_raises(error, message, _MIXTURE.wrap, _MIXTURE.model(), allow_divergence=value)
+    with rank_0_warns(rank, "allow_divergence has no effect"):
         ShardedWrapper(_MIXTURE.model(), allow_divergence=["experts"])
 
 

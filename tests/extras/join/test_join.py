@@ -2,18 +2,20 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from flatshard import ShardedWrapper
 from tests.comm_hooks import Averaging
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS, assert_same, snapshot
+from tests.oracle import ROWS, assert_same, snapshot, step_and_zero, step_with
 
 pytestmark = pytest.mark.by_turns
 
@@ -21,10 +23,8 @@ pytestmark = pytest.mark.by_turns
 _UNEVEN = {2: ((1, 3), (3, 0), (3, 2), (2, 2)), 3: ((3, 1, 2), (0, 2, 2))}
 
 
-def _train(
-    model: Any, rank: int, num_batches: int, how: str = "", case: str = "mlp", **keywords: Any
-) -> torch.optim.Optimizer:
-    """A batch on every rank, then as many as it has, inside ``join``.
+def _train(model: Any, rank: int, count: int, how: str = "", case: str = "mlp", **more: Any) -> Any:
+    """A batch on every rank, then as many as it has, inside ``join``; returns the optimizer.
 
     ``how``: "clips", "accumulates", "evaluates", or "zeros" for ``set_to_none=False``.
     """
@@ -38,10 +38,9 @@ def _train(
             loss_of(model(inputs), target).backward()
         if not syncs:
             return
-        if how == "clips" and is_sharded:
-            model.clip_grad_norm_(0.05)
-        elif how == "clips":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if how == "clips":
+            clips = getattr(model, "clip_grad_norm_", partial(clip_grad_norm_, model.parameters()))
+            clips(0.05)
         optimizer.step()
         optimizer.zero_grad(set_to_none=how != "zeros")
         if how == "evaluates" and is_sharded:
@@ -51,8 +50,8 @@ def _train(
             model.train()
 
     step(1)
-    with model.join(**keywords):
-        for number in range(num_batches * (2 if how == "accumulates" else 1)):
+    with model.join(**more):
+        for number in range(count * (2 if how == "accumulates" else 1)):
             step(number)
     return optimizer
 
@@ -108,6 +107,11 @@ class _OfItsOwn(torch.optim.SGD):
         return super().step(closure)
 
 
+def _loss(model: nn.Module, number: int) -> Tensor:
+    inputs, target = CASES["mlp"].batch(number, ROWS)
+    return loss_of(model(inputs), target)
+
+
 def _loop(
     model: Any,
     optimizer: torch.optim.Optimizer,
@@ -118,11 +122,9 @@ def _loop(
 ) -> None:
     with model.join(**keywords):
         for number in range(count):
-            inputs, target = CASES["mlp"].batch(number, ROWS)
-            loss_of(model(inputs), target).backward()
+            _loss(model, number).backward()
             act(model)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             after()
 
 
@@ -148,8 +150,7 @@ def test_what_nobody_can_follow(rank: int, world_size: int) -> None:
     ):
         model = case.wrap(case.model())
         optimizer = kind(model.parameters(), lr=0.1)
-        with naming(message), pytest.raises(RuntimeError, match=message):
-            _loop(model, optimizer, counts[rank], **keywords)
+        assert_raises(RuntimeError, message, _loop, model, optimizer, counts[rank], **keywords)
     _no_input_at_all(rank)
     _schedule_that_fell_behind(rank)
     _refused(rank)
@@ -160,12 +161,9 @@ def _no_input_at_all(rank: int) -> None:
     model, plain = case.wrap(case.model()), case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _loop(model, optimizer, 2 * rank, optimizers=[optimizer])
+    halved = torch.optim.SGD(plain.parameters(), lr=0.1 / 2)  # an average with no gradient
     for number in range(2):
-        inputs, target = case.batch(number, ROWS)
-        grads = torch.autograd.grad(loss_of(plain(inputs), target), list(plain.parameters()))
-        with torch.no_grad():
-            for param, grad in zip(plain.parameters(), grads, strict=True):
-                param.sub_(0.1 * grad / 2)
+        step_with([halved], partial(_loss, plain, number))
     assert_same(model, plain)
 
 
@@ -189,13 +187,9 @@ def _refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot .* has a communication hook"):
         model.join().__enter__()
     model = case.wrap(case.model())
-    with pytest.raises(RuntimeError, match="is inside a wrapper"):
-        model.fc1.join().__enter__()
+    assert_raises(RuntimeError, "is inside a wrapper", model.fc1.join().__enter__)
     with model.join(enable=False):
         pass
-    with (
-        pytest.raises(RuntimeError, match="ranks with input must take the same action"),
-        model.join(),
-        torch.set_grad_enabled(rank == 0),
-    ):
+    same = pytest.raises(RuntimeError, match="ranks with input must take the same action")
+    with same, model.join(), torch.set_grad_enabled(rank == 0):
         model(case.batch(0, ROWS)[0])

@@ -3,8 +3,8 @@
 The oracle is the same model built on the CPU from the same seed: the same numbers, bit for bit.
 """
 
-import contextlib
 import gc
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
-from tests.oracle import assert_same_state, snapshot
-from tests.ways import WAYS, Way
+from tests.harness import Watching, assert_raises, naming, on_ranks, rank_0_warns
+from tests.oracle import assert_identical, assert_same, sgd, snapshot, step_and_zero
+from tests.ways import BASIC, WAYS, Way
 
 pytestmark = pytest.mark.by_turns
 
@@ -80,13 +79,13 @@ def on_meta(build: Any) -> Any:
         return build()
 
 
-def on_cpu(build: Any, seed: int = SEED) -> Any:
-    torch.manual_seed(seed)
+def on_cpu(build: Any) -> Any:
+    torch.manual_seed(SEED)
     return build()
 
 
 def same(model: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
-    assert_same_state(model.state_dict(), snapshot(expected), rtol=0.0, atol=tolerance)
+    assert_same(model, expected, rtol=0.0, atol=tolerance)
 
 
 POLICY = ModuleWrapPolicy({Attending, nn.LSTM, nn.Conv1d, Scale})
@@ -124,14 +123,12 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
         frozen = model.module.blocks[0].norm
         assert [p.requires_grad for p in frozen.parameters()] == [False, False]
 
-    with naming("rank 0 alone has weights"):
-        received = wrap(on_cpu(Zoo) if rank == 0 else on_meta(Zoo), sync_module_states=True)
-        same(received, expected)
-
-    with naming("rank 0 alone initialises"):
-        torch.manual_seed(SEED + rank)
-        received = wrap(on_meta(Zoo), sync_module_states=True)
-        same(received, expected)
+    for has_weights in (True, False):
+        with naming(f"only rank 0 has weights: {has_weights}; otherwise only rank 0 initialises"):
+            plain = on_cpu(Zoo) if has_weights and rank == 0 else on_meta(Zoo)
+            torch.manual_seed(SEED + rank)
+            received = wrap(plain, sync_module_states=True)
+            same(received, expected)
 
     if world_size > 1:
         with naming("seeds that differ"):
@@ -145,17 +142,14 @@ def test_same_numbers_as_built_on_the_device(rank: int, world_size: int, way: st
             partial = expected.state_dict()
             del partial["norm.running_mean"], partial["head.weight"], partial["embedding.weight"]
             model.load_state_dict(partial, strict=False)
-            with pytest.raises(RuntimeError, match=r"'embedding.weight' and 1 more: left empty"):
-                model(tokens)
+            assert_raises(RuntimeError, r"'embedding.weight' and 1 more: left empty", model, tokens)
             model.load_state_dict(expected.state_dict())
             same(model, expected)
 
     with naming("training"):
-        optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
-        twin = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-        for trained, optim in ((received, optimizer), (expected, twin)):
+        for trained in (received, expected):
             trained(tokens).square().mean().backward()
-            optim.step()
+            step_and_zero(sgd(trained))
         same(received, expected, 1e-6)
 
 
@@ -176,18 +170,15 @@ def test_param_init_fn(rank: int, world_size: int) -> None:
 
     net = on_meta(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     policy = ModuleWrapPolicy({nn.Linear})
-    warns = pytest.warns(UserWarning, match="weights are a mixture")
-    with warns if rank == 0 else contextlib.nullcontext():
-        model = ShardedWrapper(
-            net, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=False
-        )
+    with rank_0_warns(rank, "weights are a mixture"):
+        keywords = {"param_init_fn": init, "sync_module_states": False}
+        model = ShardedWrapper(net, auto_wrap_policy=policy, **keywords)
     # Units first, then what is left, which lacks nothing.
     assert seen == ["Linear", "Linear"]
     assert model.state_dict()["0.weight"].unique().tolist() == [1.0, 2.0]
 
-    model = ShardedWrapper(
-        on_meta(lambda: nn.Linear(7, 5)), param_init_fn=init, sync_module_states=True
-    )
+    net = on_meta(lambda: nn.Linear(7, 5))
+    model = ShardedWrapper(net, param_init_fn=init, sync_module_states=True)
     assert model.state_dict()["weight"].unique().tolist() == [1.0]
 
 
@@ -207,19 +198,15 @@ def resident(path: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
 @on_ranks(4)
-def test_only_own_parts_of_a_mapped_file_are_read(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_rank_reads_its_parts_of_a_file(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Of a file that is mapped, not the parts of the other ranks."""
     path = tmp_path / "weights"
     if rank == 0:
         torch.save({f"{n}.weight": torch.randn(4000, 2000) for n in range(2)}, path)
     torch.distributed.barrier()
 
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))
-
     model = ShardedWrapper(
-        on_meta(build),
+        on_meta(lambda: nn.Sequential(*(nn.Linear(2000, 4000, bias=False) for _ in range(2)))),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         param_init_fn=flatshard.leave_empty,
     )
@@ -229,48 +216,36 @@ def test_only_own_parts_of_a_mapped_file_are_read(
     model.load_state_dict(state)
     # The kernel maps up to 2 MiB around each fault.
     assert resident(path) - before <= size / world_size + 2 * 2 * 2**21
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key]), key
+    assert_identical(dict(model.state_dict()), state)
 
 
 # ---------------------------------------------------------------- memory
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes in storages that were made under this mode and lived at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if type(tensor) is Tensor and tensor.device.type == "cpu":
-                self._storages.add(tensor.untyped_storage())
-        # Now, as the unsharded buffers are resized without a word.
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
-        return out
 
 
 @pytest.mark.parametrize("sync", [None, True])
 @pytest.mark.uncoalesced  # many small units are built together
 @on_ranks(2)
 def test_one_unit_at_a_time(rank: int, world_size: int, sync: bool | None) -> None:
-    def build() -> nn.Module:
-        # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
-        return nn.Sequential(*(nn.Linear(500, 500) for _ in range(10)))
-
-    model = on_meta(build)
+    # Below 1 MiB: the buffers of larger ones are addresses, and no memory yet.
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(500, 500) for _ in range(10))))
     gc.collect()
-    with Peak() as peak:
+    storages: weakref.WeakSet[Any] = weakref.WeakSet()  # those that were made and still live
+    sizes: list[int] = []
+
+    def see(_: Any, out: Any) -> None:
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                storages.add(tensor.untyped_storage())
+        # Now, as the unsharded buffers are resized without a word.
+        sizes.append(sum(storage.nbytes() for storage in storages))
+
+    with Watching(see):
         policy = ModuleWrapPolicy({nn.Linear})
         wrapped = ShardedWrapper(model, auto_wrap_policy=policy, sync_module_states=sync)
     numel = sum(p.numel() for p in wrapped.parameters())
     unit = 4 * numel // 10
     shards = 10 * unit // world_size
-    assert peak.peak <= shards + 1.2 * unit, (peak.peak / unit, shards / unit)
+    assert max(sizes) <= shards + 1.2 * unit, (max(sizes) / unit, shards / unit)
     assert len(sharded_modules(wrapped)) == 11
 
 
@@ -284,16 +259,13 @@ class NoReset(nn.Module):
         self.register_buffer("table", torch.ones(3), persistent=False)
 
 
-class Forgets(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("mask", torch.ones(3))
+def forgets() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_buffer("mask", torch.ones(3))
+    return layer
 
 
 class FailsOnRank1(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if torch.distributed.get_rank() == 1 and not self.weight.is_meta:
@@ -317,10 +289,6 @@ def other_shape(module: nn.Module) -> None:
         module.weight = nn.Parameter(torch.ones(2, 2))
 
 
-def linear() -> nn.Module:
-    return nn.Linear(3, 3)
-
-
 NO_WAY = r"no reset_parameters\(\): 0.gain \(NoReset\), 0.table \(NoReset\)\. Pass a param_init_fn"
 FORGOT = r"reset_parameters\(\) of module .* left '0.mask' without values"
 ON_META = "param_init_fn left '0.weight' on the meta device. In the function, call module.to_empty"
@@ -328,12 +296,17 @@ SHAPES = r"'0.weight': expected shape \(3, 3\), got shape \(2, 2\)"
 # How a module is built, the wrapper's `param_init_fn`, and words of the error.
 ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     (NoReset, None, ValueError, NO_WAY),
-    (Forgets, None, RuntimeError, FORGOT),
+    (forgets, None, RuntimeError, FORGOT),
     (half_real, None, ValueError, "module '0' has some parameters on the meta device"),
-    (FailsOnRank1, None, RuntimeError, r"module '0' .*failed: no luck \(rank 1\)"),
-    (linear, forgetful, RuntimeError, ON_META),
-    (linear, other_shape, RuntimeError, SHAPES),
-    (linear, 3, TypeError, "param_init_fn: expected a function that takes a module, got 3"),
+    (lambda: FailsOnRank1(3, 3), None, RuntimeError, r"module '0' .*failed: no luck \(rank 1\)"),
+    (lambda: nn.Linear(3, 3), forgetful, RuntimeError, ON_META),
+    (lambda: nn.Linear(3, 3), other_shape, RuntimeError, SHAPES),
+    (
+        lambda: nn.Linear(3, 3),
+        3,
+        TypeError,
+        "param_init_fn: expected a function that takes a module, got 3",
+    ),
 ]
 
 
@@ -341,8 +314,7 @@ ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
 def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     for build, init_fn, kind, message in ERRORS:
         model = on_meta(lambda build=build: nn.Sequential(build()))
-        with naming(message), pytest.raises(kind, match=message):
-            ShardedWrapper(model, param_init_fn=init_fn)
+        assert_raises(kind, message, ShardedWrapper, model, param_init_fn=init_fn)
     with naming("only rank 0 would have to, and can't"), pytest.raises(ValueError, match="rank 0"):
         ShardedWrapper(on_meta(lambda: nn.Sequential(NoReset())), sync_module_states=True)
     with naming("rank 0 has them"):
@@ -350,3 +322,146 @@ def test_errors_are_named_on_all_ranks(rank: int, world_size: int) -> None:
         state = ShardedWrapper(model, sync_module_states=True)
         assert state[0].table.tolist() == [1.0, 1.0, 1.0]
         assert state.state_dict()["0.gain"].tolist() == [1.0, 1.0, 1.0]
+
+
+# ---------------------------------------------------------------- besides reset_parameters()
+
+
+class Norm(nn.Module):
+    """Without ``reset_parameters()``, as transformers' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Rotary(nn.Module):
+    """A buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inv_freq.cos()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = Norm(), nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Pretrained(nn.Module):
+    """Its constructor would end with ``self.apply(self._init_weights)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.blocks, self.head = Rotary(), nn.Sequential(Block(), Block()), Norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.rotary(x)))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Block):
+            nn.init.constant_(module.down.weight, 0.25)  # over what its own call gave
+        elif isinstance(module, Norm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Rotary):
+            module.inv_freq.copy_(torch.arange(4.0))
+
+
+def _expected() -> Pretrained:
+    model = Pretrained()
+    with torch.no_grad():
+        model.apply(model._init_weights)
+    return model
+
+
+RESET_CASES = [*(("full", number) for number in range(3)), ("no_shard", 2)]
+RESET_POLICIES = (None, ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear}))
+
+
+@on_ranks(2)
+def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -> None:
+    expected = _expected()
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        module.apply(expected._init_weights)
+
+    for (way, number), init_fn in itertools.product(RESET_CASES, (None, init)):
+        keywords = {"auto_wrap_policy": RESET_POLICIES[number], "param_init_fn": init_fn}
+        with naming(f"{way} {number} {init_fn}"):
+            model = ShardedWrapper(on_meta(Pretrained), **keywords, **BASIC[way].keywords)
+            names = ("blocks.0.norm.weight", "blocks.1.up.weight", "head.weight")
+            if init_fn is None:
+                names = expected.state_dict()
+                torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
+            for name in names:
+                assert torch.equal(model.state_dict()[name], expected.state_dict()[name])
+    # A part that has values keeps them.
+    half = on_meta(Pretrained)
+    half.blocks[0] = Block()
+    before = snapshot(half.blocks[0])
+    model = ShardedWrapper(half, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    torch.testing.assert_close(dict(model.blocks[0].state_dict()), before)
+    assert model.state_dict()["blocks.1.up.weight"].unique().tolist() == [0.5]
+
+
+@on_ranks(2)
+def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
+    expected = _expected()
+    for sync in (None, True):
+        keywords = {"auto_wrap_policy": RESET_POLICIES[1], "param_init_fn": flatshard.leave_empty}
+        model = ShardedWrapper(on_meta(Pretrained), sync_module_states=sync, **keywords)
+        model.load_state_dict(expected.state_dict())
+        torch.testing.assert_close(model(torch.ones(4)), expected(torch.ones(4)))
+    # Where nothing says what it is, the error says how to.
+    module = on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
+    model = ShardedWrapper(module, param_init_fn=flatshard.leave_empty)
+    model.load_state_dict(nn.Sequential(Rotary(), nn.Linear(4, 4)).state_dict())
+    with pytest.raises(RuntimeError, match=r"'0.inv_freq': .*persistent=False are in no state"):
+        model(torch.ones(4))
+
+
+@on_ranks(2)
+def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
+    """`param_init_fn` is not called with ignored modules, whose tensors stay as they are."""
+    seen = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 7.0)
+
+    for init_fn in (init, None):
+        for policy in (None, ModuleWrapPolicy({nn.Sequential})):
+            module = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 3))))
+            real, meta = nn.Linear(4, 4), on_meta(lambda: nn.Linear(4, 4))
+            module[1].extend([real, nn.Sequential(meta)])
+            before = real.weight.detach().clone()
+            keywords = {"param_init_fn": init_fn, "auto_wrap_policy": policy}
+            model = ShardedWrapper(module, ignored_modules=[real, module[1][2]], **keywords)
+            assert torch.equal(model.module[1][1].weight, before)
+            assert meta.weight.is_meta
+            assert not {real, meta, module[1][2]} & set(seen)
+            if init_fn is not None:
+                assert model.state_dict()["1.0.weight"].unique().tolist() == [7.0]
+    # A single parameter; functions for whole modules gave it theirs.
+    module = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+    module[0].weight = real = nn.Parameter(torch.eye(4))
+    with pytest.raises(ValueError, match="param_init_fn would overwrite"):
+        ShardedWrapper(module, param_init_fn=nn.Module.to_empty, ignored_states=[real])
+    assert torch.equal(real, torch.eye(4))

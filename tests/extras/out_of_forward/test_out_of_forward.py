@@ -24,7 +24,7 @@ from flatshard.collectives import record
 from flatshard.options.extras import default_extra
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same, assert_same_state, snapshot
 from tests.outcomes import QUICK
 from tests.ways import BASIC, WAYS, on_ranks_each_way
@@ -65,11 +65,6 @@ def _calls_all(model: Parent, x: Tensor) -> Tensor:
     return x + model.chain[3](torch.tensor([1, 2, 1])).sum(0)
 
 
-def _normalised(model: Parent, x: Tensor) -> Tensor:
-    weight = model.child.weight
-    return F.linear(x, weight / weight.norm(dim=1, keepdim=True))
-
-
 def _again(model: Parent, x: Tensor) -> Tensor:
     """Before its own forward, after, and the parameter held from before."""
     bias = model.child.bias
@@ -92,11 +87,9 @@ class OwnCheckpoint(torch.autograd.Function):
     """A checkpoint as in guided-diffusion, or with ``saves`` the adjoint method of torchdiffeq."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Any, saves: bool, allows_unused: bool, x: Tensor, *params: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, run: Any, saves: bool, unused: bool, x: Tensor, *params: Tensor) -> Any:
         ctx.run, ctx.kept = run, None if saves else (x, *params)
-        ctx.allows_unused = allows_unused
+        ctx.allows_unused = unused
         ctx.save_for_backward(*((x, *params) if saves else ()))
         with torch.no_grad():
             return run(x)
@@ -147,7 +140,9 @@ USES: dict[str, Use] = {
     "computed": lambda m, x: F.linear(x, 0.5 * m.child.weight + (1 + m.child.weight).abs()),
     "reductions": lambda m, x: x * m.child.weight.abs().mean() + m.child.weight.sum(0),
     "embedding": lambda m, x: x + F.embedding(torch.tensor([1, 2]), m.child.weight).mean(0),
-    "normalised": _normalised,
+    "normalised": lambda m, x: F.linear(
+        x, m.child.weight / m.child.weight.norm(dim=1, keepdim=True)
+    ),
     "again": _again,
     "iterated": _calls_all,
     "scaled": _scaled,
@@ -233,9 +228,8 @@ def _compare(rank: int, world: int, way: str, make: Callable[[], nn.Module], los
     [*((way, False) for way in BASIC), ("full", True), ("no_shard", True)],
 )
 @on_ranks(2)
-def test_uses_of_a_childs_parameters(
-    rank: int, world: int, way: str, is_checkpointed: bool
-) -> None:
+def test_uses_of_a_child(rank: int, world: int, way: str, is_checkpointed: bool) -> None:
+    """A module may compute with the parameters of its child in every way."""
     nth = 1 if way == "full" else 2  # the usual way meets all
     for name, use in every(nth, USES.items(), start=list(BASIC).index(way)):
 
@@ -368,9 +362,9 @@ def test_writes_are_refused(rank: int, world: int) -> None:
     sharded = _wrap(Parent(lambda m, x: m.child(x)), "full")
     before = snapshot(sharded)
     with _quiet():
-        for edit in edits:
-            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
-                edit(sharded.child.weight)
+        with torch.no_grad():
+            for edit in edits:
+                assert_raises(RuntimeError, "summon_full_params", edit, sharded.child.weight)
         assert_same_state(snapshot(sharded), before, 0.0, 0.0)
         statistics: list[Callable[[Any], object]] = [  # written without a new version
             lambda m: F.batch_norm(x, m.child.bias, m.other.bias, training=True),
@@ -379,17 +373,14 @@ def test_writes_are_refused(rank: int, world: int) -> None:
         ]
         x = _batch(0, 0)
         for edit in statistics:
-            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
-                edit(sharded)
             inside = _wrap(Parent(lambda m, x, edit=edit: edit(m) and m.child(x)), "full")
-            with pytest.raises(RuntimeError, match=r"summon_full_params"), torch.no_grad():
-                inside(x)
-        with pytest.raises(ValueError, match="read-only"):
-            sharded.child.weight.data[0].numpy().fill(0)
+            with torch.no_grad():
+                assert_raises(RuntimeError, "summon_full_params", edit, sharded)
+                assert_raises(RuntimeError, "summon_full_params", inside, x)
+        assert_raises(ValueError, "read-only", sharded.child.weight.data[0].numpy().fill, 0)
         for use in (edit_in_forward, edit_alias_in_forward, replace_in_forward):
             changed = _wrap(Parent(use), "full")
-            with pytest.raises(RuntimeError, match=r"edit|replaced"):
-                changed(_batch(0, rank))
+            assert_raises(RuntimeError, r"edit|replaced", changed, _batch(0, rank))
 
 
 @on_ranks(2)
@@ -418,10 +409,9 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
     """Two collectives a unit, one warning; and what is kept of a unit is never stale."""
     torch.manual_seed(0)
     plain = Parent(USES["linear"]).double()
-    by_torch, by_hand = (
-        [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)],
-        [copy.deepcopy(plain) for _ in range(2)],
-    )
+    average = get_ema_multi_avg_fn(0.5)
+    by_torch = [AveragedModel(plain, multi_avg_fn=average) for _ in range(2)]
+    by_hand = [copy.deepcopy(plain) for _ in range(2)]
     sharded = _wrap(copy.deepcopy(plain), "full")
     loss: Step = lambda m, x: m(x).pow(2).mean()  # noqa: E731
     for _ in range(2):
@@ -436,8 +426,8 @@ def test_an_average_that_was_copied_before_wrapping(rank: int, world: int) -> No
                 _lerp(by_hand[number], model)
         assert len(events) == 3 * 2 * 4  # the last model's: three updates of four units
         assert len(caught) <= 1
-        for average in (by_torch, by_hand):
-            assert_same_state(snapshot(average[1]), snapshot(average[0]), 1e-12, 0.0)
+        for of_plain, of_sharded in (by_torch, by_hand):
+            assert_same(of_sharded, of_plain, 1e-12, 0.0)
     chain, weights = sharded.chain, []
     with torch.no_grad(), allow_warnings(UserWarning):
         for number in (0, 2):
@@ -467,9 +457,8 @@ def test_in_forward_on_one_rank_alone(rank: int, world: int) -> None:
 
     for collectives in ("native", "sockets"):
         is_on = False
-        sharded = _wrap(
-            Parent(use), "full", process_group=dist.new_group(), collectives=collectives
-        )
+        keywords = {"process_group": dist.new_group(), "collectives": collectives}
+        sharded = _wrap(Parent(use), "full", **keywords)
         _train(sharded, lambda m, x: m(x).pow(2).mean(), [rank], 1)
         is_on = True
         start = time.monotonic()
@@ -506,11 +495,10 @@ def test_gradients_of_copies_of_parameters(rank: int, world: int) -> None:
     x = _batch(0, rank)
     for (name, make), (use, loss) in itertools.product(LEAVES.items(), USES_OF_LEAVES.items()):
         leaf = make(model.child.weight)
-        with (
-            naming(f"{name}, {use}"),
-            _quiet(),
-            pytest.raises(NotImplementedError, match=r"'child.weight'.*full_tensor\(\)\.detach"),
-        ):
+        refused = pytest.raises(
+            NotImplementedError, match=r"'child.weight'.*full_tensor\(\)\.detach"
+        )
+        with naming(f"{name}, {use}"), _quiet(), refused:
             loss(x, leaf).backward()
     with _quiet():
         values = model.child.weight.full_tensor().detach()
@@ -529,11 +517,6 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "a mask": lambda p: torch.where(torch.rand_like(p) > 0.5, p, 0 * p),
     "a copy": lambda p: p.sub(torch.zeros_like(p).copy_(torch.rand_like(p))),
 }
-
-
-def _apart_on(rank: int) -> Tensor:
-    """A tensor that differs between ranks."""
-    return torch.full((D, D), 1.0 + rank).double()
 
 
 @pytest.mark.parametrize("way", ["full", "grad_op"])  # under NO_SHARD each rank draws all of it
@@ -560,13 +543,9 @@ def test_noise_outside_of_forward_in_a_loss(rank: int, world: int, way: str) -> 
     torch.testing.assert_close(noise.norm(), expected)
     # Otherwise each rank would add up its own numbers for its own range.
     torch.manual_seed(rank)
-    for value in (
-        torch.rand_like(weight),
-        F.dropout(weight.detach()),
-        weight.data - _apart_on(rank),
-    ):
-        with pytest.raises(CollectiveError, match=r"different collectives"):
-            (2 * value).norm()
+    apart = weight.data - torch.full((D, D), 1.0 + rank).double()
+    for value in (torch.rand_like(weight), F.dropout(weight.detach()), apart):
+        assert_raises(CollectiveError, r"different collectives", (2 * value).norm)
 
 
 def _full(weight: Tensor) -> Tensor:
@@ -607,9 +586,7 @@ def test_parameters_in_a_loss(rank: int, world: int) -> None:
     """
     for name, penalty in LOSSES.items():
 
-        def loss(
-            model: Any, x: Tensor, penalty: Callable[[Any, Tensor], Tensor] = penalty
-        ) -> Tensor:
+        def loss(model: Any, x: Tensor, penalty: Step = penalty) -> Tensor:
             return _loss(model, x) + penalty(model, x)
 
         use: Use = _again if name != "full tensor" else lambda model, x: x

@@ -3,7 +3,6 @@
 The oracle is that of the tests of the plain policy: a model that casts by hand.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -13,27 +12,16 @@ from torch import nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.memory_plan import predict
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
-from tests.precision.masters import (
-    BF16,
-    FP32,
-    NORMS,
-    ROUTED,
-    Layer,
-    assert_bitwise,
-    routed_by_hand,
-    trained,
-    trained_by_hand,
-)
+from tests.precision import masters
+from tests.precision.masters import BF16, FP32, NORMS, ROUTED, Layer, assert_bitwise, trained
 from tests.ways import BASIC
 
 FULL_PRECISION = ("norm", "router", "gain")
-POLICY = MixedPrecision(
-    BF16,
-    module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
-    overrides={"layers.*.router": FP32, "*.gain": FP32},
-)
+WIDE = {"layers.*.router": FP32, "*.gain": FP32}
+NORM_CLASSES = (nn.BatchNorm1d, nn.LayerNorm)
+POLICY = MixedPrecision(BF16, module_classes_to_ignore=NORM_CLASSES, overrides=WIDE)
 
 
 @pytest.mark.parametrize("value", [[("norm", BF16)], {"norm": torch.int8}, {1: BF16}])
@@ -47,8 +35,8 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
     def dtype_of(name: str) -> torch.dtype:
         return FP32 if any(part in name for part in FULL_PRECISION) else BF16
 
-    by_hand = routed_by_hand((*NORMS, "router"))
-    expected = trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of)
+    by_hand = masters.routed_by_hand((*NORMS, "router"))
+    expected = masters.trained_by_hand(ROUTED, by_hand, dtype_of, dtype_of)
     for name, way in BASIC.items():
         model = ROUTED.wrap(ROUTED.model(FP32), **way.keywords, mixed_precision=POLICY)
         # One flat parameter for what is in bfloat16, one for all that is not.
@@ -68,10 +56,9 @@ def test_norms_and_routers_in_full_precision(rank: int, world_size: int) -> None
     assert_bitwise(trained(ROUTED, model, rank), expected)
 
     # By a function of the parameter, as torch spells it; modules cast for themselves.
-    full = {id(p) for name, p in by_hand.named_parameters() if dtype_of(name) is FP32}
-    policy = MixedPrecision(
-        BF16, module_classes_to_ignore=(), overrides=lambda p: FP32 if id(p) in full else None
-    )
+    full = [param for name, param in by_hand.named_parameters() if dtype_of(name) is FP32]
+    wide_of = dict.fromkeys(full, FP32).get
+    policy = MixedPrecision(BF16, module_classes_to_ignore=(), overrides=wide_of)
     by_hand.zero_grad()
     by_hand.load_state_dict(ROUTED.model(FP32).state_dict())
     model = ROUTED.wrap(by_hand.train(), mixed_precision=policy)
@@ -94,13 +81,11 @@ def test_what_is_said(rank: int, world_size: int) -> None:
     def wrap(model: nn.Module, overrides: Any) -> ShardedWrapper:
         return ShardedWrapper(model, mixed_precision=MixedPrecision(BF16, overrides=overrides))
 
-    says = pytest.warns(UserWarning, match=r"overrides names 'fc9\.\*', which matches no")
-    with says if rank == 0 else contextlib.nullcontext():
+    with rank_0_warns(rank, r"overrides names 'fc9\.\*', which matches no"):
         wrap(Mlp(), {"fc9.*": FP32})
     tied = CASES["tied-in-unit"].model(FP32)
     match = r"'embed.weight' and 'head.weight' are tied, but are to be unsharded in param_dtype and"
-    with pytest.raises(ValueError, match=match):
-        wrap(tied, {"head": FP32})
+    assert_raises(ValueError, match, wrap, tied, {"head": FP32})
     with pytest.raises(TypeError, match=r"overrides\('fc1.weight'\) must give a floating point"):
         wrap(Mlp(), lambda param: torch.int8)
     with pytest.raises(ValueError, match="the ranks build different models"):

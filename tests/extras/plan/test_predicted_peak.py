@@ -40,6 +40,7 @@ from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.extras.plan import Block
 from tests.harness import allow_warnings, run_ranks
+from tests.oracle import trainable
 
 MEDIAN, LARGEST = 0.02, 0.05  # allowed errors
 LENGTH, VOCABULARY = 128, 4096
@@ -58,9 +59,8 @@ class GptBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        mixed = F.scaled_dot_product_attention(
-            *(one.transpose(1, 2) for one in parts), is_causal=True
-        )
+        query, key, value = (one.transpose(1, 2) for one in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -98,9 +98,8 @@ class ConvBlock(nn.Module):
 
 
 def llama() -> nn.Module:
-    return Llama(
-        layers=4, width=384, heads=8, kv_heads=4, hidden=1024, vocab=VOCABULARY, seq=LENGTH
-    )
+    sizes = {"layers": 4, "width": 384, "heads": 8, "kv_heads": 4, "hidden": 1024}
+    return Llama(**sizes, vocab=VOCABULARY, seq=LENGTH)
 
 
 def mlp() -> nn.Module:
@@ -118,16 +117,9 @@ def convnet() -> nn.Module:
 def hugging_face() -> nn.Module:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=320,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 320, "intermediate_size": 1024}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    config = Qwen2Config(max_position_embeddings=LENGTH, use_cache=False, **sizes, **heads)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")  # type: ignore[no-any-return]
 
 
@@ -148,9 +140,8 @@ class Kind:
     units: frozenset[str]
 
     def policy(self, model: nn.Module) -> ModuleWrapPolicy:
-        return ModuleWrapPolicy(
-            {type(m) for m in model.modules() if type(m).__name__ in self.units}
-        )
+        kinds = {type(module) for module in model.modules()}
+        return ModuleWrapPolicy({kind for kind in kinds if kind.__name__ in self.units})
 
 
 language = partial(language_step, seq=LENGTH)
@@ -301,10 +292,8 @@ def errors(cases: list[Case]) -> list[float]:
                 # The server of ranks that preloads this module has the library.
                 ranks = run_ranks(*arguments, fresh=True, preload=(__name__,), timeout=280)
                 measured |= dict(zip(some, zip(*ranks, strict=True), strict=True))
-    return [
-        predict(case) / statistics.median_low(measured[index]) - 1
-        for index, case in enumerate(cases)
-    ]
+    medians = [statistics.median_low(measured[index]) for index in range(len(cases))]
+    return [predict(case) / median - 1 for case, median in zip(cases, medians, strict=True)]
 
 
 def _measure(rank: int, world_size: int, cases: list[Case]) -> list[int]:
@@ -347,8 +336,7 @@ def _make(case: Case) -> tuple[ShardedWrapper, torch.optim.Optimizer]:
         collectives=case.collectives,
         **case.keywords,
     )
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return model, OPTIMIZERS[case.optimizer][0](trained)
+    return model, OPTIMIZERS[case.optimizer][0](trainable(model))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -8,34 +8,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.trace import Op
 from flatshard.memory_plan import CannotTraceError, checkpoint_blocks, plan
-from tests.harness import on_ranks
+from tests.harness import Watching, assert_raises, on_ranks
+from tests.models import Composed
 
 
 def traced(build: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> TracedModel:
     return TracedModel(build, step, on_gpu=False)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 64, 128))
-
-    def forward(self, x: Tensor) -> Tensor:
+def experts() -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Tensor:
         offsets = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
-        return F.grouped_mm(x, self.weight.to(x.dtype), offs=offsets)
+        return F.grouped_mm(x, model.weight.to(x.dtype), offs=offsets)
+
+    return Composed(forward, weight=nn.Parameter(torch.empty(4, 64, 128)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_one_product(dtype: torch.dtype) -> None:
     """torch's rule for fake tensors refuses float32, and its FLOP counter counts nothing."""
-    found = traced(Experts, lambda m: m(torch.ones(32, 64, dtype=dtype)).float().sum()).trace
+    found = traced(experts, lambda m: m(torch.ones(32, 64, dtype=dtype)).float().sum()).trace
     ops = [one for one in found.events if isinstance(one, Op) and one.name == "aten._grouped_mm"]
     # The forward, and the gradient of the weight. The input needs no gradient.
     assert [one.flops for one in ops] == 2 * [2 * 32 * 64 * 128]
@@ -56,24 +54,17 @@ class Block(nn.Module):
         return x + self.down(self.drop(F.relu(self.up(x))))
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
-class Towers(nn.Module):
+def towers() -> nn.Module:
     """An encoder and a decoder of the same class."""
+    both = {
+        name: Composed(lambda m, x: m.blocks(x), blocks=nn.Sequential(*(Block() for _ in range(3))))
+        for name in ("encoder", "decoder")
+    }
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.head = Tower(), Tower(), nn.Linear(WIDTH, 8)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.head(model.decoder(model.encoder(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.decoder(self.encoder(x)))
+    return Composed(forward, **both, head=nn.Linear(WIDTH, 8))
 
 
 def towers_step(model: nn.Module) -> Tensor:
@@ -81,11 +72,11 @@ def towers_step(model: nn.Module) -> Tensor:
 
 
 def test_checkpoints_are_the_blocks_of_all_towers() -> None:
-    made = plan(Towers, step=towers_step, checkpoint="block", ranks=2, strategy="FULL_SHARD")
+    made = plan(towers, step=towers_step, checkpoint="block", ranks=2, strategy="FULL_SHARD")
     code = made.code()
     assert "checkpoint_blocks(model, 'block')" in code
     with torch.device("meta"):
-        model = Towers()
+        model = towers()
     exec(code.rpartition("\n")[0], {"model": model})
     chosen = {name for name, one in model.named_modules() if "forward" in one.__dict__}
     assert chosen == {f"{t}.blocks.{i}" for t in ("encoder", "decoder") for i in range(3)}
@@ -128,20 +119,6 @@ def test_recurrent_model_stays_the_same(rank: int, world_size: int) -> None:
     assert model.plan(recurrent_step).differing == []
 
 
-class Workspaces(TorchDispatchMode):
-    """Collects the bytes of oneDNN's workspaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            self.sizes.append(out[3].nbytes)
-        return out
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_workspaces_of_recurrent_layers_are_kept() -> None:
     found = traced(Recurrent, recurrent_step).trace
@@ -150,9 +127,15 @@ def test_workspaces_of_recurrent_layers_are_kept() -> None:
         for nbytes, maker in zip(found.sizes, found.makers, strict=True)
         if maker == "aten.mkldnn_rnn_layer" and nbytes > 6 * 4 * 32 * 4  # more than the output
     ]
-    with Workspaces() as real:
+    real = []  # bytes of oneDNN's workspaces
+
+    def see(func: Any, out: Any) -> None:
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            real.append(out[3].nbytes)
+
+    with Watching(see):
         recurrent_step(Recurrent())
-    assert planned == pytest.approx(real.sizes, rel=0.3)  # larger layers differ by less
+    assert planned == pytest.approx(real, rel=0.3)  # larger layers differ by less
 
 
 def narrow_values(model: nn.Module) -> Tensor:
@@ -197,13 +180,12 @@ class Growing(nn.Linear):
         return (super().forward(x).exp() @ torch.ones(4, self.rows)).exp()
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = Growing(4, 4), nn.Linear(1, 4)
+def growing_pairs() -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.other(model.one(x)[:, :1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.one(x)[:, :1])
+    pairs = (Composed(forward, one=Growing(4, 4), other=nn.Linear(1, 4)) for _ in range(2))
+    return nn.Sequential(*pairs)
 
 
 def test_no_advice_to_recompute_what_cannot_be_recomputed() -> None:
@@ -211,10 +193,9 @@ def test_no_advice_to_recompute_what_cannot_be_recomputed() -> None:
         return model(torch.ones(8000, 4)).sum()
 
     settings: Any = {"step": step, "ranks": 2, "memory": 1.00001e9}
-    made = plan(lambda: nn.Sequential(Pair(), Pair()), **settings)
-    assert made.changes.keys() == {"twice the ranks (4)"}
-    with pytest.raises(CannotTraceError, match="checkpointed forward differs"):
-        plan(lambda: nn.Sequential(Pair(), Pair()), checkpoint="block", **settings)
+    assert plan(growing_pairs, **settings).changes.keys() == {"twice the ranks (4)"}
+    refused = "checkpointed forward differs"
+    assert_raises(CannotTraceError, refused, plan, growing_pairs, checkpoint="block", **settings)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatshard import ShardedWrapper, collectives, sharded_modules
 from flatshard.collectives import Event
@@ -19,9 +19,9 @@ from flatshard.engine.events import Kind, StepExtension
 from flatshard.extras.recording.step_report import Range, StepReport
 from flatshard.module.wrappers import handles_in
 from flatshard.options.extras import EXTRAS
-from tests.harness import allow_warnings, on_ranks
+from tests.harness import allow_warnings, assert_raises, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import snapshot
+from tests.oracle import assert_identical, snapshot, step_and_zero
 
 THREAD = set(Kind) - {Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GATHER, Kind.REDUCE}
 SLEEP = 0.2
@@ -43,8 +43,7 @@ def _gathered(model: nn.Module) -> int:
 @on_ranks(2)
 def test_figures(rank: int, world_size: int, case: str) -> None:
     model = CASES[case].wrap(CASES[case].model())
-    with pytest.raises(RuntimeError, match=r"with model\.record_steps\(\)"):
-        model.step_report()
+    assert_raises(RuntimeError, r"with model\.record_steps\(\)", model.step_report)
     _step(case, model)
     seen: list[tuple[int, int]] = []
 
@@ -71,8 +70,8 @@ def test_figures(rank: int, world_size: int, case: str) -> None:
     assert all(really == recorded for really, recorded in seen)
     assert last.memory.totals()[-1][1:] == (0, 0)
     units = [wrapper._sharded_unit.handles for wrapper in sharded_modules(model)]
-    unsharded = [sum(one.flat_param.nbytes for one in unit) * world_size for unit in units]
-    assert last.peak_gradient_bytes >= max(unsharded)
+    largest = max(sum(one.flat_param.nbytes for one in unit) for unit in units)
+    assert last.peak_gradient_bytes >= largest * world_size
     # The root's gradients come first and last: its buffer is there all the time.
     filled = [last.units[one.unit].name for one in last.memory.samples if one.gradient_bytes]
     assert filled.index("") < filled.index("blocks.1") < filled.index("blocks.0")
@@ -83,11 +82,13 @@ def test_figures(rank: int, world_size: int, case: str) -> None:
     assert reports[2].backward_seconds == 0
     assert model.step_report() is reports[2]
     # Every collective that was begun has ended.
-    ranges = [one.kind for report in reports for one in report.ranges]
-    for listed_as, kind in (("gather", Kind.GATHER), ("reduce", Kind.REDUCE)):
-        begun = sum(event.kind == listed_as for listed in events for event in listed)
-        assert ranges.count(kind) == begun > 0
-    _check_nothing_is_kept(case, model)
+    ended = Counter(one.kind for report in reports for one in report.ranges)
+    begun = Counter(event.kind for listed in events for event in listed)
+    assert ended[Kind.GATHER] == begun["gather"] > 0
+    assert ended[Kind.REDUCE] == begun["reduce"] > 0
+    before = _kept()
+    _step(case, model)
+    assert _kept() == before > 0, "a step that is not recorded leaves records"
 
 
 def _check_bytes(report: StepReport, listed: list[Event]) -> None:
@@ -105,13 +106,9 @@ def _check_bytes(report: StepReport, listed: list[Event]) -> None:
         assert min(unit.forward_seconds, unit.backward_seconds) > 0
 
 
-def _check_nothing_is_kept(case: str, model: ShardedWrapper) -> None:
-    def kept() -> int:
-        return sum(isinstance(one, Range | StepReport) for one in gc.get_objects())
-
-    before = kept()
-    _step(case, model)
-    assert kept() == before > 0
+def _kept() -> int:
+    """Records that are alive."""
+    return sum(isinstance(one, Range | StepReport) for one in gc.get_objects())
 
 
 @pytest.mark.uncoalesced
@@ -140,10 +137,8 @@ def test_times(rank: int, world_size: int) -> None:
     slept = [units["outer.first"].forward_seconds, units["outer"].backward_seconds]
     assert all(seconds >= SLEEP for seconds in slept)
     # What a unit sleeps is counted once: not for the root, which it is a part of, too.
-    assert all(
-        unit.forward_seconds + unit.backward_seconds <= reports[-1].seconds - 2 * SLEEP
-        for unit in units.values()
-    )
+    longest = max(unit.forward_seconds + unit.backward_seconds for unit in units.values())
+    assert longest <= reports[-1].seconds - 2 * SLEEP
     assert reports[-1].other_seconds >= SLEEP
     # After a failure a start waits, too, until the others have taken what was given last.
     starting = sum(unit.starting_seconds for unit in units.values())
@@ -167,8 +162,7 @@ def test_the_table_and_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report.plot_memory(str(tmp_path / "memory.svg"))
     assert (tmp_path / "memory.svg").stat().st_size > 1000
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        report.plot_memory("memory.png")
+    assert_raises(ImportError, "pip install matplotlib", report.plot_memory, "memory.png")
 
 
 # ---------------------------------------------------------------- watchers change nothing
@@ -193,9 +187,7 @@ class _Everything(StepExtension):
         return super().__getattribute__(name)
 
 
-def _train(
-    case: str, rank: int, strategy: str, watcher: StepExtension | None = None
-) -> tuple[list[float], dict[str, Tensor]]:
+def _train(case: str, rank: int, strategy: str, watcher: StepExtension | None) -> Any:
     model = CASES[case].wrap(CASES[case].model(), sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -214,8 +206,7 @@ def _train(
             losses.append(loss.item())
             if step != 1:
                 model.clip_grad_norm_(0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
             with torch.no_grad():
                 losses.append(loss_of(model(inputs), target).item())
     return losses, snapshot(model)
@@ -228,4 +219,4 @@ def test_nothing_changes(rank: int, world_size: int, case: str, strategy: str) -
     everything = _Everything()
     expected, found = (_train(case, rank, strategy, one) for one in (None, everything))
     assert set(everything.heard) == EVENTS
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_identical(found, expected)

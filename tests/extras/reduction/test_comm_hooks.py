@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from flatshard import MixedPrecision, ShardedWrapper, collectives
+from flatshard.module.wrappers import handles_in
 from flatshard.options.precision import FLOAT8
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, Mlp
-from tests.oracle import (
-    OPTIMIZERS,
-    assert_same_state,
-    local_loss,
-    snapshot,
-    step_and_zero,
-    train,
-    train_steps,
-    trainable,
-)
+from tests.oracle import assert_identical, assert_same, local_loss, snapshot, train
 from tests.side import Run
 from tests.ways import BASIC, WAYS
 
@@ -55,26 +48,21 @@ def test_a_hook_reduces(rank: int, world_size: int) -> None:
         for way in map(WAYS.__getitem__, ways):
             hook = Averaging()
             model = _registered(case, hook, **way.keywords)
-            optimizer = OPTIMIZERS["sgd"](trainable(model))
             with collectives.record() as events:
-                train_steps(model, optimizer, case, rank, world_size, steps=3)
-            assert_same_state(snapshot(model), expected.state, rtol=1e-10, atol=1e-10)
+                Run(model, case, rank, world_size).train(0, 3)
+            assert_same(model, expected.state, rtol=1e-10, atol=1e-10)
             assert {event.kind for event in events} <= {"gather", "scalars", "broadcast"}
             # What no rank uses is not reduced.
             used = [u for u in _layouts(model) if u[0] != "idle"]
             sharded = way.strategy != "NO_SHARD"
-            assert sorted(hook.calls) == sorted(
-                (torch.float64, padded, shard if sharded else None) for _, padded, shard in used * 3
-            )
+            calls = [(torch.float64, full, part if sharded else None) for _, full, part in used]
+            assert Counter(hook.calls) == Counter(calls * 3)
 
 
 def _layouts(model: ShardedWrapper) -> list[tuple[str, int, int]]:
     """Name, padded elements and a shard's elements of every flat parameter."""
-    return [
-        (handle.unit_name, handle.layout.padded_numel, handle.layout.shard_numel)
-        for wrapper in ShardedWrapper.fsdp_modules(model)
-        for handle in wrapper._sharded_unit.handles
-    ]
+    handles = handles_in(model)
+    return [(h.unit_name, h.layout.padded_numel, h.layout.shard_numel) for h in handles]
 
 
 @pytest.mark.uncoalesced
@@ -95,7 +83,7 @@ def test_with_other_features(rank: int, world_size: int) -> None:
                 torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
                 run.step()
         assert len(hook.calls) == 6
-        assert_same_state(snapshot(sharded.model), snapshot(plain.model), rtol=1e-10, atol=1e-10)
+        assert_same(sharded.model, plain.model, rtol=1e-10, atol=1e-10)
 
         hook.calls.clear()
         twin = copy.deepcopy(sharded.model)
@@ -108,9 +96,8 @@ def test_with_other_features(rank: int, world_size: int) -> None:
         assert [dtype for dtype, *_ in hook.calls] == [torch.float32] * 3 + [torch.float64] * 3
 
     hook = Averaging()
-    model = MLP.wrap(
-        MLP.model(torch.float32), mixed_precision=MixedPrecision(reduce_dtype=torch.float64)
-    )
+    wide = MixedPrecision(reduce_dtype=torch.float64)
+    model = MLP.wrap(MLP.model(torch.float32), mixed_precision=wide)
     model.fc2.register_comm_hook("state", hook)
     with collectives.record() as events:
         local_loss(model, MLP, 0, rank, world_size, torch.float32).backward()
@@ -155,18 +142,15 @@ def test_compression_is_a_reduce_dtype(rank: int, world_size: int) -> None:
             precision = MixedPrecision(reduce_dtype=dtype)
             runs = []
             for state, hook in [(None, None), *hooks]:
-                model = case.wrap(
-                    case.model(), sharding_strategy=strategy, mixed_precision=precision
-                )
+                own = {} if hook else {"mixed_precision": precision}
+                model = case.wrap(case.model(), sharding_strategy=strategy, **own)
                 if hook is not None:
-                    model = case.wrap(case.model(), sharding_strategy=strategy)
                     model.register_comm_hook(state, hook)
-                optimizer = OPTIMIZERS["sgd"](trainable(model))
                 with collectives.record() as events:
-                    train_steps(model, optimizer, case, rank, world_size, steps=2)
+                    Run(model, case, rank, world_size).train()
                 runs.append((snapshot(model), [tuple(event) for event in events]))
             for state_dict, events in runs[1:]:
-                assert_same_state(state_dict, runs[0][0], rtol=0, atol=0)
+                assert_identical(state_dict, runs[0][0])
                 assert events == runs[0][1]
 
     half = dist.new_group([0])
@@ -208,14 +192,10 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
 @pytest.mark.uncoalesced
 def test_refused(strategy: str, hook: Any, error: type[Exception], message: str) -> None:
     """Alone, so the shapes of hooks go by the strategy and not by the number of ranks."""
+    narrow = MixedPrecision(reduce_dtype=torch.bfloat16)
     with allow_warnings(UserWarning, "ShardedWrapper: no process group"):
-        model = MLP.wrap(
-            MLP.model(),
-            sharding_strategy=strategy,
-            mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16),
-        )
-    with pytest.raises(error, match=message):
-        model.register_comm_hook(None, hook)
+        model = MLP.wrap(MLP.model(), sharding_strategy=strategy, mixed_precision=narrow)
+    assert_raises(error, message, model.register_comm_hook, None, hook)
     local_loss(model, MLP, 0, 0, 1).backward()
     model.register_comm_hook(None, ddp_hooks.bf16_compress_hook)
     with model.no_sync():
@@ -247,10 +227,9 @@ def test_ranks_register_alike(rank: int, world_size: int) -> None:
     error, start = (TypeError, "") if rank else (ValueError, "register_comm_hook, rank 1: ")
     with pytest.raises(error, match=f"^{start}expected a callable as hook, got 1"):
         model.register_comm_hook("state", Averaging() if rank == 0 else 1)
-    with pytest.raises(
-        ValueError, match=r"hook of unit .* is an average, .* on rank 0, called on rank 1"
-    ):
-        model.register_comm_hook("state", Averaging() if rank else ddp_hooks.allreduce_hook)
+    differs = r"hook of unit .* is an average, .* on rank 0, called on rank 1"
+    hook = Averaging() if rank else ddp_hooks.allreduce_hook
+    assert_raises(ValueError, differs, model.register_comm_hook, "state", hook)
     model.register_comm_hook("state", Averaging())
 
 
@@ -299,7 +278,7 @@ def test_a_hook_raises(rank: int, world_size: int, strategy: str) -> None:
     plain.train()
     sharded.train(2, 4)
     plain.train(2, 4)
-    assert_same_state(snapshot(sharded.model), snapshot(plain.model), rtol=1e-10, atol=1e-10)
+    assert_same(sharded.model, plain.model, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.uncoalesced
@@ -339,12 +318,12 @@ def test_float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
             torch.manual_seed(5)
             plain = nn.Sequential(nn.Linear(64, 90), nn.LayerNorm(90), nn.Linear(90, 33))
             seen: list[Tensor] = []
+
+            def note(module: nn.Module, *_: Any, seen: list[Tensor] = seen) -> None:
+                seen.extend(param.detach().clone() for param in module.parameters())
+
             for layer in plain:
-                layer.register_forward_hook(
-                    lambda module, *_, to=seen: to.extend(
-                        p.detach().clone() for p in module.parameters()
-                    )
-                )
+                layer.register_forward_hook(note)
             model = ShardedWrapper(plain, mixed_precision=policy, **keywords)
             for _ in range(2):
                 masters = snapshot(model)
@@ -352,7 +331,8 @@ def test_float8_gather(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 with collectives.record() as events:
                     loss = model(torch.randn(8, 64)).float().pow(2).mean()
                 loss.backward()
-                step_and_zero(torch.optim.SGD(model.parameters(), lr=0.5))
+                torch.optim.SGD(model.parameters(), lr=0.5).step()
+                model.zero_grad()
             largest = max(master.abs().max() for master in masters.values() if master.dim() > 1)
             for used, master in zip(seen, masters.values(), strict=True):
                 assert master.dtype == FP32

@@ -8,23 +8,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from flatshard.extras import mapped_files
 from flatshard.extras.shared_memory import peer_memory
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.models import CASES
-from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+from tests.oracle import assert_identical, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.skipif(peer_memory._readv is None, reason="no process_vm_readv here")
+MLP = CASES["mlp"]
 
 
 def trained(rank: int, world_size: int, **keywords: Any) -> tuple[Any, str]:
     """Losses and weights after three steps; the report of the model."""
-    case = CASES["mlp"]
-    model = case.wrap(case.model(), **keywords)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
+    model = MLP.wrap(MLP.model(), **keywords)
+    losses = train_steps(model, sgd(model), MLP, rank, world_size, steps=3)
     return (losses, snapshot(model)), model.unit_report()
 
 
@@ -62,12 +61,10 @@ PERMISSIONS = {
 
 @pytest.mark.parametrize("case", PERMISSIONS)
 @on_ranks(2, fresh=True)
-def test_permission_is_given_before_anybody_reads(
-    rank: int, world_size: int, case: str, tmp_path: Path
-) -> None:
-    """To processes of the ranks' launcher, or, if there are several, to any process of the user.
+def test_permission_to_read(rank: int, world_size: int, case: str, tmp_path: Path) -> None:
+    """A rank lets others read before anybody reads, so late ranks make nobody fall back to sockets.
 
-    Late ranks do not make the others fall back to sockets.
+    It lets processes of the ranks' launcher read, or, with several launchers, any of the user's.
     """
     has_one_launcher, fails, readers, way = PERMISSIONS[case]
     expected, report = trained(rank, world_size, collectives="sockets")
@@ -88,15 +85,13 @@ def test_permission_is_given_before_anybody_reads(
         actual, report = trained(rank, world_size)
     assert f"\n{way}" in report
     assert yama.readers == [parent if one == LAUNCHER else one for one in readers]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert_identical(actual, expected)
 
 
 def test_permission_lasts_while_some_group_reads() -> None:
     told = []
-    with (
-        mock.patch.object(peer_memory, "_readers", []) as readers,
-        mock.patch.object(peer_memory, "_set_reader", told.append),
-    ):
+    patched = mock.patch.object(peer_memory, "_set_reader", told.append)
+    with patched, mock.patch.object(peer_memory, "_readers", []) as readers:
         for change, reader in (
             *((readers.append, 7), (readers.append, peer_memory._ANY)),
             *((readers.remove, peer_memory._ANY), (readers.append, 7)),
@@ -123,20 +118,18 @@ LACKS: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-def _lacks(rank: int, world_size: int, what: str) -> str:
-    module, name, replacement, _ = LACKS[what]
+@pytest.mark.parametrize("what", LACKS)
+@on_ranks(2, fresh=True, group_timeout=10)
+def test_what_one_rank_lacks(rank: int, world_size: int, what: str) -> None:
+    """What one rank lacks makes all ranks use sockets, and all ranks give the same reason."""
+    module, name, replacement, reason = LACKS[what]
     if isinstance(replacement, OSError):
         replacement = mock.Mock(side_effect=replacement)
     expected, _ = trained(rank, world_size, collectives="sockets")
     with mock.patch.object(module, name, replacement if rank == 1 else getattr(module, name)):
         actual, report = trained(rank, world_size)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    return report.splitlines()[-1]
-
-
-@pytest.mark.parametrize("what", LACKS)
-def test_what_one_rank_lacks(what: str) -> None:
-    """What one rank lacks makes all ranks use sockets."""
-    lines = run_ranks(_lacks, 2, what, fresh=True, group_timeout=10)
-    assert lines[0] == lines[1], lines
-    assert re.match(rf"sockets: .*{LACKS[what][3]}", lines[0]), lines
+    assert_identical(actual, expected)
+    last_lines: list[Any] = [None, None]
+    dist.all_gather_object(last_lines, report.splitlines()[-1])
+    assert last_lines[0] == last_lines[1]
+    assert re.match(rf"sockets: .*{reason}", last_lines[0]), last_lines

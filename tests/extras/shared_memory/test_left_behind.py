@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,58 +51,41 @@ def in_session(session: int) -> list[str]:
     return found
 
 
-def shared_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def _wait_for_a_step(out: Path, err: Path) -> None:
-    deadline = time.monotonic() + 200
-    while "a step\n" not in out.read_text():
-        assert time.monotonic() < deadline, err.read_text()
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("killed", [[0, 1], [1]], ids=["all", "one"])
 def test_nothing_is_left_after_sigkill(killed: list[int], tmp_path: Path) -> None:
-    before = shared_files()
-    temporary, logs = tmp_path / "temporary", tmp_path / "logs"
+    before = {*os.listdir("/dev/shm")}
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
-    logs.mkdir()
-    files = [(logs / f"out-{rank}", logs / f"err-{rank}") for rank in range(2)]
+    files = [(tmp_path / f"out-{rank}", tmp_path / f"err-{rank}") for rank in range(2)]
     ranks: list[subprocess.Popen[str]] = []
+    command = [sys.executable, "-c", TRAINS_FOR_EVER, str(temporary / "store")]
+    common = {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     for rank, (out, err) in enumerate(files):
-        ours = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-        with out.open("w") as to_out, err.open("w") as to_err:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", TRAINS_FOR_EVER, str(temporary / "store")],
-                    cwd=temporary,
-                    env={**os.environ, **ours, "PYTHONPATH": str(ROOT)},
-                    stdout=to_out,
-                    stderr=to_err,
-                    start_new_session=True,
-                )
-            )
+        where: Any = {"cwd": temporary, "env": {**os.environ, **common, "RANK": str(rank)}}
+        with out.open("w") as stdout, err.open("w") as stderr:
+            where |= {"stdout": stdout, "stderr": stderr, "start_new_session": True}
+            ranks.append(subprocess.Popen(command, **where))
     try:
+        deadline = time.monotonic() + 200
         for out, err in files:
-            _wait_for_a_step(out, err)
+            while "a step\n" not in out.read_text():
+                assert time.monotonic() < deadline, err.read_text()
+                time.sleep(0.01)
         for rank in killed:
             ranks[rank].kill()
         codes = [process.wait(60) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    for rank, code in enumerate(codes):
-        if rank in killed:
-            assert code == -signal.SIGKILL
-        else:
-            assert code == 1, "ended in Python, not by a signal"
-            assert "CollectiveError" in files[rank][1].read_text()
+    for rank, (code, (_, err)) in enumerate(zip(codes, files, strict=True)):
+        # A rank that is not killed ends in Python, not by a signal.
+        assert code == (-signal.SIGKILL if rank in killed else 1)
+        assert rank in killed or "CollectiveError" in err.read_text()
     assert not [left for process in ranks for left in in_session(process.pid)]
-    left = {path.name for path in temporary.iterdir()}
-    assert not {name for name in left if name != "store" and "torchinductor" not in name}
+    left = {path.name for path in temporary.iterdir()} - {"store"}
+    assert not {name for name in left if "torchinductor" not in name}
     # Other tests' workers may have theirs.
-    assert not {name for name in shared_files() - before if "sem." not in name}
+    assert not {name for name in {*os.listdir("/dev/shm")} - before if "sem." not in name}
 
 
 def _memory_of_mapped_shards(rank: int, world_size: int) -> int:
@@ -120,16 +104,15 @@ def _memory_of_mapped_shards(rank: int, world_size: int) -> int:
         return mapped + (int(status.partition("RssAnon:")[2].split()[0]) << 10)
 
     inside = []
+
+    def touch(module: nn.Module, _: Any) -> None:
+        module.weight.sum()
+        torch.distributed.barrier()
+        inside.append(share())
+        torch.distributed.barrier()
+
     linear = nn.Linear(4096, 4096, bias=False)  # 64 MiB
-    linear.register_forward_pre_hook(lambda module, _: inside.append(touch(module.weight)))
-
-    def touch(weight: torch.Tensor) -> int:
-        weight.sum()
-        torch.distributed.barrier()
-        taken = share()
-        torch.distributed.barrier()
-        return taken
-
+    linear.register_forward_pre_hook(touch)
     before = share()
     model = ShardedWrapper(linear)
     assert "shared memory" in model.unit_report()

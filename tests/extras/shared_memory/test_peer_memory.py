@@ -22,15 +22,15 @@ from torch import nn
 
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
-from flatshard.engine import gradients
 from flatshard.extras import mapped_files, page_pool, shared_memory
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.mapping import mapping
 from tests.models import CASES, Case, Mlp, vectors
-from tests.oracle import OPTIMIZERS, snapshot, train_steps, trainable
+from tests.oracle import assert_identical, assert_same_gradients, change_all, trained
+from tests.side import Run
 
 pytestmark = pytest.mark.by_turns
 
@@ -56,6 +56,7 @@ def _may_read() -> None:
         pytest.skip(f"a process may not read another one's memory here: {os.strerror(number)}")
 
 
+NO_MEMORY = OSError(12, "none")
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "zero2": {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -79,10 +80,8 @@ def counting_reads() -> Iterator[list[int]]:
         sizes.append(nbytes)
         read(pid, source, destination, nbytes)
 
-    with (
-        mock.patch.object(shared_memory, "_PIECE_NUMEL", 19),
-        mock.patch.object(peer_memory, "_read", counted),
-    ):
+    in_pieces = mock.patch.object(shared_memory, "_PIECE_NUMEL", 19)
+    with in_pieces, mock.patch.object(peer_memory, "_read", counted):
         yield sizes
 
 
@@ -92,23 +91,6 @@ TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 def mapping_for(way: str) -> Any:
     """``mapping`` of what ranks map that talk so."""
     return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
-
-
-@contextmanager
-def in_small_pieces() -> Iterator[None]:
-    """Gradients are copied as they arrive, and sent in small pieces."""
-    with (
-        mock.patch.object(gradients, "_SMALL_BYTES", 0),
-        mock.patch.object(sockets, "PIECE_BYTES", 256),
-    ):
-        yield
-
-
-def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
-    model = case.wrap(case.model(), **keywords)
-    optimizer = OPTIMIZERS["sgd"](trainable(model))
-    losses = train_steps(model, optimizer, case, rank, world_size, steps=3)
-    return losses, snapshot(model)
 
 
 @pytest.mark.parametrize(
@@ -122,28 +104,26 @@ def trained(case: Case, rank: int, world_size: int, **keywords: Any) -> Any:
     ids=["every-case", "2", "3", "4"],
 )
 @on_ranks()
-def test_same_as_sockets(
-    rank: int, world_size: int, settings: dict[str, Any], names: list[str]
-) -> None:
+def test_same_as_sockets(rank: int, world_size: int, settings: Any, names: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size // 2 if settings is ON_NODES else world_size)
+    # `mapping` also copies gradients as they arrive.
+    in_small_pieces = mock.patch.object(sockets, "PIECE_BYTES", 256)
     for number, (what, keywords) in enumerate(settings.items()):
         for name in every(min(2, len(settings)), names, start=number):
             with naming(f"{what}, {name}"):
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
                 if what == next(iter(settings)):
-                    with mapping_for("sockets") as made, in_small_pieces():
+                    with mapping_for("sockets") as made, in_small_pieces:
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
                     assert made or what in ON_NODES, "nothing was mapped"
-                    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                    assert_identical(actual, expected)
                 with counting_reads() as sizes:
-                    actual = trained(case, rank, world_size, **keywords)
+                    assert_identical(trained(case, rank, world_size, **keywords), expected)
                 assert sizes, "nothing was read"
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
                 with mapping(shared_memory.MappedShards) as made, counting_reads():
-                    actual = trained(case, rank, world_size, **keywords)
-                    assert made or what in ON_NODES, "nothing was mapped"
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                    assert_identical(trained(case, rank, world_size, **keywords), expected)
+                assert made or what in ON_NODES, "nothing was mapped"
 
 
 # ---------------------------------------------------------------- in time
@@ -161,9 +141,7 @@ class Slow(Mlp):
 @pytest.mark.parametrize("way", TRANSPORTS)
 @pytest.mark.parametrize("maps", [False, True])
 @on_ranks(2)
-def test_parameters_stay_until_all_have_them(
-    rank: int, world_size: int, maps: bool, way: str
-) -> None:
+def test_parameters_stay_for_late_ranks(rank: int, world_size: int, maps: bool, way: str) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
     with torch.no_grad(), mapping_for(way) if maps else nullcontext():
@@ -171,8 +149,7 @@ def test_parameters_stay_until_all_have_them(
         with counting_reads():
             model = case.wrap(case.model(), **TRANSPORTS[way])
             actual = model(x)
-            for param in model.parameters():
-                param.fill_(float("nan"))  # while the late rank computes
+            change_all(model, lambda param: param.fill_(torch.nan))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
 
 
@@ -204,18 +181,18 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
     """A model of 1,000 units needs no more open files than `ulimit -n` allows."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/proc/self/fd"))) + 24
-    offload = {"cpu_offload": CPUOffload(path=tmp_path)} if where == "disk" else {}
+    offload = CPUOffload(path=tmp_path) if where == "disk" else None
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(7, 7) for _ in range(31)))
+
     with mapping(shared_memory.MappedShards) as made:
-        model = ShardedWrapper(nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))))
-        del model
+        ShardedWrapper(layers())
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:
-            model = ShardedWrapper(
-                nn.Sequential(*(nn.Linear(7, 7) for _ in range(31))),
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                coalesce_bytes=0,
-                **offload,
-            )
+            keywords = {"coalesce_bytes": 0, "cpu_offload": offload}
+            policy = ModuleWrapPolicy({nn.Linear})
+            model = ShardedWrapper(layers(), auto_wrap_policy=policy, **keywords)
             with torch.no_grad():
                 model(torch.ones(3, 7))
             model(torch.ones(3, 7)).sum().backward()
@@ -237,7 +214,7 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        assert_identical(model.state_dict(), before)
 
         # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
         # be moved, they have new ones.
@@ -248,15 +225,12 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
             *((0, "create"), (1, "map_at"), (1, last)),
             (1, "reserve_range"),  # `ulimit -v`
         ):
-            failing = mock.Mock(side_effect=OSError(12, "none"))
-            if name == "_move_pages":
-                failing = mock.Mock(return_value=False)
-            fails = failing if rank == rank_without else None
+            none = {"return_value": False} if name == "_move_pages" else {"side_effect": NO_MEMORY}
+            fails = mock.Mock(**none) if rank == rank_without else None
             modules = {"open_of": peer_memory, "_move_pages": page_pool}
             module = modules.get(name, mapped_files)
             with mock.patch.object(module, name, fails or getattr(module, name)):
-                actual = trained(case, rank, world_size, **keywords)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                assert_identical(trained(case, rank, world_size, **keywords), expected)
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
@@ -264,14 +238,11 @@ def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
         twin = copy.deepcopy(model)
         model.float()
         for one, scale in ((model, 2.0), (twin, 3.0)):
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.fill_(scale)
+            change_all(one, lambda param, scale=scale: param.fill_(scale))
         for one, scale in ((model, 2.0), (twin, 3.0)):
             assert all((v == scale).all() for v in one.state_dict().values())
-            train_steps(
-                one.double(), OPTIMIZERS["sgd"](trainable(one)), case, rank, world_size, steps=2
-            )
+            one.double()
+            Run(one, case, rank, world_size).train()
         gc.collect()
         open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in _files()]
         assert made
@@ -298,9 +269,8 @@ def test_backward_inside_forward(rank: int, world_size: int) -> None:
     expected = trained(case, rank, world_size, collectives="sockets")
     for way, keywords in TRANSPORTS.items():
         with mapping_for(way) as made:
-            actual = trained(case, rank, world_size, **keywords)
+            assert_identical(trained(case, rank, world_size, **keywords), expected)
         assert made
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)
@@ -314,13 +284,10 @@ def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> Non
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
             grad.pow(2).sum().backward()
-        expected = [p.grad for p in plain.parameters()]
-        for param, grad in zip(model.parameters(), expected, strict=True):
-            if grad is None:
-                continue
-            average = grad.clone()
-            dist.all_reduce(average, op=dist.ReduceOp.AVG)
-            torch.testing.assert_close(param.grad.full_tensor(), average)
+        for param in plain.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        assert_same_gradients(model, plain)
 
 
 @on_ranks(2, expendable=[1])
@@ -328,7 +295,7 @@ def test_a_dead_peer_is_a_named_error(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
     with counting_reads():
         model = case.wrap(case.model())
-        train_steps(model, OPTIMIZERS["sgd"](trainable(model)), case, rank, world_size, steps=1)
+        Run(model, case, rank, world_size).train(0, 1)
         if rank == 1:
             os._exit(1)
         with pytest.raises(CollectiveError, match="rank 0: all-gathering parameters for forward"):
@@ -351,8 +318,7 @@ def test_what_was_awaited_together_takes_one_timeout() -> None:
     for which in range(3):
         wait = together[which] if which < 2 else offered(4)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"process {os.getpid()} sent nothing in 0.4 s"):
-            wait.wait()
+        assert_raises(RuntimeError, f"process {os.getpid()} sent nothing in 0.4 s", wait.wait)
         took.append(time.monotonic() - began)
     offered(1).wait()
     process.pid = 1 << 22  # no process has this number

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,9 +18,9 @@ from flatshard.engine import reduce_queue
 from flatshard.extras.step_in_backward import is_sending
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, Case
-from tests.oracle import assert_same_state, local_loss, snapshot, step_and_zero, trainable
+from tests.oracle import assert_identical, local_loss, snapshot, step_and_zero, trainable
 
 STEPS = 4
 
@@ -40,11 +41,11 @@ def _adamw(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimi
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": _sgd,
-    "sgd-fused": lambda params: _sgd(params, fused=True),
+    "sgd-fused": partial(_sgd, fused=True),
     "adamw": _adamw,
-    "adamw-foreach": lambda params: _adamw(params, foreach=True),
-    "adamw-fused": lambda params: _adamw(params, fused=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "adamw-foreach": partial(_adamw, foreach=True),
+    "adamw-fused": partial(_adamw, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
 }
 
 
@@ -80,8 +81,7 @@ def _early_alike(
 ) -> int:
     weights, states, none = _ends(CASES[case], strategy, make, 0, removes, *ranks)
     found, found_states, early = _ends(CASES[case], strategy, make, num_early, removes, *ranks)
-    assert_same_state(found, weights, 0.0, 0.0)
-    torch.testing.assert_close(found_states, states, rtol=0, atol=0)
+    assert_identical((found, found_states), (weights, states))
     assert none == 0
     return early
 
@@ -186,9 +186,8 @@ class Script:
     def __init__(self, rank: int, strategy: str, in_backward: bool) -> None:
         self.rank, self.in_backward = rank, in_backward
         torch.default_generator.manual_seed(3)
-        self.model = ShardedWrapper(
-            Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy([Layer])
-        )
+        policy = ModuleWrapPolicy([Layer])
+        self.model = ShardedWrapper(Net(), sharding_strategy=strategy, auto_wrap_policy=policy)
         self.net: Any = self.model.module
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.registration = self.model.step_in_backward(self.optimizer) if in_backward else None
@@ -201,13 +200,16 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none)
 
+    def train(self, steps: int, set_to_none: bool = True) -> None:
+        for step in range(steps):
+            self.loss(step).backward()
+            self.step(set_to_none)
+
 
 def uses(forwards: Callable[[Net, Tensor], Tensor]) -> Callable[[Script], None]:
     def script(run: Script) -> None:
         run.net.forwards = forwards
-        for step in range(3):
-            run.loss(step).backward()
-            run.step()
+        run.train(3)
 
     script.__name__ = forwards.__name__
     return script
@@ -231,19 +233,15 @@ def whole_model_recomputed(run: Script) -> None:
 def used_on_one_rank(run: Script) -> None:
     run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
     with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
-        for step in range(3):
-            run.loss(step).backward()
-            run.step(set_to_none=False)
+        run.train(3, set_to_none=False)
 
 
 def penalties(run: Script) -> None:
     """Their gradients come last, after those of the whole forward, or alone."""
-    for step in range(3):
+    for step in range(4):
         penalty = sum(p.square().sum() for p in run.model.parameters()) * 0.1
-        (run.loss(step) + penalty).backward()
+        (penalty + run.loss(step) if step < 3 else penalty).backward()
         run.step()
-    (sum(p.square().sum() for p in run.model.parameters()) * 0.1).backward()
-    run.step()
 
 
 def two_forwards(run: Script) -> None:
@@ -268,21 +266,18 @@ def hooked(run: Script) -> None:
     seen = []
     for param in (run.net.mixing, *run.net.first.parameters()):
         param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5)))
-    for step in range(2):
-        run.loss(step).backward()
-        run.step()
+    run.train(2)
     assert len(seen) == 2 * 4
 
 
 def closures(run: Script) -> None:
-    def closure() -> Tensor:
+    def closure(step: int) -> Tensor:
         run.optimizer.zero_grad()
-        (loss := run.loss(next(steps))).backward()
+        (loss := run.loss(step)).backward()
         return loss
 
-    steps = iter(range(3))
-    for _ in range(3):
-        run.optimizer.step(closure)
+    for step in range(3):
+        run.optimizer.step(partial(closure, step))
 
 
 def removed(run: Script) -> None:
@@ -322,7 +317,7 @@ def test_what_waits_for_the_end(rank: int, world_size: int) -> None:
                     run = Script(rank, strategy, in_backward)
                     script(run)
                     ends.append(snapshot(run.model))
-                assert_same_state(ends[1], ends[0], 0.0, 0.0)
+                assert_identical(ends[1], ends[0])
 
 
 def test_not_while_others_take() -> None:
@@ -340,10 +335,6 @@ def test_not_while_others_take() -> None:
 
 
 # ---------------------------------------------------------------- errors
-
-
-class _Planned(Exception):
-    """An error of a test."""
 
 
 class Counting(torch.optim.SGD):
@@ -370,36 +361,29 @@ def test_refused(rank: int, world_size: int) -> None:
         (sgd if rank else adam, ValueError, "the optimizer is Adam on rank 0, SGD on rank 1"),
         (torch.optim.SGD(params[rank:]), ValueError, "'mixing' is in group 0 on rank 0, nothing"),
     ):
-        with pytest.raises(error, match=says):
-            model.step_in_backward(wrong)  # type: ignore[arg-type]
+        assert_raises(error, says, model.step_in_backward, wrong)
 
     registration = model.step_in_backward(counting)
-    with pytest.raises(NotImplementedError, match=r"Counting.step\(\) changes 'count'"):
-        run.loss(0).backward()
+    assert_raises(NotImplementedError, r"Counting.step\(\) changes 'count'", run.loss(0).backward)
     registration.remove()
     model.zero_grad()
     model.state_dict()  # no rank was left waiting
 
     model.step_in_backward(adam)
-    with pytest.raises(
-        ValueError, match="SGD holds parameters that another optimizer already steps"
-    ):
-        model.step_in_backward(sgd)
-    with pytest.raises(ValueError, match="on a part of the module"):
-        ShardedWrapper(nn.Sequential(model))
+    says = "SGD holds parameters that another optimizer already steps"
+    assert_raises(ValueError, says, model.step_in_backward, sgd)
+    assert_raises(ValueError, "on a part of the module", ShardedWrapper, nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
         model.clip_grad_norm_(1.0)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="enabled GradScaler unscales gradients after backward"):
-        model.step_in_backward(torch.optim.SGD(params), scaler)
+    says = "enabled GradScaler unscales gradients after backward"
+    assert_raises(ValueError, says, model.step_in_backward, torch.optim.SGD(params), scaler)
     scaler.scale(run.loss(0)).backward()
     assert params[2].grad is not None  # which no optimizer steps in backward
-    with pytest.raises(RuntimeError, match=r"'mixing': .*GradScaler"):
-        scaler.unscale_(adam)
+    assert_raises(RuntimeError, r"'mixing': .*GradScaler", scaler.unscale_, adam)
     with pytest.raises(RuntimeError, match=r"'mixing': .*Clipping by a norm"):
         nn.utils.clip_grad_norm_(params[:1], 1.0)
-    with pytest.raises(RuntimeError, match="stepped the parameter and dropped"):
-        params[0].grad.norm()
+    assert_raises(RuntimeError, "stepped the parameter and dropped", params[0].grad.norm)
     assert "ConsumedGrad('mixing'" in repr(params[0].grad)
 
 
@@ -409,16 +393,15 @@ def test_a_backward_that_fails_in_the_middle(rank: int, world_size: int) -> None
     """All ranks hear of gradients that come too late; what a failing backward leaves is told."""
 
     def fail(*_: Any) -> None:
-        raise _Planned
+        raise ArithmeticError
 
     run = Script(rank, "FULL_SHARD", in_backward=True)
     hook = run.net.first.register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
-    with pytest.raises(_Planned):
+    with pytest.raises(ArithmeticError):
         run.loss(0).backward()
     hook.remove()
-    with pytest.warns(
-        UserWarning, match=r"failed after step_in_backward\(\) had stepped [12] of 4 units"
-    ):
+    left = r"failed after step_in_backward\(\) had stepped [12] of 4 units"
+    with pytest.warns(UserWarning, match=left):
         run.loss(1).backward()
     run.step()
     assert all(param.isfinite().all() for param in run.model.state_dict().values())

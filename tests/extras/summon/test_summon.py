@@ -13,19 +13,43 @@ from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, collectiv
 from flatshard.comm import communicator
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.extras.summon.summoning import assert_trains_alike, summon
-from tests.harness import naming, on_ranks
-from tests.oracle import assert_same, assert_same_gradients, assert_same_state, snapshot
+from tests.harness import assert_raises, naming, on_ranks
+from tests.oracle import assert_identical, assert_same, assert_same_gradients, change_all, snapshot
 from tests.side import Run, pair
 from tests.ways import WAYS, on_ranks_each_way
 
 pytestmark = pytest.mark.by_turns
+
+summon = ShardedWrapper.summon_full_params
+
+
+def assert_trains_alike(sharded: Run, plain: Run) -> None:
+    assert_same(sharded.model, plain.model)
+    for run in (sharded, plain):
+        run.train(5, 7)
+    assert_same(sharded.model, plain.model)
+
+
+def backward(*runs: Run, step: int = 0) -> None:
+    for run in runs:
+        run.loss(step).backward()
+
+
+def step_alike(sharded: Run, plain: Run) -> None:
+    sharded.step()
+    plain.step()
+    assert_same(sharded.model, plain.model)
+
 
 both_sizes = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def _trainable(run: Run) -> list[bool]:
+    return [param.requires_grad for param in run.model.parameters()]
 
 
 # ---------------------------------------------------------------- what is shown
@@ -48,11 +72,9 @@ def _shows(rank: int, world_size: int, way: str, name: str) -> None:
         with summon(sharded.model, **options):
             shown = dict(sharded.model.named_parameters())
             assert all(type(param) is nn.Parameter for param in shown.values())
-            assert [p.requires_grad for p in shown.values()] == [
-                p.requires_grad for p in plain.model.parameters()
-            ]
-            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
-            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
+            assert _trainable(sharded) == _trainable(plain)
+            assert_identical(_whole(sharded.model), _whole(plain.model))
+            assert_identical(snapshot(sharded.model), snapshot(plain.model))
         after = list(sharded.model.named_parameters())
         assert [n for n, _ in after] == [n for n, _ in before]
         assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
@@ -67,13 +89,12 @@ def test_container_of_units(rank: int, world_size: int, way: str, kind: type[nn.
     expected = _whole(plain)
     units = [ShardedWrapper(part, **WAYS[way].keywords) for part in plain]
     container = nn.Sequential(*units) if kind is nn.Sequential else nn.ModuleList(units)
-    with summon(container), torch.no_grad():
-        assert_same_state(_whole(container), expected, 0.0, 0.0)
-        for param in container.parameters():
-            param.mul_(2)
+    with summon(container):
+        assert_identical(_whole(container), expected)
+        change_all(container, lambda param: param.mul_(2))
     doubled = {name: 2 * value for name, value in expected.items()}
     with summon(container, writeback=False):
-        assert_same_state(_whole(container), doubled, 0.0, 0.0)
+        assert_identical(_whole(container), doubled)
 
 
 @on_ranks_each_way(2)
@@ -112,7 +133,8 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     def edit(run: Run) -> None:
         with torch.no_grad():
             run.submodule("fc1").weight.t().mul_(2)
-            nn.init.orthogonal_(run.submodule("fc2").weight, generator=_generator())
+            generator = torch.Generator().manual_seed(5)
+            nn.init.orthogonal_(run.submodule("fc2").weight, generator=generator)
             run.submodule("fc2").bias.data = torch.arange(4.0, dtype=torch.float64)
             run.submodule("fc3").weight[1:, 2] = 7.0
         run.submodule("fc3").bias.requires_grad_(False)
@@ -125,16 +147,10 @@ def test_edits(rank: int, world_size: int, way: str) -> None:
     with summon(sharded.model):
         edit(sharded)
     edit(plain)
-    assert [p.requires_grad for p in sharded.model.parameters()] == [
-        p.requires_grad for p in plain.model.parameters()
-    ]
+    assert _trainable(sharded) == _trainable(plain)
     for run in (sharded, plain):
         run.submodule("fc3").bias.requires_grad_(True)
     assert_trains_alike(sharded, plain)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
 
 
 @on_ranks_each_way(2)
@@ -149,9 +165,7 @@ def test_edits_in_mixed_precision(rank: int, world_size: int, way: str) -> None:
             for param in sharded.parameters():
                 assert param.dtype == torch.float64
                 param.mul_(2)
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(2)
+    change_all(plain, lambda param: param.mul_(2))
     assert_same(sharded, plain)
     expected = plain_run.evaluate()
     torch.testing.assert_close(run.evaluate().double(), expected, rtol=1e-5, atol=1e-5)
@@ -202,31 +216,23 @@ def test_exception_in_the_body(rank: int, world_size: int, way: str) -> None:
 @on_ranks_each_way()
 def test_rank0_only(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     before = list(sharded.model.named_parameters())
-    with summon(
-        sharded.model, writeback=False, rank0_only=True, offload_to_cpu=True, with_grads=True
-    ):
+    options = {"rank0_only": True, "offload_to_cpu": True, "with_grads": True}
+    with summon(sharded.model, writeback=False, **options):
         if rank == 0:
-            assert_same_state(_whole(sharded.model), _whole(plain.model), 0.0, 0.0)
+            assert_identical(_whole(sharded.model), _whole(plain.model))
             # No other rank takes part.
-            assert_same_state(snapshot(sharded.model), snapshot(plain.model), 0.0, 0.0)
-            for mine, theirs in zip(
-                sharded.model.parameters(), plain.model.parameters(), strict=True
-            ):
-                torch.testing.assert_close(mine.grad, theirs.grad)
-                mine.data.zero_()
+            assert_identical(snapshot(sharded.model), snapshot(plain.model))
+            assert_same_gradients(sharded.model, plain.model)
+            change_all(sharded.model, lambda param: param.zero_())
         else:
             now = list(sharded.model.named_parameters())
             assert all(new is old for (_, new), (_, old) in zip(now, before, strict=True))
             if not way.startswith("no_shard"):
-                with pytest.raises(RuntimeError, match="rank0_only"):
-                    sharded.model.state_dict()
-        with pytest.raises(RuntimeError, match="asked for summon_full"):
-            summon(sharded.model).__enter__()
-    for run in (sharded, plain):
-        run.step()
+                assert_raises(RuntimeError, "rank0_only", sharded.model.state_dict)
+        assert_raises(RuntimeError, "asked for summon_full", summon(sharded.model).__enter__)
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -235,13 +241,9 @@ def test_rank0_only_edits_on_other_ranks(rank: int, world_size: int) -> None:
     """Rank 0's edit is undone and the other's would stay: a mixture."""
     sharded, _ = pair(rank, world_size, "full")
     refused = pytest.raises(RuntimeError, match=r"rank 1.*rank0_only=False")
-    with (
-        refused if rank == 1 else contextlib.nullcontext(),
-        summon(sharded.model, rank0_only=True, writeback=False),
-        torch.no_grad(),
-    ):
-        for param in sharded.model.parameters():
-            param.mul_(2)
+    shown = summon(sharded.model, rank0_only=True, writeback=False)
+    with refused if rank == 1 else contextlib.nullcontext(), shown:
+        change_all(sharded.model, lambda param: param.mul_(2))
 
 
 @pytest.mark.uncoalesced  # one unit after another
@@ -254,9 +256,8 @@ def test_other_ranks_hold_one_unit_at_a_time(rank: int, world_size: int) -> None
 
     def count_whole() -> int:
         tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
-        return sum(
-            one.numel() == width * width and one.untyped_storage().nbytes() > 0 for one in tensors
-        )
+        whole = [one for one in tensors if one.numel() == width * width]
+        return sum(one.untyped_storage().nbytes() > 0 for one in whole)
 
     alive: list[int] = []
 
@@ -283,8 +284,7 @@ def test_gradients(rank: int, world_size: int, way: str, name: str) -> None:
     sharded, plain = pair(rank, world_size, way, name)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     for writeback in (False, True):
         with summon(sharded.model, writeback=writeback, with_grads=True):
             assert_same_gradients(sharded.model, plain.model)
@@ -298,8 +298,7 @@ def test_gradients(rank: int, world_size: int, way: str, name: str) -> None:
             param.grad.mul_(3).add_(param.detach())
     with summon(sharded.model, writeback=False, with_grads=True):
         assert_same_gradients(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -308,31 +307,25 @@ def test_gradients_dropped_and_added(rank: int, world_size: int, way: str) -> No
     sharded, plain = pair(rank, world_size, way)
 
     def drop(run: Run) -> None:
-        run.submodule("fc1").weight.grad = None
-        run.submodule("fc1").bias.grad = None
+        run.submodule("fc1").zero_grad()
 
     def add(run: Run) -> None:
-        for name in ("weight", "bias"):
-            param = getattr(run.submodule("fc1"), name)
+        for param in run.submodule("fc1").parameters():
             param.grad = torch.linspace(0, 1, param.numel(), dtype=param.dtype).view(param.shape)
 
     for change in (drop, add):
-        for run in (sharded, plain):
-            run.loss(0).backward()
+        backward(sharded, plain)
         with summon(sharded.model, with_grads=True):
             change(sharded)
         change(plain)
         present = [param.grad is not None for param in sharded.model.parameters()]
         assert all(present) is (change is add)
-        for run in (sharded, plain):
-            run.step()
-        assert_same(sharded.model, plain.model)
+        step_alike(sharded, plain)
     with summon(sharded.model, with_grads=True):
         assert all(param.grad is None for param in sharded.model.parameters())
         add(sharded)
     add(plain)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)
 
 
@@ -345,11 +338,9 @@ def test_gradients_that_are_not_reduced(rank: int, world_size: int, way: str) ->
     sharded.loss(0).backward()
     with sharded.no_sync():
         sharded.loss(1).backward()
-    with pytest.raises(RuntimeError, match=r"'fc\d.*no_sync"):
-        summon(sharded.model, with_grads=True).__enter__()
+    assert_raises(RuntimeError, r"'fc\d.*no_sync", summon(sharded.model, with_grads=True).__enter__)
     sharded.loss(2).backward()
     with summon(sharded.model, with_grads=True):
         assert_same_gradients(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.step()
+    step_alike(sharded, plain)
     assert_trains_alike(sharded, plain)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatshard import collectives
-from tests.extras.summon.summoning import assert_trains_alike, summon
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.extras.summon.test_summon import assert_trains_alike, backward, summon
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.oracle import assert_same
 from tests.side import Run, pair
 from tests.ways import on_ranks_each_way
@@ -24,20 +24,17 @@ def test_refused_inside_and_in_a_step(rank: int, world_size: int, way: str) -> N
     sharded, plain = pair(rank, world_size, way)
     with summon(sharded.model), sharded.no_sync():
         for attempt in (copy.deepcopy, nn.Module.float):
-            with pytest.raises(RuntimeError, match=r"unit .*summon_full_params"):
-                attempt(sharded.model)
+            assert_raises(RuntimeError, r"unit .*summon_full_params", attempt, sharded.model)
 
     def ask(*_: Any) -> None:
         summon(sharded.model).__enter__()
 
     removable = sharded.submodule("fc2").register_forward_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        sharded.loss(0)
+    assert_raises(RuntimeError, "between steps", sharded.loss, 0)
     removable.remove()
     output = sharded.model(sharded.inputs(0))
     output.register_hook(ask)
-    with pytest.raises(RuntimeError, match="between steps"):
-        output.sum().backward()
+    assert_raises(RuntimeError, "between steps", output.sum().backward)
     assert_trains_alike(sharded, plain)
 
 
@@ -60,12 +57,9 @@ def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
     def assign_grad(module: nn.Module) -> None:
         module.weight.grad = torch.ones_like(module.weight)
 
-    cases = {
-        replace: "replaced",
-        reshape: "expected data of shape",
-        retype: "expected data of shape",
-        assign_grad: "with_grads=True",
-    }
+    other_data = "expected data of shape"
+    cases = {replace: "replaced", reshape: other_data, retype: other_data}
+    cases[assign_grad] = "with_grads=True"
     for change, match in cases.items():
         if way == "no_shard" and change in (reshape, retype, assign_grad):
             continue  # shown as they are: what is done to them is done
@@ -80,14 +74,12 @@ def test_what_cannot_be_kept(rank: int, world_size: int, way: str) -> None:
 def test_step_inside(rank: int, world_size: int, way: str) -> None:
     """A step under writeback raises; without writeback it stays."""
     sharded, plain = pair(rank, world_size, way)
-    for run in (sharded, plain):
-        run.loss(0).backward()
+    backward(sharded, plain)
     with summon(sharded.model, writeback=False):
         sharded.step()
     plain.step()
     assert_same(sharded.model, plain.model)
-    for run in (sharded, plain):
-        run.loss(1).backward()
+    backward(sharded, plain, step=1)
     refused = pytest.raises(RuntimeError, match="an optimizer step")
     with contextlib.nullcontext() if way == "no_shard" else refused, summon(sharded.model):
         sharded.step()
@@ -106,13 +98,12 @@ def _drop_on_rank_1(run: Run) -> None:
 
 
 # The way, what comes before, options, and words of the error.
+_DROPPED = (_drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
 REFUSED: list[tuple[str, Callable[[Run], object], dict[str, bool], str]] = [
     ("full", lambda run: None, {"rank0_only": True}, "needs writeback=False"),
     ("full", _replace_weight, {}, r"'fc1.weight'.*replaced after wrapping"),
-    *(
-        (way, _drop_on_rank_1, {"with_grads": True}, r"'fc1.weight'.*None on rank 1")
-        for way in ("full", "no_shard")
-    ),
+    ("full", *_DROPPED),
+    ("no_shard", *_DROPPED),
 ]
 
 
@@ -121,9 +112,9 @@ def test_refused_before_one_rank_waits_for_another(rank: int, world_size: int) -
     for way, prepare, options, match in REFUSED:
         sharded, _ = pair(rank, world_size, way)
         prepare(sharded)
-        with naming(match), collectives.record() as issued:
-            with pytest.raises((RuntimeError, ValueError), match=match):
-                summon(sharded.model, **options).__enter__()
+        asked = summon(sharded.model, **options)
+        with collectives.record() as issued:
+            assert_raises((RuntimeError, ValueError), match, asked.__enter__)
         assert not [event for event in issued if event.kind == "gather"]
     sharded, _ = pair(rank, world_size, "full", "mlp-one-unit")
     with pytest.raises(RuntimeError, match=r"'fc1.weight' belongs to the root unit"):
@@ -173,8 +164,7 @@ def test_forward_on_rank_0_alone(rank: int, world_size: int, way: str) -> None:
         if rank == 0 or way == "no_shard":
             torch.testing.assert_close(sharded.evaluate(), plain.evaluate(), rtol=0, atol=0)
         else:
-            with pytest.raises(RuntimeError, match=r"unit .*, rank 1: .*summon_full_params"):
-                sharded.evaluate()
+            assert_raises(RuntimeError, r"unit .*, rank 1: .*summon_full_params", sharded.evaluate)
     assert not events
     # Nor need ranks evaluate equally often, as their shares of the data differ.
     with summon(sharded.model, writeback=False), collectives.record() as events:
@@ -217,11 +207,9 @@ def test_backward_inside_is_refused(rank: int, world_size: int, way: str) -> Non
         loss, kept = sharded.loss(0), sharded.loss(1)
         (slope, *_) = torch.autograd.grad(loss, list(sharded.model.parameters()), retain_graph=True)
         assert slope.any()
-        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
-            loss.backward()
+        assert_raises(RuntimeError, r"unit .*gradients of full parameters", loss.backward)
     if way != "no_shard":  # where they are the parameters themselves
-        with pytest.raises(RuntimeError, match=r"unit .*gradients of full parameters"):
-            kept.backward()
+        assert_raises(RuntimeError, r"unit .*gradients of full parameters", kept.backward)
     sharded.optimizer.zero_grad()
     assert_trains_alike(sharded, plain)
 
@@ -245,6 +233,5 @@ def test_between_forward_and_backward(rank: int, world_size: int, way: str) -> N
         for run in (sharded, plain):
             run.submodule("fc2").weight.data[0, 0] = 3.0
     if way != "no_shard":
-        with pytest.raises(RuntimeError, match="modified between forward and backward"):
-            loss.backward()
+        assert_raises(RuntimeError, "modified between forward and backward", loss.backward)
     assert_trains_alike(sharded, plain)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper, checkpoint, full_tensors
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
-from tests.harness import allow_warnings, naming, on_ranks
-from tests.oracle import assert_same, step_and_zero
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
+from tests.oracle import OPTIMIZERS, assert_same, step_and_zero
 
 pytestmark = pytest.mark.by_turns
 
@@ -42,9 +44,8 @@ class _Block(nn.Module):
             self.seen = [type(param) for param in (self.up.weight, self.down.bias)]
             assert isinstance(self.up.weight, nn.Parameter)
             assert self.up.weight is next(self.up.parameters())
-        if self.recomputes:
-            return x + recomputed(self._inner, x, use_reentrant=False)
-        return x + self._inner(x)
+        inner = partial(recomputed, self._inner, use_reentrant=False)
+        return x + (inner(x) if self.recomputes else self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -79,10 +80,10 @@ def _plan(*, sequence: bool) -> dict[str, Any]:
 
 def _wrap(mesh: DeviceMesh, *, sequence: bool = True, **options: Any) -> ShardedWrapper:
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=sequence))
-    options.setdefault("coalesce_bytes", 0)
+    options = {"auto_wrap_policy": ModuleWrapPolicy({_Block}), "coalesce_bytes": 0, **options}
     if "device_mesh" not in options:
         options["device_mesh"] = mesh["dp"]
-    return ShardedWrapper(model, auto_wrap_policy=ModuleWrapPolicy({_Block}), **options)
+    return ShardedWrapper(model, **options)
 
 
 def _mesh(dp: int = 2, tp: int = 2) -> DeviceMesh:
@@ -94,14 +95,7 @@ def _batch(step: int) -> Tensor:
 
 
 Make = Callable[[Any], torch.optim.Optimizer]
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+_sgd, _adamw = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int) -> list[Any]:
@@ -109,10 +103,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size
     norms = []
     for step in range(3):
         model(_batch(step).chunk(size)[number]).pow(2).mean().backward()
-        if isinstance(model, ShardedWrapper):
-            norms.append(model.clip_grad_norm_(0.2).item())
-        else:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+        clip = getattr(model, "clip_grad_norm_", partial(clip_grad_norm_, model.parameters()))
+        norms.append(clip(0.2).item())
         step_and_zero(optimizer)
     return norms
 
@@ -127,10 +119,11 @@ def _trained(make: Make) -> tuple[_Model, torch.optim.Optimizer, list[Any]]:
 @on_ranks(4)
 def test_training(rank: int, world_size: int, sequence: bool) -> None:
     mesh = _mesh()
-    for make in every(2, (_sgd, _adamw), sequence):
-        with naming(make.__name__):
+    for kind in every(2, ("sgd", "adamw"), sequence):
+        with naming(kind):
+            make = OPTIMIZERS[kind]
             model = _wrap(mesh, sequence=sequence)
-            if make is _sgd:
+            if kind == "sgd":
                 model.module.blocks[0].module.recomputes = True
             optimizer = make(model.parameters())
             plain, plain_optimizer, expected = _trained(make)
@@ -200,7 +193,7 @@ def test_ways(rank: int, world_size: int, tmp_path: Path) -> None:
                 with model.no_sync():
                     (model(first).pow(2).mean() / 2).backward()
                 (model(second).pow(2).mean() / 2).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+                clip_grad_norm_(model.parameters(), 0.2)
                 step_and_zero(optimizer)
             tolerance = 1e-5 if name == "float32" else 1e-12
             assert_same(model.state_dict(), plain.state_dict(), tolerance, tolerance)
@@ -237,11 +230,8 @@ def test_outside_of_forward(rank: int, world_size: int) -> None:
         "vector_norm": lambda: torch.linalg.vector_norm(weight, float("inf")),
         "parameters_to_vector": lambda: nn.utils.parameters_to_vector(model.parameters()),
     }.items():
-        with (
-            naming(name),
-            pytest.raises(NotImplementedError, match=r"this rank.s part \(.* of a DTensor of"),
-        ):
-            call()
+        with naming(name):
+            assert_raises(NotImplementedError, r"this rank.s part \(.* of a DTensor of", call)
     assert_same(model.state_dict(), before)
     nn.init.normal_(model.module.blocks[0].module.norm.weight)  # the same on all ranks
 
@@ -281,26 +271,18 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
         ({"sharding_strategy": "NO_SHARD"}, r"a shard group of one rank .* a DTensor"),
         ({"device_mesh": mesh}, r"named \('dp', 'tp'\)"),
     ):
-        with naming(str(options)), pytest.raises((ValueError, NotImplementedError), match=match):
-            _wrap(mesh, **options)
+        assert_raises((ValueError, NotImplementedError), match, _wrap, mesh, **options)
     model = parallelize_module(_build(), mesh["tp"], _plan(sequence=True))
     early = _sgd(model.parameters())
     plain = ShardedWrapper(_build())
-    for apply in (
-        lambda: parallelize_module(plain, mesh["tp"], _plan(sequence=False)),
-        lambda: distribute_module(plain.module.last, mesh["tp"]),
-    ):
-        with pytest.raises(ValueError, match=r"cannot follow ShardedWrapper: .*parallelize_module"):
-            apply()
+    late, plan = r"cannot follow ShardedWrapper: .*parallelize_module", _plan(sequence=False)
+    assert_raises(ValueError, late, parallelize_module, plain, mesh["tp"], plan)
+    assert_raises(ValueError, late, distribute_module, plain.module.last, mesh["tp"])
     wrapped = ShardedWrapper(model, device_mesh=mesh["dp"])
-    with pytest.raises(RuntimeError, match=r"made before wrapping, and still has the DTensor"):
-        early.step()
-    for call in (
-        lambda: checkpoint.save(f"{tmp_path}/it", wrapped),
-        lambda: checkpoint.save_safetensors(wrapped, f"{tmp_path}/it.safetensors"),
-    ):
-        with pytest.raises(NotImplementedError, match="was a DTensor before"):
-            call()
+    assert_raises(RuntimeError, r"made before wrapping, and still has the DTensor", early.step)
+    refused, path = "was a DTensor before", f"{tmp_path}/it"
+    assert_raises(NotImplementedError, refused, checkpoint.save, path, wrapped)
+    assert_raises(NotImplementedError, refused, checkpoint.save_safetensors, wrapped, path)
     wrapped(_batch(0)).mean().backward()
     with pytest.raises(NotImplementedError, match=r"was a DTensor\. Muon needs full"):
         torch.optim.Muon([p for p in wrapped.parameters() if p.dim() == 2]).step()

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -45,22 +47,18 @@ def start(wrap=DDP):
 """
 
 SCRIPTS = {
-    # name: options, verdict, texts of the report, script
-    "only_rank_0": (
-        [],
-        RAISES,
-        [
-            "The same numbers, within rounding. But as it is, the script raises",
-            "model.module.state_dict()\n      write flatshard.checkpoint.full_state_dict(model), "
-            "which needs every rank (calls by rank: [1, 0])",
-            "state = model.state_dict()\n      write flatshard.checkpoint.full_state_dict(model)",
-            "model(torch.ones(2, 16))\n      forward() needs every rank",
-            "model.module(torch.ones(3, 16))\n      forward() needs every rank",
-            "model(torch.ones(4, 16))\n      forward() needs every rank: evaluate equal numbers of "
-            "batches on all ranks (calls by rank: [6, 9])",
-            "optimizer.state_dict()\n      optimizer.state_dict() contains only this rank's parts",
-        ],
-        """
+    # By verdict: the name and the options of a script; texts of the report follow "#: ".
+    RAISES: {
+        "only_rank_0": """
+#: The same numbers, within rounding. But as it is, the script raises
+#: model.module.state_dict() / write flatshard.checkpoint.full_state_dict(model), which needs
+#  every rank (calls by rank: [1, 0])
+#: state = model.state_dict() / write flatshard.checkpoint.full_state_dict(model)
+#: model(torch.ones(2, 16)) / forward() needs every rank
+#: model.module(torch.ones(3, 16)) / forward() needs every rank
+#: model(torch.ones(4, 16)) / forward() needs every rank: evaluate equal numbers of batches on all
+#  ranks (calls by rank: [6, 9])
+#: optimizer.state_dict() / optimizer.state_dict() contains only this rank's parts
 class KeepsLoss(nn.Sequential):
     def forward(self, x):
         self.last = super().forward(x)
@@ -81,38 +79,28 @@ def after(step):
         for _ in range(2 + dist.get_rank()): model(torch.ones(4, 16))
 train(model, optimizer, after=after)
 """,
-    ),
-    "raises_here_only": (
-        [],
-        RAISES,
-        ["Raises under flatshard", "at raises_here_only.py"],
-        """
+        "raises_here_only": """
+#: Raises under flatshard
+#: at raises_here_only.py
 model, optimizer = start()
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 model.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1), powerSGD_hook.powerSGD_hook)
 train(model, optimizer)
 """,
-    ),
-    "unseeded": (
-        [],
-        NOT_COMPARED,
-        ["input 'input 0' of rank 0 at step 1", "Seed random numbers"],
-        """
+    },
+    NOT_COMPARED: {
+        "unseeded": """
+#: input 'input 0' of rank 0 at step 1
+#: Seed random numbers
 model, optimizer = start()
 for _ in range(4):
     torch.seed()
     (model(torch.rand(8, 16)) - 1).square().mean().backward()
     optimizer.step()
 """,
-    ),
-    "other_steps_with_noise": (
-        ["--nproc-per-node", "3"],
-        NOT_COMPARED,
-        [
-            "input 'input 0 (2)' of rank 0 at step 1 differs",
-            "step sizes (of an adaptive solver) not on the last digit",
-        ],
-        """
+        "other_steps_with_noise --nproc-per-node 3": """
+#: input 'input 0 (2)' of rank 0 at step 1 differs
+#: step sizes (of an adaptive solver) not on the last digit
 model, optimizer = start()
 initial = make()
 torch.manual_seed(dist.get_rank())
@@ -125,53 +113,72 @@ for _ in range(4):
     optimizer.step()
     optimizer.zero_grad()
 """,
-    ),
-    "fails_by_itself": (
-        [],
-        NOT_COMPARED,
-        ["ends early without flatshard, too: RuntimeError: no data", "at "],
-        "start()\nraise RuntimeError('no data')",
-    ),
-    "exits": ([], NOT_COMPARED, ["exit status 7"], "sys.exit(7)"),
-    "a_rank_dies": (
-        [],
-        NOT_COMPARED,
-        ["rank 1 ended with status 9"],
-        "if os.environ['RANK'] == '1': os._exit(9)\nstart()",
-    ),
-    "a_rank_is_killed": (  # the other rank fails, too: its connection is closed
-        [],
-        NOT_COMPARED,
-        ["rank 0 ended with status -9"],
-        "model, optimizer = start()\n"
-        "if dist.get_rank() == 0: os.kill(os.getpid(), 9)\n"
-        "train(model, optimizer)",
-    ),
-    "hangs": (
-        ["--timeout", "2"],
-        NOT_COMPARED,
-        ["Timeout (0:00:02)!", 'hangs.py", line'],
-        "time.sleep(1000)",
-    ),
-    "never_steps": ([], NOT_COMPARED, ["it took 0 optimizer steps, not 4"], "start()"),
-    "no_wrapper": (
-        [],
-        NOT_COMPARED,
-        ["it used no DistributedDataParallel", "--wrap"],
-        "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
-    ),
-    "wraps": (
-        ["--wrap", "--exact"],
-        SAME,
-        ["The same numbers", "wraps the model (--wrap)"],
-        "model = make()\ntrain(model, torch.optim.SGD(model.parameters(), lr=0.1))",
-    ),
-    "too_short": ([], NOT_COMPARED, ["it took 2 optimizer steps, not 4"], "train(*start(), 2)"),
-    "a_module": (  # with layers that auto_wrap_policy="auto" makes units
-        ["--policy", "none", "-m"],
-        SAME,
-        ["The same numbers"],
-        """
+        "fails_by_itself": """
+#: ends early without flatshard, too: RuntimeError: no data
+#: at 
+start()
+raise RuntimeError('no data')
+""",
+        "exits": """
+#: exit status 7
+sys.exit(7)
+""",
+        "a_rank_dies": """
+#: rank 1 ended with status 9
+if os.environ['RANK'] == '1': os._exit(9)
+start()
+""",
+        "a_rank_is_killed": """
+# The other rank fails, too: its connection is closed.
+#: rank 0 ended with status -9
+model, optimizer = start()
+if dist.get_rank() == 0: os.kill(os.getpid(), 9)
+train(model, optimizer)
+""",
+        "hangs --timeout 2": """
+#: Timeout (0:00:02)!
+#: hangs.py", line
+time.sleep(1000)
+""",
+        "never_steps": """
+#: it took 0 optimizer steps, not 4
+start()
+""",
+        "no_wrapper": """
+#: it used no DistributedDataParallel
+#: --wrap
+model = make()
+train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+""",
+        "too_short": """
+#: it took 2 optimizer steps, not 4
+train(*start(), 2)
+""",
+        "other_number_of_ranks": """
+#: starts 3 ranks by itself: --nproc-per-node 3
+torch.multiprocessing.spawn(print, nprocs=3)
+""",
+    },
+    DIFFERS: {
+        "input_of_one_run": """
+#: Differs: step 1, input 'input 0, input_of_one_run.py
+#: rank 0: in one run only
+model, optimizer = start()
+with torch.no_grad():
+    if not hasattr(model, "unit_report"): model(torch.ones(1, 16))
+train(model, optimizer)
+""",
+    },
+    SAME: {
+        "wraps --wrap --exact": """
+#: The same numbers
+#: wraps the model (--wrap)
+model = make()
+train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+""",
+        "a_module --policy none -m": """
+# With layers that auto_wrap_policy="auto" makes units.
+#: The same numbers
 import flatshard
 assert __spec__.name == "a_module"
 layers = [nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 16)]
@@ -179,18 +186,9 @@ model, optimizer = start(lambda _: DDP(nn.Sequential(*layers)))
 assert len(flatshard.sharded_modules(model)) <= 1
 train(model, optimizer)
 """,
-    ),
-    "other_number_of_ranks": (
-        [],
-        NOT_COMPARED,
-        ["starts 3 ranks by itself: --nproc-per-node 3"],
-        "torch.multiprocessing.spawn(print, nprocs=3)",
-    ),
-    "clips_a_large_gradient": (  # torch's norm of it has a rounding error of 2e-4
-        ["--steps", "2"],
-        SAME,
-        ["The same numbers"],
-        """
+        "clips_a_large_gradient --steps 2": """
+# Torch's norm of it has a rounding error of 2e-4.
+#: The same numbers
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DDP(nn.Linear(2048, 2048))
@@ -202,23 +200,8 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 """,
-    ),
-    "input_of_one_run": (
-        [],
-        DIFFERS,
-        ["Differs: step 1, input 'input 0, input_of_one_run.py", "rank 0: in one run only"],
-        """
-model, optimizer = start()
-with torch.no_grad():
-    if not hasattr(model, "unit_report"): model(torch.ones(1, 16))
-train(model, optimizer)
-""",
-    ),
-    "nested_optimizers": (
-        [],
-        SAME,
-        ["The same numbers"],
-        """
+        "nested_optimizers": """
+#: The same numbers
 class Outer(torch.optim.Optimizer):
     def __init__(self, params, inner):
         super().__init__(params, {})
@@ -228,12 +211,10 @@ class Outer(torch.optim.Optimizer):
 model, inner = start()
 train(model, Outer(model.parameters(), inner))
 """,
-    ),
-    "two_optimizers": (  # in processes that the script starts, one with a closure
-        ["--steps", "14"],
-        SAME,
-        ["The same numbers", "generator = DDP"],
-        """
+        "two_optimizers --steps 14": """
+# In processes that the script starts, one with a closure.
+#: The same numbers
+#: generator = DDP
 def work(rank, text):
     assert rank == int(os.environ["RANK"]) and text == "text"
     dist.init_process_group("gloo")
@@ -254,12 +235,10 @@ def work(rank, text):
         ours.step()
 torch.multiprocessing.spawn(work, ("text",), 2)
 """,
-    ),
-    "other_wrappers": (
-        ["--steps", "12"],
-        SAME,
-        ["The same numbers", "(FullyShardedDataParallel)", "the model (fully_shard)"],
-        """
+        "other_wrappers --steps 12": """
+#: The same numbers
+#: (FullyShardedDataParallel)
+#: the model (fully_shard)
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from flatshard import ShardedWrapper, checkpoint
 first, _ = start(FullyShardedDataParallel)
@@ -282,7 +261,7 @@ class All:
     zero_grad = lambda _: [one.zero_grad() for one in optimizers]
 train(lambda x: first(x) + second(x) + third(x), All(), after=after)
 """,
-    ),
+    },
 }
 
 
@@ -300,14 +279,20 @@ def _judge_many(folder: Path, *words: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_verdicts(tmp_path: Path) -> None:
-    for name, (_, _, _, script) in SCRIPTS.items():
-        (tmp_path / f"{name}.py").write_text(HEAD + script)
-    given = {name: options for name, (options, *_) in SCRIPTS.items()}
-    reports = _judge_many(tmp_path, "scripts", json.dumps(given))
-    assert reports.keys() == SCRIPTS.keys()
-    for name, (_, verdict, texts, _) in SCRIPTS.items():
+    options: dict[str, list[str]] = {}
+    expected: dict[str, tuple[str, list[str]]] = {}
+    for verdict, scripts in SCRIPTS.items():
+        for command, script in scripts.items():
+            name, *options[name] = command.split()
+            (tmp_path / f"{name}.py").write_text(HEAD + script)
+            texts = re.findall(r"^#: (.*(?:\n#  .*)*)", script, re.MULTILINE)
+            expected[name] = verdict, [text.replace("\n# ", "") for text in texts]
+    reports = _judge_many(tmp_path, "scripts", json.dumps(options))
+    assert reports.keys() == expected.keys()
+    for name, (verdict, texts) in expected.items():
         report = reports[name]
         said = "\n".join([f"{report['verdict']}: {report['text']}", *report["lines"]])
+        said = said.replace("\n      ", " / ")
         if not (said.startswith(verdict) and all(text in said for text in texts)):
             pytest.fail(f"{name}: expected {verdict}, {texts}, got {said}")
     assert reports["clips_a_large_gradient"]["costs"] == {}, "fewer than five steps after warm-up"
@@ -316,9 +301,7 @@ def test_verdicts(tmp_path: Path) -> None:
     assert sent[0] > 4  # KiB of gradients of one model
 
 
-def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, environment, text in (
         (["none.py"], {}, "SCRIPT is not a file"),
         (["--steps", "0", __file__], {}, "at least 1"),
@@ -327,9 +310,7 @@ def test_bad_input_is_one_line(
         (["--policy", "all", __file__], {}, "--policy: auto or none"),
         ([__file__], {"RANK": "0"}, "--keep: a new folder"),
     ):
-        with monkeypatch.context() as patched:
-            for name, value in environment.items():
-                patched.setenv(name, value)
+        with mock.patch.dict(os.environ, environment):
             assert main(["try", *words]) == 3
         said = "".join(capsys.readouterr())
         assert text in said
@@ -385,12 +366,9 @@ def test_random_models_raise_no_alarm(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_ranks_and_the_report_is_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HEAD + "train(*start())")
-    command = tmp_path / "command.py"
-    command.write_text(
-        "from flatshard.checkpoint.command_line import main\nraise SystemExit(main())"
-    )
+    command = ROOT / "flatshard" / "__main__.py"
     words = ["try", "--steps", "4", "--keep", "kept", "--json", "a.json", "script.py"]
-    status, out, err = torchrun(2, command, *words, environment=ENVIRONMENT, cwd=tmp_path)
+    status, out, err = torchrun(2, command, *words, cwd=tmp_path)
     assert status == 0, out + err
     assert out.count("The same numbers") == 1
     report = json.loads((tmp_path / "a.json").read_text())

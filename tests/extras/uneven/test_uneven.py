@@ -14,10 +14,11 @@ from torch import nn
 
 from flatshard import CPUOffload, MixedPrecision, ShardedWrapper
 from flatshard.extras import uneven
+from flatshard.module.wrappers import handles_in
 from tests.comm_hooks import Averaging
-from tests.harness import allow_warnings, naming, on_ranks
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
 from tests.models import CASES, Case, loss_of
-from tests.oracle import ROWS, assert_same
+from tests.oracle import ROWS, assert_identical, assert_same, sgd, snapshot
 from tests.ways import WAYS, ranks_of
 
 # Micro-batches of each rank in each step.
@@ -33,10 +34,10 @@ def _batch(case: Case, rank: int, step: int, number: int) -> Any:
     return case.batch(1000 * step + 10 * rank + number, ROWS)
 
 
-def _train_plain(case: Case, rank: int, world_size: int) -> nn.Module:
+def _train_plain(case: Case, rank: int) -> nn.Module:
     """The unwrapped model: rank 0's buffers at the start of a step, averages at its end."""
     model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer, world_size = sgd(model), dist.get_world_size()
     for step, counts in enumerate(_COUNTS[world_size]):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
@@ -45,9 +46,9 @@ def _train_plain(case: Case, rank: int, world_size: int) -> nn.Module:
             inputs, target = _batch(case, rank, step, number)
             loss_of(model(inputs), target).backward()
         for param in (param for param in model.parameters() if param.requires_grad):
-            used = torch.tensor([param.grad is not None], dtype=torch.int64)
+            used = torch.tensor(int(param.grad is not None))
             dist.all_reduce(used)
-            if used.item():
+            if used:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 dist.all_reduce(param.grad)
                 param.grad /= world_size
@@ -55,19 +56,14 @@ def _train_plain(case: Case, rank: int, world_size: int) -> nn.Module:
     return model
 
 
-def _train(
-    model: Any,
-    case: Case,
-    rank: int,
-    world_size: int,
-    act: Callable[[], object],
-    *,
-    scales: bool = False,
-) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _nothing() -> None: ...
+
+
+def _train(model: Any, case: Case, rank: int, act: Any = _nothing, scales: bool = False) -> None:
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
     scaler.scale(torch.zeros(()))  # also on ranks without micro-batches
-    for step, counts in enumerate(_COUNTS[world_size]):
+    for step, counts in enumerate(_COUNTS[dist.get_world_size()]):
         optimizer.zero_grad()
         with model.no_sync(uneven=True):
             for number in range(counts[rank]):
@@ -79,8 +75,10 @@ def _train(
         scaler.update()
 
 
-def _units(model: Any) -> Any:
-    return model._sharded_unit.context.units
+def _assert_trains_as_plain(case: Case, rank: int, **keywords: Any) -> None:
+    model = case.wrap(case.model(), **keywords)
+    _train(model, case, rank)
+    assert_same(model, _train_plain(case, rank))
 
 
 _FORMS: dict[str, dict[str, Any]] = {
@@ -102,11 +100,8 @@ _FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(ranks_of)
 def test_every_strategy(rank: int, world_size: int, way: str) -> None:
-    case = CASES["mlp"]
     WAYS[way].set_nodes()
-    model = case.wrap(case.model(), **WAYS[way].keywords)
-    _train(model, case, rank, world_size, lambda: None)
-    assert_same(model, _train_plain(case, rank, world_size))
+    _assert_trains_as_plain(CASES["mlp"], rank, **WAYS[way].keywords)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -114,17 +109,14 @@ def test_every_strategy(rank: int, world_size: int, way: str) -> None:
 def test_every_kind_of_model(rank: int, world_size: int) -> None:
     nth = {1: 5, 2: 1, 3: 2}[world_size]
     for name, keywords in list(_FORMS.items())[::nth]:
-        case = CASES[name]
         with naming(name):
-            model = case.wrap(case.model(), **keywords)
-            _train(model, case, rank, world_size, lambda: None)
-            assert_same(model, _train_plain(case, rank, world_size))
+            _assert_trains_as_plain(CASES[name], rank, **keywords)
 
 
 @on_ranks(2)
 def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
     case = CASES["mlp"]
-    expected = _train_plain(case, rank, world_size)
+    expected = _train_plain(case, rank)
     inputs = case.batch(9, ROWS)[0]
 
     def evaluate() -> None:
@@ -140,8 +132,7 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
     def fail_in_forward() -> None:
-        with pytest.raises(RuntimeError, match="shapes"):
-            model(inputs[:, 1:])
+        assert_raises(RuntimeError, "shapes", model, inputs[:, 1:])
 
     def nested() -> None:
         with model.no_sync():
@@ -153,7 +144,7 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
     for act in (evaluate, differentiate, penalize, fail_in_forward, nested, convert):
         model = case.wrap(case.model())
         with naming(act.__name__):
-            _train(model, case, rank, world_size, act)
+            _train(model, case, rank, act)
             assert_same(model, expected)
             for _ in range(2):  # the ranks take the same steps together again
                 loss_of(model(inputs), case.batch(9, ROWS)[1]).backward()
@@ -165,14 +156,14 @@ def test_what_ranks_may_do_alone(rank: int, world_size: int) -> None:
                 evaluate()
     assert said.call_count == (rank == 0)
     model = case.wrap(case.model())
-    _train(model, case, rank, world_size, lambda: None, scales=True)
+    _train(model, case, rank, scales=True)
     assert_same(model, expected)
     model = case.wrap(case.model())
     hook = Averaging()
     model.register_comm_hook("state", hook)
-    _train(model, case, rank, world_size, lambda: None)
+    _train(model, case, rank)
     assert_same(model, expected)
-    assert len(hook.calls) == len(_COUNTS[2]) * sum(len(unit.handles) for unit in _units(model))
+    assert len(hook.calls) == len(_COUNTS[2]) * len(list(handles_in(model)))
 
 
 @on_ranks(2)
@@ -183,15 +174,12 @@ def test_bad_use_is_named_on_all_ranks(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def leave(act: Callable[[], object], message: str) -> None:
-        def run() -> None:
+        expected = message if rank == 1 else f"{message}.* \\(rank 1\\)"
+        with naming(message), pytest.raises(RuntimeError, match=expected):  # noqa: PT012
             with model.no_sync(uneven=True):
                 loss_of(model(inputs), target).backward()
                 if rank == 1:
                     act()
-
-        expected = message if rank == 1 else f"{message}.* \\(rank 1\\)"
-        with naming(message), pytest.raises(RuntimeError, match=expected):
-            run()
         optimizer.zero_grad()
         loss_of(model(inputs), target).backward()  # the model can be used again
         optimizer.zero_grad()
@@ -247,14 +235,15 @@ def test_narrow_parameters(rank: int, world_size: int) -> None:
     with models[1].no_sync():
         backward(models[1], 0)
     backward(models[1], 1)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one.grad.to_local(), other.grad.to_local(), rtol=0, atol=0)
+    assert_identical(*([param.grad.to_local() for param in model.parameters()] for model in models))
 
 
 def _changed_on_one_rank(case: Case, rank: int) -> None:
     inputs, target = case.batch(0, ROWS)
     changes: dict[str, Callable[[Any], object]] = {
-        "requires_grad of .*fc1.weight.* is True on rank 0": lambda model: model.fc1.weight,
+        "requires_grad of .*fc1.weight.* is True on rank 0": (
+            lambda model: model.fc1.weight.requires_grad_(False)
+        ),
         "a conversion of the model was called inside": lambda model: model.to(torch.float32),
     }
     for message, change in changes.items():
@@ -262,15 +251,14 @@ def _changed_on_one_rank(case: Case, rank: int) -> None:
         with naming(message), pytest.raises(RuntimeError, match=message):  # noqa: PT012
             with model.no_sync(uneven=True):
                 loss_of(model(inputs), target).backward()
-                changed = change(model) if rank == 1 else None
-                if isinstance(changed, nn.Parameter):
-                    changed.requires_grad_(False)
+                if rank == 1:
+                    change(model)
 
 
 def _failed_backward(model: Any, rank: int) -> None:
     """A backward that fails on one rank, whose program then asks all ranks to skip the step."""
     inputs, target = CASES["mlp"].batch(0, ROWS)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     failed = torch.zeros(1)
 

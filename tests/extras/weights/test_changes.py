@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import flatshard
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import usual_and_every
-from tests.harness import naming, on_ranks
+from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
-from tests.oracle import ROWS
+from tests.oracle import ROWS, assert_identical, change_all, step_and_zero
 from tests.ways import WAYS, ranks_of
 
 
@@ -24,10 +24,6 @@ def _full(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _empty(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.full_like(t, 7) for name, t in _full(model, dtype).items()}
-
-
-def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
 
 
 @pytest.mark.by_turns
@@ -44,8 +40,7 @@ def test_after_steps(rank: int, world_size: int, way: str) -> None:
         for step in range(8):
             inputs, target = case.batch(10 * step + rank, ROWS, torch.float32)
             loss_of(model(inputs), target).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             some = list(changes.changes(digests=True))
             pickles = [pickle.dumps(one) for one in some]
             for one, text in zip(some, pickles, strict=True):
@@ -54,7 +49,7 @@ def test_after_steps(rank: int, world_size: int, way: str) -> None:
             some = [*map(pickle.loads, pickles)]
             flatshard.apply_changes(received, some)
         with naming(name):
-            assert _same(received, _full(model, torch.bfloat16))
+            assert_identical(received, _full(model, torch.bfloat16))
         assert any(one.indices is not None for one in some), "all units were sent whole"
         assert list(changes.changes()) == []
 
@@ -73,7 +68,7 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     changes = flatshard.WeightChanges(model, dtype=torch.float32)
     received = _empty(model, torch.float32)
     flatshard.apply_changes(received, changes.changes())
-    assert _same(received, _full(model, torch.float32))
+    assert_identical(received, _full(model, torch.float32))
     set_one(3, 5)
     with torch.no_grad():
         model[1].bias.add_(1)
@@ -83,16 +78,14 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
         assert first.values.tolist() == [1.0]
         assert (second.name, second.indices.tolist()) == ("1.bias", [*range(20)])
     # A rank that stops early takes part in the rest, and then all ranks get all weights.
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
+    change_all(model, lambda param: param.add_(1))
     stopped = pytest.raises(RuntimeError, match="rank 0 stopped reading") if rank else nullcontext()
     with stopped:
         for number, _ in enumerate(changes.changes()):
             if rank == 0 and number == 1:
                 break
     flatshard.apply_changes(received, changes.changes(digests=True))
-    assert _same(received, _full(model, torch.float32))
+    assert_identical(received, _full(model, torch.float32))
     # A receiver that missed a pass finds out by the digest.
     set_one(0, 0)
     list(changes.changes())
@@ -102,25 +95,26 @@ def test_arguments_and_early_stops(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'0.weight': expected .*, got none"):
         flatshard.apply_changes({}, list(flatshard.WeightChanges(model).changes()))
     unread = changes.changes()
-    with pytest.raises(
-        ValueError, match=r"another WeightChanges.changes\(\) of this model is not finished"
-    ):
-        changes.changes()
+    unfinished = r"another WeightChanges.changes\(\) of this model is not finished"
+    assert_raises(ValueError, unfinished, changes.changes)
     list(unread)
-    with pytest.raises(ValueError, match="ranks differ: the call is"):
-        changes.changes(digests=rank == 0)
-    with pytest.raises(ValueError, match="ranks must be 'all', 'local' or below 2, got 2"):
-        changes.changes(ranks=2)
-    with pytest.raises(ValueError, match=r"floating-point dtype, got torch.int8"):
-        flatshard.WeightChanges(model, torch.int8)
+    assert_raises(ValueError, "ranks differ: the call is", changes.changes, digests=rank == 0)
+    refused = "ranks must be 'all', 'local' or below 2, got 2"
+    assert_raises(ValueError, refused, changes.changes, ranks=2)
+    refused = "floating-point dtype, got torch.int8"
+    assert_raises(ValueError, refused, flatshard.WeightChanges, model, torch.int8)
     both = nn.ModuleDict({"one": model, "two": copy.deepcopy(model)})  # names in the whole model
     received = _empty(both, torch.bfloat16)
     flatshard.apply_changes(received, flatshard.WeightChanges(both).changes(digests=True))
-    assert _same(received, _full(both, torch.bfloat16))
+    assert_identical(received, _full(both, torch.bfloat16))
     unwrapped = nn.Linear(3, 2)
     (weight, bias) = flatshard.WeightChanges(unwrapped).changes()
     assert torch.equal(weight.values, unwrapped.weight.bfloat16())
     assert (bias.name, bias.indices) == ("bias", None)
+
+
+def _wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(torch.complex128) for name, tensor in tensors.items()}
 
 
 class _Mixed(nn.Module):
@@ -151,12 +145,8 @@ def test_every_dtype(rank: int, world_size: int, collectives: str) -> None:
             are_whole = [one.indices is None for one in some if one.name.startswith("p")]
             assert are_whole == [step in (0, 3)] * 4  # everything, and more than a tenth
             flatshard.apply_changes(received, some)
-            wide = [
-                {name: tensor.to(torch.complex128) for name, tensor in tensors.items()}
-                for tensors in (received, _full(model, dtype))
-            ]
             with naming(f"{dtype}, step {step}"):
-                assert _same(*wide)
+                assert_identical(*map(_wide, (received, _full(model, dtype))))
             # One element on one rank, in every tensor; in the last step, half of the elements.
             with torch.no_grad(), flatshard.ShardedWrapper.summon_full_params(model):
                 for tensor in (*model.parameters(), *model.buffers()):

@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from flatshard.extras.whole_tensors import choose_owners, step_cost
 from flatshard.extras.whole_tensors.trial import StepMode
 from flatshard.optimizer.adapter import adapter_of
 from flatshard.units.layout import FlatLayout
-from tests.harness import allow_warnings, naming, on_ranks
-from tests.oracle import assert_same, snapshot
+from tests.harness import allow_warnings, assert_raises, naming, on_ranks
+from tests.oracle import assert_identical, assert_same, snapshot, step_with, trainable
 from tests.side import TOLERANCE, Run, assert_same_model, pair
 
 pytestmark = pytest.mark.by_turns
@@ -39,18 +40,15 @@ class RowNorms(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                rows = param.grad.reshape(len(param) if param.dim() else 1, -1)
-                if not state:
-                    state["norms"] = torch.zeros(len(rows), 1, dtype=param.dtype)
-                    state["momentum"] = torch.zeros_like(param)
-                state["norms"].mul_(0.9).add_(rows.norm(dim=1, keepdim=True))
-                state["momentum"].mul_(0.9).add_((rows / (1 + state["norms"])).view_as(param))
-                param.add_(state["momentum"], alpha=-group["lr"])
+        for param in (param for param in self.params if param.grad is not None):
+            state = self.state[param]
+            rows = param.grad.reshape(len(param) if param.dim() else 1, -1)
+            if not state:
+                state["norms"] = torch.zeros(len(rows), 1, dtype=param.dtype)
+                state["momentum"] = torch.zeros_like(param)
+            state["norms"].mul_(0.9).add_(rows.norm(dim=1, keepdim=True))
+            state["momentum"].mul_(0.9).add_((rows / (1 + state["norms"])).view_as(param))
+            param.add_(state["momentum"], alpha=-self.param_groups[0]["lr"])
         self.finish()
 
     def finish(self) -> None:
@@ -126,13 +124,14 @@ def _muon(params: Sequence[nn.Parameter]) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01)]
 
 
+def _lbfgs(params: Sequence[nn.Parameter]) -> Optimizers:
+    return [torch.optim.LBFGS(params, lr=0.1, max_iter=3)]
+
+
 KINDS: dict[str, tuple[Callable[[Sequence[nn.Parameter]], Optimizers], StepMode]] = {
     "muon": (_muon, StepMode.IN_PARTS),
     "adafactor": (lambda params: [torch.optim.Adafactor(params, lr=0.05)], StepMode.IN_PARTS),
-    "lbfgs": (
-        lambda params: [torch.optim.LBFGS(params, lr=0.1, max_iter=3)],
-        StepMode.ON_EVERY_RANK,
-    ),
+    "lbfgs": (_lbfgs, StepMode.ON_EVERY_RANK),
     "rows": (lambda params: [RowNorms(params)], StepMode.IN_PARTS),
     "counting": (lambda params: [Counting(params)], StepMode.ON_OWNERS),
     "together": (lambda params: [Together(params)], StepMode.ON_EVERY_RANK),
@@ -140,26 +139,12 @@ KINDS: dict[str, tuple[Callable[[Sequence[nn.Parameter]], Optimizers], StepMode]
 
 
 def _optimizers(run: Run, kind: str) -> Optimizers:
-    params = [param for param in run.model.parameters() if param.requires_grad]
-    return KINDS[kind][0](params)
+    return KINDS[kind][0](trainable(run.model))
 
 
 def _train(run: Run, optimizers: Optimizers, steps: range) -> None:
     for number in steps:
-
-        def closure(number: int = number) -> Tensor:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = run.loss(number)
-            loss.backward()
-            return loss
-
-        if isinstance(optimizers[0], torch.optim.LBFGS):
-            optimizers[0].step(closure)
-            continue
-        closure()
-        for optimizer in optimizers:
-            optimizer.step()
+        step_with(optimizers, partial(run.loss, number))
 
 
 # ------------------------------------------------------------ the same numbers
@@ -177,9 +162,8 @@ def test_steps_as_an_unwrapped_model(rank: int, world_size: int) -> None:
                 if run.is_sharded and world_size > 1:
                     assert adapter_of(optimizers[0]).mode is KINDS[kind][1]
             # torch's Muon multiplies in bfloat16.
-            assert_same(
-                *(run.model for run in runs), rtol=0.0, atol=1e-2 if kind == "muon" else TOLERANCE
-            )
+            bound = 1e-2 if kind == "muon" else TOLERANCE
+            assert_same(*(run.model for run in runs), rtol=0.0, atol=bound)
 
 
 @on_ranks(2)
@@ -194,7 +178,7 @@ def test_muon_on_gradients_of_equal_bits(rank: int, world_size: int) -> None:
                 param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
             for optimizer in optimizers:
                 optimizer.step()
-    assert_same(*(run.model for run in runs), rtol=0.0, atol=0.0)
+    assert_identical(*(run.model for run in runs))
 
 
 # ------------------------------------------------------------ who does what
@@ -232,9 +216,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) 
     optimizer.step()
     after = snapshot(run.model)
     optimizer.defaults["largest"] = max(param.numel() for param in run.model.parameters())
-    with pytest.raises(FloatingPointError, match=r"not finite \(rank [01]\)"):
-        optimizer.step()
-    assert_same(run.model, after, rtol=0.0, atol=0.0)
+    assert_raises(FloatingPointError, r"not finite \(rank [01]\)", optimizer.step)
+    assert_identical(run.model, after)
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     optimizer.defaults["largest"] = 0
     optimizer.step()  # and it goes on
@@ -247,10 +230,8 @@ def test_ranks_with_other_gradients_raise(rank: int, world_size: int) -> None:
     run.loss(0).backward()
     if rank:
         next(iter(run.model.parameters())).grad = None
-    with pytest.raises(
-        ValueError, match=r"ranks differ: parameter '.*' is .* Every rank must step"
-    ):
-        optimizer.step()
+    message = r"ranks differ: parameter '.*' is .* Every rank must step"
+    assert_raises(ValueError, message, optimizer.step)
 
 
 @on_ranks(2)
@@ -261,7 +242,7 @@ def test_a_step_that_changes_groups_or_gradients_raises(rank: int, world_size: i
     before = snapshot(run.model)
     with pytest.raises(NotImplementedError, match=r"Decaying.step\(\) changes its"):
         _train(run, [optimizer], range(4, 5))
-    assert_same(run.model, before, rtol=0.0, atol=0.0)
+    assert_identical(run.model, before)
     with pytest.raises(NotImplementedError, match=r"step\(\) sets the gradient to None"):
         ClearingGrads(run.model.parameters()).step()
 
@@ -278,10 +259,7 @@ def test_owners_stay_while_groups_change(rank: int, world_size: int) -> None:
         optimizer = RowNorms(params)
         for steps, kept in ((2, params), (2, params[2:]), (2, params[::-1])):
             optimizer.param_groups[0]["params"] = kept
-            for number in range(steps):
-                optimizer.zero_grad()
-                one.loss(number).backward()
-                optimizer.step()
+            _train(one, [optimizer], range(steps))
     assert_same_model(run, plain)
 
 
@@ -368,12 +346,11 @@ def test_other_state_on_each_rank(
         )
         # Under NO_SHARD, torch's get_optimizer_state_dict communicates nothing.
         for save in saves[: 2 if strategy == "NO_SHARD" else 3]:
-            with pytest.raises(ValueError, match=name):
-                save()
+            assert_raises(ValueError, name, save)
         model, optimizer = built()
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        torch.testing.assert_close(train(range(2, 4)), expected, rtol=0.0, atol=0.0)
+        assert_identical(train(range(2, 4)), expected)
 
 
 class _OfModules(torch.optim.SGD):
@@ -393,21 +370,20 @@ class _OfModules(torch.optim.SGD):
 
 @on_ranks(2)
 def test_gradients_that_an_optimizer_finds_by_modules(rank: int, world_size: int) -> None:
-    pairs = pair(rank, world_size, "full")
-    for run in pairs:  # the trial before the first step reads and writes the same gradients
-        run.optimizer = _OfModules(run.model, lambda grad: grad * 0.5)
-        run.train(0, 2)
-    assert_same_model(*pairs)
-    pairs = pair(rank, world_size, "full")
-    for run in pairs:  # gathers the gradients
-        run.optimizer = _OfModules(run.model, lambda grad: grad.flip(0))
-        with allow_warnings():
-            run.train(0, 2)
-    assert_same_model(*pairs)
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda grad: grad * 0.5,  # the trial before the first step uses the same gradients
+        lambda grad: grad.flip(0),  # gathers the gradients
+    ]
+    for change in changes:
+        pairs = pair(rank, world_size, "full")
+        for run in pairs:
+            run.optimizer = _OfModules(run.model, change)
+            with allow_warnings():
+                run.train(0, 2)
+        assert_same_model(*pairs)
     sharded, _ = pair(rank, world_size, "full")
     sharded.optimizer = _OfModules(sharded.model, lambda grad: grad.full_tensor().svd()[0] @ "")
-    with pytest.raises(NotImplementedError, match="in attribute 'parts'"):
-        sharded.train(0, 1)
+    assert_raises(NotImplementedError, "in attribute 'parts'", sharded.train, 0, 1)
 
 
 @on_ranks(2)
@@ -430,11 +406,15 @@ def test_random_draws_for_large_parameters_only_are_told(rank: int, world_size: 
 def _held(shapes: list[tuple[int, ...]], world_size: int) -> list[dict[int, int]]:
     params = {str(number): torch.empty(shape) for number, shape in enumerate(shapes)}
     layout = FlatLayout.build(params, world_size=world_size, itemsize=4)
-    numels = [
-        {rank: layout.local_span(index, rank).numel for rank in range(world_size)}
-        for index in range(len(shapes))
+    ranks = range(world_size)
+    return [
+        {
+            rank: layout.local_span(n, rank).numel
+            for rank in ranks
+            if layout.local_span(n, rank).numel
+        }
+        for n in range(len(shapes))
     ]
-    return [{rank: numel for rank, numel in one.items() if numel} for one in numels]
 
 
 def test_work_and_elements_are_shared_out() -> None:
