@@ -175,7 +175,8 @@ class Communicator(Members):
         """
         if LISTENERS:
             nbytes = request.full.nbytes
-            if request.kind == "all_reduce":  # the first half of it, in the dtype of `full`
+            if request.kind == "all_reduce":
+                # Tell about the second half, an all-gather, too. Both halves together count once.
                 nbytes = (nbytes + request.out.nbytes * self.size) // 2
             self.note(request.kind, request.unit_fqn, nbytes)
         action = _ALL_REDUCING if request.kind == "all_reduce" else _REDUCING

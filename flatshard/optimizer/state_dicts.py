@@ -393,12 +393,15 @@ def comparable(
     return found
 
 
-# A text (a tensor's dtype and shape, or another value's `repr`), and sums over the tensor.
+# A text (a tensor's dtype and shape, or another value's `repr`), and sums of the tensor's elements.
 _Digest = tuple[str, tuple[float, ...]]
 
 
 def _digest(value: Any) -> _Digest:
-    """Return a text and sums. On ranks with the same value, texts are equal, and sums are close."""
+    """Return a text, and for a tensor of floats its norm and the sums of two parts.
+
+    On ranks with the same value, texts are equal, and the numbers are close.
+    """
     if not isinstance(value, Tensor):
         return repr(value), ()
     text = f"{value.dtype} {tuple(value.shape)}"

@@ -263,7 +263,7 @@ def sum_up(
     memory: MemoryTimeline,
     **figures: Any,
 ) -> StepReport:
-    """Make a report of a step from ranges of time, communication and memory."""
+    """Make a report of a step: the time of each kind of work, bytes sent, and memory."""
     # The training thread's ranges never overlap, so their sum is at most the step's time.
     # All-gathers and reductions are not work of the thread, and may overlap.
     seconds: defaultdict[tuple[Kind, int | None], float] = defaultdict(float)

@@ -214,9 +214,9 @@ def meet(
         if problem:
             return [], problem
         # With the kernel's security module Yama (kernel.yama.ptrace_scope=1), a process can be read
-        # only by its ancestors, and by one process that it chooses, with this process's
-        # descendants. Choose the launcher, because all ranks are descendants of the launcher. If
-        # the ranks have several launchers, allow any process.
+        # only by its ancestors, by one reader that it chooses, and by the reader's descendants.
+        # Choose the launcher as the reader, because all ranks are its descendants. If the ranks
+        # have several launchers, allow any process.
         launchers = {one.launcher for one in addresses}
         # If the launcher is outside of the container, its process id is 0 here. But 0 means "no
         # process" to the kernel, so allow any process instead.

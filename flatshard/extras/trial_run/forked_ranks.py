@@ -67,7 +67,7 @@ _NEEDS_ALL = {
 
 
 class Sketch(NamedTuple):
-    """A sketch of this rank's elements of a tensor, see [Note: sketch]."""
+    """256 sums of this rank's elements of a tensor, which nearly identify them ([Note: sketch])."""
 
     line: str  # line of the program during which the tensor was recorded
     eps: float  # precision of the dtype; 0 for integers
