@@ -14,6 +14,9 @@ from torch.distributed import TCPStore
 from tests.forked_python import PYTHON
 from tests.harness import ROOT
 
+HERE = {"PYTHONPATH": str(ROOT)}
+"""Environment of a program that finds this repository's packages, wherever it is started."""
+
 
 class Finished(NamedTuple):
     """Of several processes, the status is that of the first that failed."""
@@ -34,7 +37,7 @@ def run_code(code: str, *arguments: object) -> Finished:
 
 
 def torchrun(
-    world_size: int, script: Path, *arguments: str, environment: Mapping[str, str] = {}, cwd: Path
+    world_size: int, script: Path, *arguments: str, environment: Mapping[str, str] = HERE, cwd: Path
 ) -> Finished:
     """Run the script on so many ranks, which meet as torchrun's do: at the parent's store."""
     limit = timedelta(seconds=60)
@@ -62,8 +65,7 @@ def _run(
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             for given in environments:
-                common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-                environment = {**common, **given}
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", **given}
                 processes.append(
                     subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err)
                 )

@@ -98,8 +98,8 @@ def test_buffer_of_another_length_on_each_rank(rank: int, world_size: int, longe
         for step in range(4):
             for number in range(1, num_forwards + 1):
                 model.offset.fill_(rank + number + step)
-                rows = 8 if num_forwards == 1 else 3 * number * (step + 1)
-                x = torch.randn(rows if rank == longer else 3, 7)
+                rows, others = (8, 3) if num_forwards == 1 else (3 * number * (step + 1), 1)
+                x = torch.randn(rows if rank == longer else others, 7)
                 output = model(x)
                 torch.testing.assert_close(output, plain(x))
                 assert torch.equal(model.offset, torch.full((4,), float(number + step)))

@@ -163,7 +163,7 @@ def _refused() -> None:
         (_config(**first, lora_bias=True), "adapters with .* or a bias"),
         (
             _config(target_modules=["attention"]),
-            "attention' is a MultiheadAttention, and only",
+            "attention' is a MultiheadAttention, and only LoRA",
         ),
         (peft.IA3Config(**first, feedforward_modules=[]), "first' is a Linear, and only LoRA"),
     ):

@@ -158,7 +158,8 @@ def test_inputs_outputs_and_buffers(rank: int, world_size: int) -> None:
     table = Traced().table
     output = model(inputs, scale=scale)
     assert model.dtypes == [BF16] * 3
-    assert (output["out"].dtype, output["ids"].dtype) == (FP32, torch.int64)
+    found = {name: value.dtype for name, value in output.items()}
+    assert found == {"out": FP32, "ids": torch.int64}
     output["out"].sum().backward()
     assert {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)} == {
         "table": FP16,

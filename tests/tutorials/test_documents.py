@@ -35,7 +35,7 @@ from tests import forked_python
 from tests.documents import Fence, before_and_after, build, data, examples, fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
 from tests.oracle import assert_identical, assert_same, assert_same_gradients, change_all
-from tests.scripts import run_code, torchrun
+from tests.scripts import HERE, run_code, torchrun
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
@@ -387,7 +387,7 @@ def test_quickstart(tmp_path: Path) -> None:
     path = tmp_path / "quickstart.py"
     path.write_text(program.text)
     printed: list[str] = []
-    environment = {"FORKED_PYTHON_FREES_OBJECTS": "1"}  # the end of a real program
+    environment = {**HERE, "FORKED_PYTHON_FREES_OBJECTS": "1"}  # the end of a real program
     for ranks, last in ((2, 100), (1, 200)):
         status, out, err = torchrun(ranks, path, environment=environment, cwd=tmp_path)
         assert status == 0, err

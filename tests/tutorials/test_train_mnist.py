@@ -32,7 +32,7 @@ if not find_spec("sklearn"):
 def _train_on_digits(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     """Train on two ranks; returns the output and the results."""
     options = ("--data", "digits", "--epochs", "1", "--json", "results.json", *options)
-    status, out, err = torchrun(2, SCRIPT, *options, cwd=folder)
+    status, out, err = torchrun(2, SCRIPT, *options, environment={}, cwd=folder)
     assert status == 0, out + err
     return out, json.loads((folder / "results.json").read_text())
 

@@ -393,7 +393,7 @@ RESET_POLICIES = (None, ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear})
 
 
 @on_ranks(2)
-def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -> None:
+def test_init_weights_or_a_function_that_recurses(rank: int, world_size: int) -> None:
     expected = _expected()
 
     def init(module: nn.Module) -> None:
@@ -420,7 +420,7 @@ def test_init_weights_and_a_function_that_recurses(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
+def test_buffers_in_no_state_dict(rank: int, world_size: int) -> None:
     expected = _expected()
     for sync in (None, True):
         keywords = {"auto_wrap_policy": RESET_POLICIES[1], "param_init_fn": flatshard.leave_empty}
@@ -436,7 +436,7 @@ def test_buffers_that_no_state_dict_has(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_ignored_modules_are_left_alone(rank: int, world_size: int) -> None:
+def test_ignored_modules_stay_as_they_are(rank: int, world_size: int) -> None:
     """`param_init_fn` is not called with ignored modules, whose tensors stay as they are."""
     seen = []
 
