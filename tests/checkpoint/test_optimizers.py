@@ -75,7 +75,9 @@ def _numpy(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def test_numbers_of_numpy(rank: int, world_size: int, tmp_path: Path) -> None:
     """They load as numbers of Python, also from files that contain numbers of numpy."""
     extra = {"step": np.int64(3), "on": [np.bool_(True)], "half": np.float16(0.5)}
-    expected = train(*built(_numpy, 0), 0, 6)
+    twin = built(_numpy, 0)
+    train(*twin, 0)
+    expected = train(*twin, 3)
     model, optimizer = built(_numpy, 0)
     train(model, optimizer, 0)
     checkpoint.save(tmp_path / "new", model, optimizer, extra=extra)
@@ -104,7 +106,7 @@ class Kind(enum.IntEnum):
 def test_options_that_cannot_be_loaded(rank: int, world_size: int, tmp_path: Path) -> None:
     """An object in a group is named while the checkpoint is saved, on all ranks."""
     model, optimizer = built(lambda params: torch.optim.AdamW(params), 0)
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, 0)
     for value in (Kind.ONE, torch.tanh, [object()], np.zeros(2)):
         optimizer.param_groups[0]["kind"] = value
         with pytest.raises(TypeError, match=r"the optimizer's param_groups\.0\.kind.* holds"):
@@ -186,7 +188,8 @@ SAVED = Path(__file__).with_name("flat_parameters.tar.xz")
 
 def test_checkpoints_of_flat_parameters(tmp_path: Path) -> None:
     with tarfile.open(SAVED) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # new in Python 3.11.4
+        archive.extractall(tmp_path)
     for world_size in (1, 3):
         run_ranks(_load, world_size, tmp_path)
 
