@@ -151,7 +151,7 @@ class Plan:
         sync(self.folder)
 
     def close(self) -> None:
-        """Delete the temporary files that this process has made, unless they were renamed."""
+        """Delete this process's temporary files. `commit` has renamed the files of a whole save."""
         for path in self.made:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -207,9 +207,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         return [*dict.fromkeys((*self._comms(), *replicas))]
 
     def _choose_owners(self, optimizer: Optimizer) -> None:
-        """Choose the rank that steps each parameter (its owner), if the optimizer has new ones.
+        """Choose an owner, the rank that steps a parameter, for each parameter without an owner.
 
-        A parameter that has an owner already keeps it.
+        Does nothing if the optimizer has the same parameters as at the last call.
         """
         params = {param: param.spec for param in sharded_params(optimizer)}
         if params == self._params:
