@@ -305,7 +305,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         return extra("join", "ShardedWrapper.join()").joining(self, optimizers, *how)  # type: ignore[no-any-return]
 
     def free_buffers(self) -> None:
-        """Free the unsharded buffers and gradient buffers that are cached for the next step.
+        """Free the gradient buffers that are cached for the next step.
 
         A forward without gradients also frees these buffers. No communication.
         """

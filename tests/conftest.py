@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 
 MUST_RUN = {
-    *("test_peer_memory.py", "test_page_pool.py", "test_fallbacks.py", "test_systems.py"),
+    *("test_peer_memory.py", "test_fallbacks.py", "test_systems.py"),
     *(() if torch.cuda.is_available() else ("test_simulated_gpu.py",)),
 }
 """Test files that look whether their system has what they need, and skip where it lacks."""

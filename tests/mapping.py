@@ -5,32 +5,26 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from flatshard import memory
 from flatshard.engine import gradients
-from flatshard.extras import mapped_files
-from flatshard.extras.page_pool import PooledBuffer
+from flatshard.extras import shared_memory
+from flatshard.extras.shared_memory import MappedShards
 from flatshard.units import layout
 
 
 @contextmanager
-def mapping(kind: type = PooledBuffer) -> Iterator[list[Any]]:
-    """Small shards are mapped, and small gradients copied at once; yields what was mapped.
-
-    Over sockets that is this rank's own, in a ``PooledBuffer``; other small buffers are such, too.
-    """
+def mapping() -> Iterator[list[Any]]:
+    """Small shards are mapped, and small gradients copied at once; yields what was mapped."""
     made: list[Any] = []
-    init = kind.__init__
+    init = MappedShards.__init__
 
-    def counted(self: Any, *args: Any, **keywords: Any) -> None:
-        init(self, *args, **keywords)
-        if self.shard is not None:
-            made.append(type(self))
+    def counted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        made.append(type(self))
 
     with (
         mock.patch.object(layout, "PAGED_BYTES", 1),
-        mock.patch.object(memory, "PAGED_BYTES", 1),
-        mock.patch.object(mapped_files, "PAGED_BYTES", 1),
+        mock.patch.object(shared_memory, "PAGED_BYTES", 1),
         mock.patch.object(gradients, "_SMALL_BYTES", 0),
-        mock.patch.object(kind, "__init__", counted),
+        mock.patch.object(MappedShards, "__init__", counted),
     ):
         yield made

@@ -43,7 +43,6 @@ from flatshard.engine.prefetch import Prefetch
 from flatshard.engine.run_state import RunState
 from flatshard.engine.saved_tensors import SavedTensors
 from flatshard.engine.unit import Call, Phase, ReshardPoint, Unit
-from flatshard.memory import give_back_kept
 from flatshard.precision import tensors_in
 from flatshard.tensor.sharded_tensor import untraced
 
@@ -78,12 +77,10 @@ class Forward:
         self._backward.recover()
 
     def give_back(self) -> None:
-        """Free memory that is cached for gradients and unsharded buffers of the next step."""
+        """Free the memory that is cached for the gradients of the next step."""
         for handle in self._state.handles:
             if (output := handle.grads.plan.output) is not None:
                 output.give_back()
-        for give_back in give_back_kept:
-            give_back()
 
     # ------------------------------------------------------------ the outermost forward begins
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatshard.comm.transports import BufferRequest, Gather
 from flatshard.comm.work import AsyncWork
-from flatshard.memory import NOTHING, BufferMemory, copy_stream, on_copy_stream
+from flatshard.memory import NOTHING, AllocatedBuffer, BufferMemory, copy_stream, on_copy_stream
 from flatshard.options.extras import extra
 from flatshard.tensor.flat_parameter import FlatParamPlan
 
@@ -83,12 +83,13 @@ class ParamGather:
         """Allocate memory for the unsharded buffer, ``(numel,)``.
 
         With ``shard_is_buffer``, returns the memory of ``shard``. With ``reads_shard``, the result
-        may also have memory for this rank's shard, inside of the buffer.
+        may also have memory for this rank's shard.
         """
         if shard is not None and self.shard_is_buffer:
             return BufferMemory(shard)
-        target = self._targets.shard if self.reads_shard else None
-        request = BufferRequest(numel, self.compute_dtype, self._device, self.tags[0], target)
+        if not self.reads_shard:
+            return AllocatedBuffer(numel, self.compute_dtype, self._device)
+        request = BufferRequest(numel, self.compute_dtype, self.tags[0], self._targets.shard)
         transport = self._topology.intra_group.transport_for(self._device, self.tags[0])
         return transport.allocate_unsharded(request)
 

@@ -135,9 +135,9 @@ class FlatParamHandle:
         self.clean_version = self._last_version = -1
         padded_numel = self.layout.padded_numel
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            # With `reads_shard`, the transport may place the shard inside of the buffer, so first
-            # allocate the buffer, with memory for the shard. Otherwise allocate the buffer last,
-            # after the parameters have freed their previous memory.
+            # With `reads_shard`, the transport may allocate the shard together with the buffer. So
+            # allocate the buffer before the shard. Otherwise allocate the buffer last, after the
+            # parameters have freed their previous memory.
             memory = self.gather.allocate(padded_numel) if self.gather.reads_shard else None
             shown = None if memory is None else memory.shard
             # Move the shard to the memory in which the optimizer will update the shard.
@@ -197,9 +197,6 @@ class FlatParamHandle:
             # The shard was written since the all-gather. All-gather again into the same memory.
             self.wait_unshard()
             torch.autograd.graph.increment_version(self.buffer)
-            self.memory.renew()
-        elif self.is_free_deferred:
-            self.memory.renew()
         unsharded.allow(self._storage)
         self.memory.take()
         self.gather.start(self._shard, version, self.memory, purpose)
@@ -357,9 +354,8 @@ class FlatParamHandle:
     @property
     def unsharded_bytes(self) -> int:
         """Memory in use for the unsharded buffer and the secondary shard, in bytes."""
-        is_freed = self.state is ShardState.SHARDED and not self.is_free_deferred
         secondary = 0 if self.gather.secondary is None else self.gather.secondary.nbytes
-        return (0 if is_freed else self.memory.held_bytes) + secondary
+        return self.memory.held_bytes + secondary
 
     # ------------------------------------------------------------ what modules hold
 

@@ -16,11 +16,8 @@ import os
 import sys
 from typing import Any
 
-from torch import Tensor
-
 from flatshard.memory import OffloadTarget
 from flatshard.options import OffloadError
-from flatshard.units.layout import PAGED_BYTES
 
 # Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
 _PROT_READ_WRITE = 3
@@ -56,8 +53,6 @@ def _memfd() -> int:
 
 def reserve_range(nbytes: int) -> mmap.mmap:
     """Reserve ``nbytes`` of addresses, which read as zeros and take no memory until written."""
-    if not CAN_MAP:
-        raise OSError("this system maps no files")
     # The addresses can run out because of a limit (RLIMIT_AS), or because the system counts
     # reserved addresses as used memory (vm.overcommit_memory=2).
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -115,21 +110,6 @@ def want_pages(place: int, nbytes: int) -> None:
     """Allocate all pages of a range now, which is faster than a page fault for each page later."""
     # Ignore errors: Linux before 5.14 does not know this request.
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
-
-
-def own_pages(values: Tensor) -> None:
-    """Copy the pages of ``values``, a private mapping, so that writes to the file do not show."""
-    touched = values.detach()[:: mmap.PAGESIZE // values.element_size()]
-    # At the first write to a page of a private mapping, the system copies the page.
-    touched.copy_(touched.clone())
-
-
-def fills_pages(nbytes: int) -> bool:
-    """Whether shards of ``nbytes`` each can be mapped next to each other into a buffer.
-
-    Ranks on the same operating system get the same result.
-    """
-    return CAN_MAP and nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
 
 
 # Whether this system has the system calls that the functions of this module need.

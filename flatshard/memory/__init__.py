@@ -1,9 +1,8 @@
 """Memory of tensors: unsharded buffers, results, and offload targets.
 
 A ``BufferMemory`` is the memory of an unsharded buffer, allocated at unshard and freed at reshard.
-Small buffers, and buffers on accelerators, get memory from torch's allocator. Large buffers on a
-CPU get memory from the extra ``page_pool``: when one unit is resharded, the next unit reuses its
-pages. A transport may define subclasses that need fewer copies.
+An ``AllocatedBuffer`` gets the memory from torch's allocator. A transport may define a subclass
+that needs fewer copies.
 
 A ``BufferCache`` reuses the memory of a result, such as a reduced gradient, once no other code uses
 the result. Otherwise glibc would return each freed tensor of at least ``GLIBC_LIMIT_BYTES`` to the
@@ -25,16 +24,12 @@ import torch
 from torch import Tensor
 
 from flatshard.options import CPUOffload
-from flatshard.options.extras import default_extra
-from flatshard.units.layout import PAGED_BYTES, as_bytes
+from flatshard.units.layout import as_bytes
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 GLIBC_LIMIT_BYTES = 32 << 20
 """A tensor of at least this size gets its own memory mapping from glibc, unmapped when freed."""
-
-give_back_kept: list[Callable[[], object]] = []
-"""Functions that free memory which extras cache for the next step. Extras add functions."""
 
 
 # ---------------------------------------------------------------- unsharded buffers
@@ -48,8 +43,8 @@ class BufferMemory:
     is the shard itself, and is never freed.
     """
 
-    # Memory for this rank's shard, `(shard_numel,)`, which is also mapped into the buffer, so that
-    # an all-gather need not copy this rank's shard. None: the shard has separate memory.
+    # Memory for this rank's shard, `(shard_numel,)`, for all ranks to map into their buffers. None:
+    # the shard has separate memory.
     shard: Tensor | None = None
     # Whether the shards of all ranks are mapped into the buffer. Then an all-gather copies nothing,
     # and resharding between forward and backward costs nothing.
@@ -65,19 +60,13 @@ class BufferMemory:
         return 0
 
     def take(self) -> None:
-        """Allocate the memory, unless it is already allocated.
-
-        The values of the buffer are undefined, except in the range of a mapped shard.
-        """
-
-    def renew(self) -> None:
-        """Undo ``snapshot``: in the buffer, mapped shards have their current values again."""
+        """Allocate the memory, with undefined values, unless it is already allocated."""
 
     def free(self) -> None:
         """Free the memory of the buffer. A second call does nothing."""
 
     def snapshot(self) -> None:
-        """Keep the buffer's values until ``renew`` or ``free``, even if ranks write to shards."""
+        """Keep the buffer's values, even if ranks write to shards, until the next all-gather."""
 
 
 class AllocatedBuffer(BufferMemory):
@@ -99,17 +88,6 @@ class AllocatedBuffer(BufferMemory):
     def free(self) -> None:
         # Resize the storage, but do not delete it: autograd's views refer to this object.
         self._storage.resize_(0)
-
-
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> BufferMemory:
-    """Make the memory of an unsharded buffer, ``(numel,)``, into which no shard is mapped."""
-    # For small buffers, torch's allocator is as fast as the page pool.
-    is_large = numel * dtype.itemsize >= PAGED_BYTES
-    if device.type == "cpu" and is_large and (page_pool := default_extra("page_pool")):
-        # If the page pool gets no memory from the system, try torch's allocator.
-        with contextlib.suppress(OSError):
-            return page_pool.PooledBuffer(numel, dtype)  # type: ignore[no-any-return]
-    return AllocatedBuffer(numel, dtype, device)
 
 
 # ---------------------------------------------------------------- results

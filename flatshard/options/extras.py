@@ -23,7 +23,6 @@ EXTRAS = {
     "out_of_forward": "unshards parameters that are used outside of their unit's forward",
     "auto_wrap": "chooses the modules that become units",
     "tensor_parallel": "trains parameters that are DTensors",
-    "page_pool": "reuses the memory pages of resharded units on a CPU",
     "shared_memory": "lets ranks on one host read one another's memory",
     "advice": "warns of settings without effect when a model is wrapped",
     "overrides": "gives modules and parameters another dtype by name or by function",

@@ -64,11 +64,11 @@ LARGE_PAGES = """
 import mmap
 mmap.PAGESIZE = 65536
 import torch
-from flatshard.extras.mapped_files import fills_pages
-from flatshard.units.layout import FlatLayout
+from flatshard.units.layout import PAGED_BYTES, FlatLayout
 
 layout = FlatLayout.build({"weight": torch.empty(1023, 1031)}, world_size=3, itemsize=4)
-print(layout.shard_numel * 4 % mmap.PAGESIZE, fills_pages(layout.shard_numel * 4))
+nbytes = layout.shard_numel * 4
+print(nbytes % mmap.PAGESIZE, nbytes >= PAGED_BYTES)
 """
 
 

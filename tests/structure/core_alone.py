@@ -66,7 +66,6 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "out_of_forward": None,
     "deadlock": None,
     "advice": None,
-    "page_pool": None,
     "shared_memory": None,
     "compared_steps": None,
     "device_checks": None,

@@ -115,7 +115,7 @@ class Gather(NamedTuple):
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
     purpose: str  # purpose of the all-gather, such as "forward", for error messages
 
-    # The ``BufferMemory`` of ``out``, if ``out`` comes from ``allocate_unsharded``.
+    # The memory of ``out``, if ``out`` is an unsharded buffer.
     memory: BufferMemory | None = None
     # Whether the values are sent unrounded, even if the user chose a narrower ``wire_dtype``.
     exact: bool = False
@@ -141,16 +141,12 @@ class ReduceScatter(NamedTuple):
 
 
 class BufferRequest(NamedTuple):
-    """Arguments of ``allocate_unsharded``, which allocates the memory of an unsharded buffer."""
+    """Arguments of ``allocate_unsharded``: a buffer in host memory, for shards sent as they are."""
 
     numel: int  # number of elements of the buffer, which holds the shards of all ranks
-    dtype: torch.dtype  # dtype of the buffer, and of the values that the all-gather sends
-    device: torch.device
+    dtype: torch.dtype  # dtype of the buffer and of the shards
     tag: int  # tag of the flat parameter, from ``Communicator.new_tag``
-
-    # Where this rank's shard is stored (memory or disk), if the shard may be a part of the buffer:
-    # then all-gathers need not copy this rank's shard. None: the shard has separate memory.
-    shard_target: OffloadTarget | None = None
+    shard_target: OffloadTarget  # where this rank's shard is stored (memory or disk)
 
 
 class Transport(abc.ABC):
@@ -201,8 +197,8 @@ class Transport(abc.ABC):
         """
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        """Return memory for an unsharded buffer, which calls of ``gather`` will fill."""
-        return AllocatedBuffer(request.numel, request.dtype, request.device)
+        """Return memory for an unsharded buffer, which may include memory for this rank's shard."""
+        return AllocatedBuffer(request.numel, request.dtype, HOST)
 
     def stream_waits(self, device: torch.device) -> bool:
         """Whether a wait for other ranks blocks a stream of ``device``, and not the host."""

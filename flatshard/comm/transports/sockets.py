@@ -29,18 +29,9 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.process_groups import OUR_THREADS
-from flatshard.comm.transports import (
-    BufferRequest,
-    Gather,
-    Members,
-    ReduceScatter,
-    Transport,
-    divide,
-)
+from flatshard.comm.transports import Gather, Members, ReduceScatter, Transport, divide
 from flatshard.comm.work import AsyncWork
-from flatshard.memory import BufferMemory, allocate
-from flatshard.options import Collectives, OffloadError
-from flatshard.options.extras import default_extra
+from flatshard.options import Collectives
 from flatshard.units.layout import as_bytes
 
 # Gradients are received and added in pieces. While one piece is added, the next pieces arrive.
@@ -134,20 +125,6 @@ class SocketTransport(Transport):
             return dtype
         return wire
 
-    def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        numel, dtype, target = request.numel, request.dtype, request.shard_target
-        part = numel // self._members.size
-        # If values are rounded to the wire dtype, this rank's range of the buffer differs from the
-        # shard. So the shard's memory cannot be a part of the buffer.
-        is_exact = self._sent_dtype(dtype) is dtype
-        page_pool = default_extra("page_pool") if target is not None and is_exact else None
-        if page_pool and page_pool.fills_pages(part * dtype.itemsize):
-            own = range(self._members.rank * part, (self._members.rank + 1) * part)
-            # On an error (no addresses left, no space for a file), use ordinary memory below.
-            with contextlib.suppress(OSError, OffloadError):
-                return page_pool.PooledBuffer(numel, dtype, own, target)  # type: ignore[no-any-return]
-        return allocate(numel, dtype, request.device)
-
     def forget(self, tag: int) -> None:
         self._members.history.forget(("gather", tag), ("average", tag))
 
@@ -170,8 +147,7 @@ class SocketTransport(Transport):
         receives = [_Message(group.recv, slots[peer], peer, tag) for peer in members.peers]
         sends = [_Message(group.send, source, peer, tag) for peer in members.peers]
         self._begins.put(partial(_begin, [*receives, *sends]))
-        if request.memory is None or request.memory.shard is None:
-            slots[members.rank].copy_(source)
+        slots[members.rank].copy_(source)
         return AsyncWork(
             receives,
             op_name,

@@ -20,6 +20,7 @@ the file of a shard cannot be created or mapped, the shard is copied into the bu
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -33,12 +34,11 @@ from flatshard.comm.process_groups import timeout_of
 from flatshard.comm.transports import BufferRequest, Gather, Members, ReduceScatter
 from flatshard.comm.work import AsyncWork, WaitCondition, watched
 from flatshard.extras import mapped_files
-from flatshard.extras.mapped_files import fills_pages, own_pages
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.extras.shared_memory.peer_memory import OFFER, TAKE, Awaited, Mailbox, PeerProcess
-from flatshard.memory import BufferMemory, allocate
+from flatshard.memory import BufferMemory
 from flatshard.options import OffloadError, TransportOptions
-from flatshard.units.layout import as_bytes
+from flatshard.units.layout import PAGED_BYTES, as_bytes
 
 # Offset of the tags of reduce-scatters, because all-gathers of a flat parameter have the same tag.
 _REDUCING = peer_memory.TAGS // 2
@@ -85,13 +85,14 @@ class SharedMemoryTransport(transports.Transport):
             self.members.history.forget(("offer", one), ("take", one))
 
     def allocate_unsharded(self, request: BufferRequest) -> BufferMemory:
-        part = request.numel // self.members.size
-        can_map = request.shard_target is not None and fills_pages(part * request.dtype.itemsize)
+        nbytes = request.numel // self.members.size * request.dtype.itemsize
+        # Only shards of whole pages can be mapped next to each other.
+        can_map = nbytes >= PAGED_BYTES and nbytes % mmap.PAGESIZE == 0
         if can_map:
             # On an error (no file can be created, or no addresses are free), copy the shards.
             with contextlib.suppress(OSError, OffloadError):
-                return MappedShards(self, part, request)
-        memory = allocate(request.numel, request.dtype, request.device)
+                return MappedShards(self, nbytes, request)
+        memory = super().allocate_unsharded(request)
         # Set the same value on all ranks, even if only this rank copies shards: `shows_shards`
         # decides when a rank reshards, and all ranks must reshard at the same time.
         memory.shows_shards = can_map
@@ -218,9 +219,9 @@ class MappedShards(BufferMemory):
     shows_shards = True
 
     def __init__(
-        self, transport: SharedMemoryTransport, shard_numel: int, request: BufferRequest
+        self, transport: SharedMemoryTransport, nbytes: int, request: BufferRequest
     ) -> None:
-        """Allocate the shard and the buffer, without communication.
+        """Allocate the shard, of ``nbytes``, and the buffer, without communication.
 
         Ranks map each other's shards after the first ``begin``.
 
@@ -228,12 +229,11 @@ class MappedShards(BufferMemory):
             OSError: no file can be created, or no addresses are left.
             OffloadError: the file's disk is full.
         """
-        assert request.shard_target is not None, "the shard target creates the file"
         self._transport, self._tag, self._target = transport, request.tag, request.shard_target
-        self._nbytes = shard_numel * request.dtype.itemsize
-        buffer = mapped_files.reserve_range(self._nbytes * transport.members.size)
+        self._nbytes = nbytes
+        buffer = mapped_files.reserve_range(nbytes * transport.members.size)
         super().__init__(torch.frombuffer(buffer, dtype=request.dtype))
-        file, found = mapped_files.create_mapped(self._target, self._nbytes)
+        file, found = mapped_files.create_mapped(self._target, nbytes)
         os.close(file)
         # Map the file with the shard as shared memory, so that other ranks see writes to the shard.
         self.shard = torch.frombuffer(found, dtype=request.dtype)
@@ -254,6 +254,8 @@ class MappedShards(BufferMemory):
         From now on, no rank may write a shard until all ranks have called ``free`` or ``snapshot``.
         Collective: all ranks of the group.
         """
+        if self._take is not None or self._num_copied:
+            self.free()  # the buffer still has the values of an earlier all-gather
         self._transport.close_taken_files()
         file, self._has_begun = -1 if self._has_begun else self._share(), True
         work, records, self._take = self._transport.publish(
@@ -312,9 +314,6 @@ class MappedShards(BufferMemory):
             else:
                 processes[rank].read(records[rank].address, part)
 
-    def renew(self) -> None:
-        self.free()
-
     def free(self) -> None:
         # Publish that this rank has read all other ranks' shards: their owners may write them now.
         take, self._take = self._take, None
@@ -325,7 +324,10 @@ class MappedShards(BufferMemory):
 
     def snapshot(self) -> None:
         if self._take is not None:
-            own_pages(self.buffer)
+            # The system copies a page of a private mapping at the first write to the page. So write
+            # to one element of each page.
+            touched = self.buffer.detach()[:: mmap.PAGESIZE // self.buffer.element_size()]
+            touched.copy_(touched.clone())
             # Call `take` only after all shards are copied: `take` lets other ranks write their
             # shards.
             self._take()

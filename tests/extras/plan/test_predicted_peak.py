@@ -4,8 +4,8 @@ Small models train on CPU ranks with gloo. A library that is preloaded into the 
 (`tensor_bytes.c`) counts each block that torch's allocator hands out on any thread, temporary
 tensors inside of kernels included. A rank's peak is the highest number of bytes in the third step,
 minus the number before the model was made. Of the ranks, the (low) median counts, because gloo's
-threads free temporary tensors later where other ranks are late. flatshard's page pool is off: its
-memory does not come from torch's allocator.
+threads free temporary tensors later where other ranks are late. Shared memory is off: shards that
+are mapped do not come from torch's allocator.
 
 THOROUGH=1 trains all `CASES`, and `scripts/evidence.py peaks` prints the errors.
 """
@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.extras import mapped_files
 from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.models import Llama, Step, language_step
 from flatshard.extras.plan.planning import TracedModel
 from flatshard.extras.plan.trace import checkpoint_blocks
+from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.extras.plan import Block
@@ -262,7 +262,7 @@ def predict(case: Case) -> int:
         auto_wrap_policy=policy,
         mixed_precision=PRECISIONS[case.precision],
     )
-    # Without the page pool, ranks cannot read each other's memory, and "auto" chooses sockets.
+    # Ranks cannot read each other's memory (`_measure`), so "auto" chooses sockets.
     transport = "native" if case.collectives == "native" else "sockets"
     device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
     machine = Machine(device, 2, 1e9, 1e9, transport=transport)
@@ -298,7 +298,7 @@ def errors(cases: list[Case]) -> list[float]:
 
 def _measure(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    with allow_warnings(), mock.patch.object(mapped_files, "CAN_MAP", False):
+    with allow_warnings(), mock.patch.object(peer_memory, "_readv", None):
         return [_peak(case) for case in cases]
 
 

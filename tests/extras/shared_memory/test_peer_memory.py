@@ -22,7 +22,7 @@ from torch import nn
 
 from flatshard import CollectiveError, CPUOffload, ShardedWrapper
 from flatshard.comm.transports import sockets
-from flatshard.extras import mapped_files, page_pool, shared_memory
+from flatshard.extras import mapped_files, shared_memory
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import every
@@ -88,11 +88,6 @@ def counting_reads() -> Iterator[list[int]]:
 TRANSPORTS = {"shared memory": {}, "sockets": {"collectives": "sockets"}}
 
 
-def mapping_for(way: str) -> Any:
-    """``mapping`` of what ranks map that talk so."""
-    return mapping(page_pool.PooledBuffer if way == "sockets" else shared_memory.MappedShards)
-
-
 @pytest.mark.parametrize(
     ("world_size", "settings", "names"),
     [
@@ -114,14 +109,13 @@ def test_same_as_sockets(rank: int, world_size: int, settings: Any, names: list[
                 case = CASES[name]
                 expected = trained(case, rank, world_size, collectives="sockets", **keywords)
                 if what == next(iter(settings)):
-                    with mapping_for("sockets") as made, in_small_pieces:
+                    with mapping(), in_small_pieces:
                         actual = trained(case, rank, world_size, collectives="sockets", **keywords)
-                    assert made or what in ON_NODES, "nothing was mapped"
                     assert_identical(actual, expected)
                 with counting_reads() as sizes:
                     assert_identical(trained(case, rank, world_size, **keywords), expected)
                 assert sizes, "nothing was read"
-                with mapping(shared_memory.MappedShards) as made, counting_reads():
+                with mapping() as made, counting_reads():
                     assert_identical(trained(case, rank, world_size, **keywords), expected)
                 assert made or what in ON_NODES, "nothing was mapped"
 
@@ -138,16 +132,15 @@ class Slow(Mlp):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
-@pytest.mark.parametrize("maps", [False, True])
+@pytest.mark.parametrize("way", [*TRANSPORTS, "mapped"])
 @on_ranks(2)
-def test_parameters_stay_for_late_ranks(rank: int, world_size: int, maps: bool, way: str) -> None:
+def test_parameters_stay_for_late_ranks(rank: int, world_size: int, way: str) -> None:
     case = Case("slow", Slow, vectors, (nn.Linear,))
     x = case.batch(0, 2)[0]
-    with torch.no_grad(), mapping_for(way) if maps else nullcontext():
+    with torch.no_grad(), mapping() if way == "mapped" else nullcontext():
         expected = case.model()(x)
         with counting_reads():
-            model = case.wrap(case.model(), **TRANSPORTS[way])
+            model = case.wrap(case.model(), **TRANSPORTS.get(way, {}))
             actual = model(x)
             change_all(model, lambda param: param.fill_(torch.nan))  # while the late rank computes
     torch.testing.assert_close(actual, expected)
@@ -186,7 +179,7 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
     def layers() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(7, 7) for _ in range(31)))
 
-    with mapping(shared_memory.MappedShards) as made:
+    with mapping() as made:
         ShardedWrapper(layers())
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         try:
@@ -204,37 +197,33 @@ def test_more_units_than_open_files(rank: int, world_size: int, where: str, tmp_
     assert all(len(memory._mapped) == world_size for memory in memories if memory._has_begun)
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
 @on_ranks(2, fresh=True)
-def test_mapped_shards(rank: int, world_size: int, way: str) -> None:
-    case, keywords = Case("writing", Writing, vectors, (nn.Linear,)), TRANSPORTS[way]
-    with mapping_for(way) as made:
+def test_mapped_shards(rank: int, world_size: int) -> None:
+    case = Case("writing", Writing, vectors, (nn.Linear,))
+    with mapping() as made:
         # What a module writes into unsharded parameters is lost when they are resharded: it raises.
-        model = case.wrap(case.model(), **keywords)
+        model = case.wrap(case.model())
         before = model.state_dict()
         with torch.no_grad(), pytest.raises(RuntimeError, match="edited parameters in place"):
             model(case.batch(rank, world_size)[0])
         assert_identical(model.state_dict(), before)
 
-        # Where files or the others' cannot be had, ranks copy, each for itself; where pages cannot
-        # be moved, they have new ones.
+        # Where files or the others' cannot be had, ranks copy, each for itself.
         case = CASES["mlp"]
-        expected = trained(case, rank, world_size, **keywords)
-        last = "_move_pages" if way == "sockets" else "open_of"
-        for rank_without, name in (
-            *((0, "create"), (1, "map_at"), (1, last)),
-            (1, "reserve_range"),  # `ulimit -v`
+        expected = trained(case, rank, world_size)
+        for rank_without, module, name in (
+            (0, mapped_files, "create"),
+            (1, mapped_files, "map_at"),
+            (1, peer_memory, "open_of"),
+            (1, mapped_files, "reserve_range"),  # `ulimit -v`
         ):
-            none = {"return_value": False} if name == "_move_pages" else {"side_effect": NO_MEMORY}
-            fails = mock.Mock(**none) if rank == rank_without else None
-            modules = {"open_of": peer_memory, "_move_pages": page_pool}
-            module = modules.get(name, mapped_files)
+            fails = mock.Mock(side_effect=NO_MEMORY) if rank == rank_without else None
             with mock.patch.object(module, name, fails or getattr(module, name)):
-                assert_identical(trained(case, rank, world_size, **keywords), expected)
+                assert_identical(trained(case, rank, world_size), expected)
             assert fails is None or fails.called
 
         # Copies and conversions have files of their own; files are closed once all have met.
-        model = case.wrap(case.model(), **keywords)
+        model = case.wrap(case.model())
         twin = copy.deepcopy(model)
         model.float()
         for one, scale in ((model, 2.0), (twin, 3.0)):
@@ -267,10 +256,9 @@ class Forces(Mlp):
 def test_backward_inside_forward(rank: int, world_size: int) -> None:
     case = Case("forces", Forces, vectors, (nn.Linear,))
     expected = trained(case, rank, world_size, collectives="sockets")
-    for way, keywords in TRANSPORTS.items():
-        with mapping_for(way) as made:
-            assert_identical(trained(case, rank, world_size, **keywords), expected)
-        assert made
+    with mapping() as made:
+        assert_identical(trained(case, rank, world_size), expected)
+    assert made
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)
@@ -279,7 +267,7 @@ def test_kept_for_a_second_backward(rank: int, world_size: int, way: str) -> Non
     """A differentiable backward keeps what others, or this rank, may then write."""
     case = CASES["mlp"]
     x = case.batch(rank, world_size)[0].requires_grad_()
-    with mapping_for(way):
+    with mapping():
         model, plain = case.wrap(case.model(), **TRANSPORTS[way]), case.model()
         for one in (plain, model):
             (grad,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)

@@ -1,1 +1,0 @@
-"""Tests of `flatshard.extras.page_pool`."""
