@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
@@ -15,14 +16,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.engine.forward import register_forward_hooks
+from flatshard.engine.forward import surround_calls
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
 from flatshard.module.construction import local_parts, summary, wrap
 from flatshard.module.model_plan import ModelPlan, read_ignored
 from flatshard.module.run import accumulating
 from flatshard.module.settings import ProcessGroups, Settings
-from flatshard.module.wrappers import handles_in, state_dicts_in, units_between_steps, wrappers_in
+from flatshard.module.wrappers import (
+    handles_in,
+    state_dicts_in,
+    unit_modules,
+    unit_of,
+    units_between_steps,
+    wrappers_in,
+)
 from flatshard.optimizer import step as optimizer_step
 from flatshard.optimizer.state_dicts import is_getting_shards
 from flatshard.options import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -31,7 +39,7 @@ from flatshard.options.precision import MixedPrecision
 from flatshard.state import model_state
 from flatshard.state.optim_state import OptimState
 from flatshard.tensor.flat_parameter import FlatParameter
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import UNIT, ModuleProxy, put_in_place
 from flatshard.units.policies import Policy
 
 if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extras can be deleted
@@ -131,8 +139,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         OffloadError: on all ranks, before any change: the disk of ``cpu_offload`` is too full.
     """
 
-    _sharded_unit: Unit
-
     def __init__(
         self,
         module: nn.Module,
@@ -169,7 +175,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         settings = Settings.read(module, ignored, given)
         notes = [f"ShardedWrapper ignores {'; '.join(without_effect)}"] if without_effect else []
         with local_parts(module, ignored, settings):
-            wrap(ModelPlan(module, settings, ignored), self, ShardedWrapper, notes)
+            wrap(ModelPlan(module, settings, ignored), self, notes)
+
+    @property
+    def _sharded_unit(self) -> Unit:
+        return unit_of(self)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's call, with the arguments of ``torch.compile``.
@@ -177,8 +187,10 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         The all-gather of this wrapper's unit stays outside of the graph. If the module contains
         units, the graph ends at each of these units.
         """
-        self.module.compile(*args, **kwargs)
-        register_forward_hooks(self._sharded_unit, self.module)
+        module = self.module
+        plain = MethodType(type(module)._call_impl, module)  # without the calls of flatshard
+        module._compiled_call_impl = torch.compile(plain, *args, **kwargs)
+        surround_calls(self._sharded_unit, module)
 
     def no_sync(
         self, *, max_bytes: int | None = None, replicas_only: bool = False, uneven: bool = False
@@ -622,10 +634,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         Raises:
             RuntimeError: see ``summon_full_params``.
         """
-        if self._sharded_unit.is_initialising:
-            return self
-        with ShardedWrapper.summon_full_params(self, recurse=False):
-            self.module.apply(fn)
+        _apply_by_unit(self.module, fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -900,7 +909,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def extra_repr(self) -> str:
         """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
-        return summary(self) if "_sharded_unit" in self.__dict__ else ""
+        return summary(self._sharded_unit)
 
     def plan(
         self, step: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer | None = None
@@ -980,8 +989,9 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
         """Return all wrappers in ``module``, or only the outermost wrappers, as in FSDP1."""
-        found = wrappers_in(module, nested=not root_only)
-        return [one for one in found if isinstance(one, ShardedWrapper)]
+        made: dict[nn.Module, Any] = {one.module: one for one in wrappers_in(module)}
+        found = unit_modules(module, nested=not root_only)
+        return [made.get(inner) or _wrapper_of(inner) for inner in found]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -990,16 +1000,12 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
             torch_names = default_extra("torch_names")
             if torch_names is None:
                 raise
-            # A wrapper that is still being built or copied has no `_sharded_unit`. Then pass None.
-            return torch_names.attribute(name, self.__dict__.get("_sharded_unit"), error)
-
-    def _interrupt(self) -> None:
-        self._sharded_unit.context.forward.interrupt()
+            # A wrapper that is still being built or copied has no unit. Then pass None.
+            module = self._module_if_set()
+            return torch_names.attribute(name, module and module.__dict__.get(UNIT), error)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Called by `.to()`, `.double()` and similar conversions.
-        if self._sharded_unit.is_initialising:
-            return self
         extra("conversion", "model.to()").convert(self, fn, recurse=recurse)
         return self
 
@@ -1024,6 +1030,24 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         if is_getting_shards():
             self._sharded_unit.state_dict.check_names()
         return {"": "module"}
+
+
+def _wrapper_of(module: nn.Module) -> ShardedWrapper:
+    """Return a new wrapper around a module that is a unit already. The model stays as it is."""
+    wrapper = ShardedWrapper.__new__(ShardedWrapper)
+    nn.Module.__init__(wrapper)
+    return put_in_place(wrapper, module)
+
+
+def _apply_by_unit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """Call ``fn`` as ``Module.apply`` does, with the units around each module unsharded."""
+    module = module.module if isinstance(module, ShardedWrapper) else module
+    with ExitStack() as stack:
+        if UNIT in module.__dict__:
+            stack.enter_context(ShardedWrapper.summon_full_params(module, recurse=False))
+        for child in module.children():
+            _apply_by_unit(child, fn)
+        fn(module)
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:

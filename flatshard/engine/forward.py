@@ -1,6 +1,6 @@
 """``Forward``: the first half of a step, from the call of the outermost module to its return.
 
-Torch's module hooks call ``before_module`` and ``after_module`` around each unit's forward:
+Each call of a unit's module calls ``before_module`` and ``after_module`` (``surround_calls``):
 
 1.  The outermost module is called. ``begin`` cleans up after a failed step, checks the model, and
     sets how backward will reduce gradients. Then the module buffers of rank 0 are broadcast.
@@ -30,7 +30,8 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import partial
-from typing import Any, NoReturn
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,7 @@ class Forward:
 
     # ------------------------------------------------------------ a module's forward
 
+    @untraced  # a compiled caller runs this method without compilation, between two graphs
     def before_module(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -156,13 +158,13 @@ class Forward:
                     weakref.finalize(call, hook.remove).atexit = False
         return changed
 
+    @untraced
     def after_module(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> Any:
         """End a module's forward: cast the output, register backward's hooks, and reshard.
 
-        Returns the changed output. If the forward raised an exception, torch calls this hook with
-        ``output=None``.
+        Returns the changed output. ``output`` is None if the forward raised an exception.
         """
         if not unit.running:  # `before_module` has raised, so no call is recorded
             return None
@@ -292,8 +294,8 @@ class Forward:
     def interrupt(self) -> None:
         """Clean up after ``KeyboardInterrupt`` or ``SystemExit`` in a forward.
 
-        After these exceptions, torch does not call ``after_module``. The exception may have come at
-        any line, even in this class. So this method relies on no count, and may be called again.
+        The exception may have come at any line, even in this class. So this method relies on no
+        count, and may be called again.
         """
         state = self._state
         was_running, state.depth = state.depth > 0, 0
@@ -376,67 +378,44 @@ class Forward:
                         raise
 
 
-def register_forward_hooks(unit: Unit, module: nn.Module) -> None:
-    """Register hooks that call ``before_module`` and ``after_module`` around a module's forward.
+def surround_calls(unit: Unit, module: nn.Module) -> None:
+    """Let each call of ``module`` call ``before_module`` first, and ``after_module`` at the end.
 
-    ``module.compile()`` compiles a module's forward together with its hooks. But Dynamo cannot
-    trace all-gathers, so flatshard's hooks would split the compiled graph. So for a compiled
-    module, this function calls the hooks around the compiled call. If the caller of the module is
-    compiled, too, the caller's graph ends before the module, and a new graph begins after.
-
-    Must be called again after each ``module.compile()``.
+    The program's own hooks of the module run in between, so they see unsharded parameters. If
+    ``module.compile()`` has compiled the module, the compiled call has no part of flatshard. Call
+    this function again after each ``module.compile()``.
     """
-    before, after = _ModuleHook(unit, "before_module"), _ModuleHook(unit, "after_module")
-    compiled = module._compiled_call_impl
-    if compiled is not None:
-        held: Any
-        for held in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in held.items() if isinstance(hook, _ModuleHook)]:
-                del held[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+    # Import here, because the import is slow.
+    from torch._dynamo.decorators import skip
 
-        @untraced
-        def call(*args: Any, **kwargs: Any) -> Any:
-            output = None
-            try:
-                args, kwargs = before(module, args, kwargs) or (args, kwargs)
-                output = compiled(*args, **kwargs)
-            finally:
-                output = after(module, args, output)
-            return output
+    inner = module._compiled_call_impl or MethodType(type(module)._call_impl, module)
 
-        module._compiled_call_impl = call
-        # Copying a module of a unit without the wrapper must raise an error, which `_ModuleHook`
-        # raises. A compiled module has no registered `_ModuleHook`, so store one as an attribute.
-        module.__dict__["_unit_hook"] = before
-    elif not any(isinstance(hook, _ModuleHook) for hook in module._forward_pre_hooks.values()):
-        # Run `before` first (`prepend`), so that users' pre-hooks see unsharded parameters. Run
-        # `after` even if the forward raised (`always_call`), so that the user can catch the
-        # exception and use the model again.
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code is _CALLS and caller.f_locals["self"] is not module:
+            raise RuntimeError(
+                f"a copy of a {type(module).__name__} was called that shares the attributes of a "
+                "module of a ShardedWrapper. Instead of copy.copy(model.module), call "
+                "copy.deepcopy(model)."
+            )
+        forward = unit.forward
+        try:
+            args, kwargs = forward.before_module(unit, module, args, kwargs) or (args, kwargs)
+            output = inner(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # `KeyboardInterrupt` or `SystemExit`
+                forward.interrupt()
+            forward.after_module(unit, module, args, None)
+            raise
+        return forward.after_module(unit, module, args, output)
+
+    # `Module.__call__` calls `_call_impl`, or the compiled call. The graph of a compiled caller
+    # ends at this call, and a new graph begins after: Dynamo cannot trace all-gathers.
+    module.__dict__["_call_impl"] = skip(call)
+    module._compiled_call_impl = None
 
 
-class _ModuleHook:
-    """A module hook that calls a method of ``Forward`` with the module's unit.
-
-    Copying or pickling the hook raises an error, unless the copy includes the whole wrapper: a
-    module without its wrapper cannot be unsharded.
-    """
-
-    def __init__(self, unit: Unit, method: str) -> None:
-        self._unit, self._method = unit, method
-
-    @untraced  # a compiled caller runs the hook without compilation, between two graphs
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._unit.forward, self._method)(self._unit, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        return _ModuleHook(memo.get(id(self._unit)) or self._unit.refuse_to_part(), self._method)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._unit.refuse_to_part()
+_CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
 
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:

@@ -391,8 +391,9 @@ class FlatParamHandle:
             present = module._parameters.get(attribute)
             if present is not param.sharded and present is not held[param.index]:
                 raise RuntimeError(
-                    f"{param.where} was replaced after wrapping. Assign values with p.copy_(...) "
-                    "under torch.no_grad(), or replace the parameter before wrapping."
+                    f"{param.where} was replaced after wrapping (by an assignment, or by torch's "
+                    "functional_call, prune or weight_norm). Replace it before wrapping, call the "
+                    "unwrapped model, or assign values with p.copy_(...) under torch.no_grad()."
                 )
 
     def put(self, shown: Sequence[nn.Parameter]) -> None:

@@ -178,15 +178,15 @@ class SavedTensors:
         self._known |= self._new
         self._num_clean = 0
         self.has_hooks = self._num_unlike > _MAX_UNLIKE
-        units = {module for unit in self._state.units for module in unit.modules}
-        inside = {one for module in self._state.root.modules for one in module.modules()}
         self._hooks = [
             hooks
-            for one in inside - units
-            for hooks in (one._forward_hooks, one._forward_pre_hooks)
+            for module in self._state.root.modules
+            for one in module.modules()
+            for hooks in (
+                *(one._forward_hooks, one._forward_pre_hooks),
+                *(one._backward_hooks, one._backward_pre_hooks),
+            )
         ]
-        for one in inside:
-            self._hooks += (one._backward_hooks, one._backward_pre_hooks)
 
     def begin_call(self, unit: Unit, call: Call, *, recomputes: bool) -> None:
         """Begin a forward of ``unit``: install hooks, if the forward needs any."""

@@ -85,16 +85,6 @@ class Call:
     versions: dict[FlatParamHandle, int] = field(default_factory=dict)
 
 
-class _Casts(dict[nn.Module, UnitCasts]):
-    """The casts of a unit's modules. Raises for a shallow copy of a module, which has its hooks."""
-
-    def __missing__(self, module: nn.Module) -> NoReturn:
-        raise RuntimeError(
-            f"a copy of a {type(module).__name__} was called that shares the hooks of a module of "
-            "a ShardedWrapper. Instead of copy.copy(model.module), call copy.deepcopy(model)."
-        )
-
-
 class Unit:
     """One or several modules whose parameters are unsharded and resharded together."""
 
@@ -111,7 +101,6 @@ class Unit:
     check_loaded: Callable[[nn.Module, Communicator], None] | None = None
     # Whether the user's `param_init_fn` is running: in this function, `module.apply()`, `to()` and
     # other conversions skip wrapped submodules.
-    is_initialising = False
 
     def __init__(
         self,
@@ -121,7 +110,7 @@ class Unit:
         ignored: Ignored,
     ) -> None:
         # For each module of the unit, the casts of inputs and outputs (mixed precision).
-        self.casts = _Casts(modules)
+        self.casts = dict(modules)
         # `names`: names of the modules in the unwrapped model. `name`: one name made of all names.
         self.names, self.name = list(names), name_of(names)
         # The unit's flat parameters: one for each combination of dtype and `requires_grad`, and in
@@ -187,14 +176,13 @@ class Unit:
         self.loads[what] += 1
         self.loads_sum += crc32(f"{self.name}: {what}".encode())
 
-    def refuse_to_part(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Called to copy or pickle a module that refers to this unit.
         raise RuntimeError(
             f"{unit_text(self.name)}: the module of a ShardedWrapper cannot be copied or pickled "
-            "without the wrapper. Call copy.deepcopy(model) or flatshard.checkpoint.save."
+            "without the wrapper. Call copy.deepcopy() of the model, or of a wrapper in "
+            "flatshard.sharded_modules(model). To save, call flatshard.checkpoint.save."
         )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self.refuse_to_part()
 
     @property
     def modules(self) -> Collection[nn.Module]:

@@ -6,7 +6,7 @@ The steps:
 2. The range that each rank stores of each flat parameter is computed. Disk space is reserved for
    shards that are offloaded to disk.
 3. Ranks decide whether all ranks take rank 0's initial values. Buffers move to the device.
-4. Each unit is made: its parameters become shards, and wrappers replace its modules.
+4. Each unit is made: its parameters become shards.
 5. Parameters and buffers on the meta device get values.
 6. The transports (``comm/transports``) connect to other ranks. The units get the state that they
    share in a step (``RunState``). Rank 0 issues warnings.
@@ -34,20 +34,20 @@ from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import differ, digest_of, with_complements
 from flatshard.engine.backward import Backward
-from flatshard.engine.forward import register_forward_hooks
+from flatshard.engine.forward import surround_calls
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.memory import Checksum, OffloadTargets, checksum
 from flatshard.module.model_plan import ModelPlan
 from flatshard.module.run import start_run
 from flatshard.module.settings import Settings
-from flatshard.module.wrappers import unit_of, units_in
+from flatshard.module.wrappers import units_in
 from flatshard.optimizer import step as optimizer_step
 from flatshard.options.extras import default_extra, extra
 from flatshard.state.model_state import UnitStateDict
 from flatshard.tensor.flat_parameter import FlatParamPlan, OriginalParam
 from flatshard.units.layout import memory_order, strides_of
-from flatshard.units.module_proxy import ModuleProxy, put_in_place, replace_children
+from flatshard.units.module_proxy import UNIT, ModuleProxy, put_in_place
 from flatshard.units.module_tree import Ignored
 
 _A_DTENSOR = "ShardedWrapper of a model with a DTensor among its parameters"
@@ -61,11 +61,10 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Any:
     return extra("tensor_parallel", _A_DTENSOR).local_parts(module, ignored, settings)
 
 
-def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Iterable[str]) -> None:
+def wrap(plan: ModelPlan, root: ModuleProxy, notes: Iterable[str]) -> None:
     """Put the planned module into ``root``, a wrapper that has no module yet, and make the units.
 
-    The modules of all other units get new wrappers of class ``kind``. Rank 0 issues ``notes`` and
-    the warnings about the plan. Collective: all ranks.
+    Rank 0 issues ``notes`` and the warnings about the plan. Collective: all ranks.
     """
     _compare(plan)
     targets = _offload_targets(plan)
@@ -79,7 +78,8 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
     if is_first and (advice := default_extra("advice")):
         # Ask for advice before making units changes the module: advice is about the user's module.
         messages += advice.about(plan)
-    units = _make_units(plan, root, kind, initial_values, targets)
+    units = _make_units(plan, initial_values, targets)
+    put_in_place(root, plan.module)
     handles = [handle for unit in units for handle in unit.handles]
     if meta_init is not None:
         meta_init.run(root, handles)
@@ -92,7 +92,7 @@ def wrap(plan: ModelPlan, root: ModuleProxy, kind: type[ModuleProxy], notes: Ite
         for fixed_order in sorted({handle.grads.plan.fixed_order for handle in unit.handles}):
             unit.topology.connect(plan.settings.device, fixed_order=fixed_order)
     plan.precision_plan.install()
-    for unit in units_in(root):  # also the units of wrappers that the module contained before
+    for unit in units_in(root):  # also the units that the module contained before
         if not plan.divergent.isdisjoint(unit.modules):
             unit.placement = unit.placement.diverging()
     start_run(root)
@@ -110,9 +110,9 @@ def _compare(plan: ModelPlan) -> None:
         chosen = plan.precision_plan.chosen
         described = f"{plan.settings.describe()}{chosen.describe() if chosen else ''}"
         units = [f"{one.name}: {plan.settings_of[one.module].describe()}" for one in plan.chosen]
-        # For wrappers that the module contained before, compare only strategies and sizes: the
+        # For units that the module contained before, compare only strategies and sizes: the
         # modules under the same name may be different experts on the ranks.
-        units += map(summary, plan.wrappers)
+        units += map(summary, plan.sharded_before.values())
         # The names of facts contain positions, so that ranks also compare the order.
         facts = {f"setting {number}": text for number, text in enumerate(described.split(", "))}
         facts["the list of ignored tensors"] = repr(list(plan.ignored.names))
@@ -139,9 +139,8 @@ def _describe(tensor: Tensor) -> str:
     return text
 
 
-def summary(wrapper: ModuleProxy) -> str:
-    """Return a text with the sharding strategy and the sizes of a wrapper's unit."""
-    unit = unit_of(wrapper)
+def summary(unit: Unit) -> str:
+    """Return a text with the sharding strategy and the sizes of a unit."""
     strategy = unit.settings.strategy.name
     if len(unit.modules) > 1:
         return f"{strategy}: part of unit {unit.name}"
@@ -163,14 +162,9 @@ def _offload_targets(plan: ModelPlan) -> OffloadTargets:
 
 
 def _make_units(
-    plan: ModelPlan,
-    root: ModuleProxy,
-    kind: type[ModuleProxy],
-    initial_values: InitialValues,
-    targets: OffloadTargets,
+    plan: ModelPlan, initial_values: InitialValues, targets: OffloadTargets
 ) -> list[Unit]:
-    """Make the units, and wrap their modules. Returns the units, the root first. Collective."""
-    wrappers: dict[nn.Module, ModuleProxy] = {}
+    """Make the units. Returns the units, the root first. Collective."""
     units: list[Unit] = []
     for planned in plan.units:
         settings, handles = planned.settings, []
@@ -186,16 +180,9 @@ def _make_units(
         unit.own(handles, Backward.receive)
         unit.state_dict = UnitStateDict(unit)
         for module in modules:
-            wrapper = root
-            if module is not plan.module:
-                wrapper = kind.__new__(kind)
-                nn.Module.__init__(wrapper)
-            wrappers[module] = wrapper
-            register_forward_hooks(unit, module)
-            put_in_place(wrapper, module)
-            wrapper.__dict__["_sharded_unit"] = unit
+            module.__dict__[UNIT] = unit
+            surround_calls(unit, module)
         units.append(unit)
-    replace_children(plan.module, wrappers)
     return [units[-1], *units[:-1]]
 
 

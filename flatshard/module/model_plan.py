@@ -91,8 +91,8 @@ class ModelPlan:
     ) -> None:
         settings.check()
         self.module, self.settings, self.ignored = module, settings, ignored
-        # The wrappers that the module already contains, outermost first.
-        self.wrappers = wrappers.wrappers_in(module)
+        # The modules that are sharded already, outermost first, with their units.
+        self.sharded_before = wrappers.unit_modules(module)
         world_size = settings.ranks.world.size
         # Ids of the tensors that construction neither shards nor synchronises.
         self.left_alone = _sharded_ids(module) | ignored.ids()
@@ -198,7 +198,7 @@ def check_frozen(shared: Mapping[Unit, Set[nn.Module]]) -> None:
                 raise ValueError(
                     f"ShardedWrapper: {unit_text(unit.name)} is trained, and is also in "
                     f"another outermost ShardedWrapper (around a {kinds}), which would reduce the "
-                    f"same gradients. Freeze the unit, or wrap each module once. {SHARED_REMEDY}"
+                    f"same gradients. Freeze the unit, or do as follows. {SHARED_REMEDY}"
                 )
 
 
@@ -373,7 +373,7 @@ def _check_wrappers(module: nn.Module, policy: Policy | None) -> None:
                     f"make the outermost wrapper, then call {extension.name}() on that wrapper."
                 )
     check_frozen(wrappers.other_roots(module))
-    if policy is not None and (inside := wrappers.named_wrappers(module)):
+    if policy is not None and (inside := wrappers.named_unit_modules(module)):
         first, name = next(iter(inside.items()))
         where = f"already contains, at {name!r}," if name else "is already"
         raise ValueError(

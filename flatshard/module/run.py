@@ -28,7 +28,7 @@ from flatshard.optimizer.adapter import stepping
 from flatshard.optimizer.step import restore_all
 from flatshard.options.extras import default_extra, extra
 from flatshard.state.model_state import WriteThrough
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import UNIT, ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 # `_watched` contains the modules of all sharded models. `_num_registered` counts how often a module
@@ -41,8 +41,8 @@ _num_registered = 0
 def start_run(root: ModuleProxy, *, number: int | None = None) -> None:
     """Make the ``RunState`` of a model, which all wrappers of the model share."""
     names: dict[Unit, list[str]] = {}
-    for wrapper, name in wrappers.named_wrappers(root).items():
-        names.setdefault(wrappers.unit_of(wrapper), []).append(name)
+    for module, name in wrappers.named_unit_modules(root).items():
+        names.setdefault(module.__dict__[UNIT], []).append(name)
     for unit, own_names in names.items():
         unit.rename(own_names, is_root=unit is wrappers.unit_of(root))
     # Guess that the units run in registration order, and the root last. The first forward records

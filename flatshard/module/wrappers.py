@@ -1,47 +1,62 @@
-"""Finds the wrappers, the units and the flat parameters in a model.
+"""Finds the units, their modules and flat parameters, and the wrappers in a model.
 
-Each wrapper (``ModuleProxy``) belongs to a ``Unit``, whose parameters are sharded together. The
-wrappers of small neighbouring modules may belong to the same unit.
+A ``Unit`` is a module, or several small neighbouring modules, whose parameters are sharded
+together. Each of these modules refers to the unit. The model's modules stay as they are: only the
+modules to which the program itself applied ``ShardedWrapper`` are inside of a wrapper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from torch import nn
 
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.state.model_state import UnitStateDict
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import UNIT, ModuleProxy
 from flatshard.units.module_tree import paths, unit_text
 
 
 def unit_of(wrapper: ModuleProxy) -> Unit:
-    return wrapper.__dict__["_sharded_unit"]  # type: ignore[no-any-return]
+    return wrapper.module.__dict__[UNIT]  # type: ignore[no-any-return]
 
 
-def wrappers_in(module: nn.Module, *, nested: bool = True) -> list[ModuleProxy]:
-    """Return the wrappers in a model, outermost first. The list is empty for an unwrapped model.
+def modules_below(module: nn.Module, ends: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yield ``module``, its wrappers and modules, outermost first, some of them several times.
 
-    ``nested=False``: leave out wrappers that are inside of another wrapper.
+    Leaves out what is inside of a module for which ``ends`` returns True.
     """
     # `module.modules()` would take three times as long, because it builds all modules' names.
-    found, waiting = dict[ModuleProxy, None](), [module]
+    waiting = [module]
     while waiting:
         inner = waiting.pop()
-        if isinstance(inner, ModuleProxy):
-            found[inner] = None
-        if nested or not isinstance(inner, ModuleProxy):
+        yield inner
+        if not ends(inner):
             waiting += [one for one in reversed(inner._modules.values()) if one is not None]
-    return list(found)
 
 
-def named_wrappers(module: nn.Module) -> dict[ModuleProxy, str]:
-    """Return the names of the wrapped modules, keyed by wrapper, the outermost wrapper first."""
-    found: dict[ModuleProxy, str] = {}
+def wrappers_in(module: nn.Module) -> list[ModuleProxy]:
+    """Return the wrappers in a model that the program made, outermost first."""
+    found = modules_below(module, lambda _: False)
+    return list(dict.fromkeys(one for one in found if isinstance(one, ModuleProxy)))
+
+
+def unit_modules(module: nn.Module, *, nested: bool = True) -> dict[nn.Module, Unit]:
+    """Return the modules of units in a model, outermost first, with their units.
+
+    The result is empty for an unwrapped model. ``nested=False``: leave out the modules that are
+    inside of another module of a unit.
+    """
+    found = modules_below(module, lambda one: not nested and UNIT in one.__dict__)
+    return {one: one.__dict__[UNIT] for one in found if UNIT in one.__dict__}
+
+
+def named_unit_modules(module: nn.Module) -> dict[nn.Module, str]:
+    """Return the names of the modules of units, the outermost module first."""
+    found: dict[nn.Module, str] = {}
     for name, path in paths(module):
-        if isinstance(path[-1], ModuleProxy):
+        if UNIT in path[-1].__dict__:
             found.setdefault(path[-1], name)
     return found
 
@@ -54,7 +69,7 @@ def other_roots(module: nn.Module) -> dict[Unit, Set[nn.Module]]:
 
 
 def units_in(module: nn.Module, *, nested: bool = True) -> list[Unit]:
-    return list(dict.fromkeys(map(unit_of, wrappers_in(module, nested=nested))))
+    return list(dict.fromkeys(unit_modules(module, nested=nested).values()))
 
 
 def state_dicts_in(module: nn.Module) -> list[UnitStateDict]:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, ParamPrecision, ReduceMode
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import is_sharded
 
 # The arguments of a call.
 Args = tuple[Any, ...]
@@ -271,7 +271,7 @@ class PrecisionPlan:
         self, module: nn.Module, precision: MixedPrecision, around: Override | None
     ) -> None:
         """Choose the dtypes of ``module``, its parameters, and its submodules, recursively."""
-        if module in self._precision_of or isinstance(module, ModuleProxy):
+        if module in self._precision_of or is_sharded(module):
             return
         if (own := self._precisions.get(module, precision)) != precision:
             precision, around = own, None

@@ -1,4 +1,4 @@
-"""``ModuleProxy``: replaces a wrapped module in a model, and behaves like the module.
+"""``ModuleProxy``: is put around a module, and behaves like the module.
 
 ``refuse_foreign_wrapper`` raises if a wrapper of torch (DistributedDataParallel, for example) is
 applied to the model.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType, MethodType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from torch import Tensor, nn
+
+# Attribute of the modules of units: the ``Unit``.
+UNIT = "_sharded_unit"
+
+Proxy = TypeVar("Proxy", bound="ModuleProxy")
 
 
 class _Parameters(dict[str, Any]):
@@ -45,15 +50,7 @@ class ModuleProxy(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Collective."""
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._interrupt()
-            raise
-
-    def _interrupt(self) -> None:
-        """Clean up after a ``KeyboardInterrupt`` or ``SystemExit``, for which torch has no hook."""
+        return self.module(*args, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -142,18 +139,6 @@ class ModuleProxy(nn.Module):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload, no-any-return]
 
-    # A program may look for a unit among `model.modules()`, or read a dict whose keys are modules.
-
-    def __eq__(self, other: object) -> bool:
-        module = self._module_if_set()
-        # Two wrappers are never equal: a wrapper may be around another wrapper.
-        is_other = module is None or isinstance(other, ModuleProxy)
-        return self is other if is_other else module == other
-
-    def __hash__(self) -> int:
-        module = self._module_if_set()
-        return super().__hash__() if module is None else hash(module)
-
     def __bool__(self) -> bool:
         # `if model:` would call `__len__`, and raise for a wrapped module without a length.
         return True
@@ -225,8 +210,11 @@ class ModuleProxy(nn.Module):
         hook = self.register_load_state_dict_post_hook(clean)
 
 
-def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
-    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module."""
+def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
+    """Let ``proxy`` wrap ``module``, and give ``proxy.forward`` the signature of the module.
+
+    Returns ``proxy``.
+    """
     # Import here, because the import is slow.
     from torch._dynamo.decorators import skip
 
@@ -250,14 +238,12 @@ def put_in_place(proxy: ModuleProxy, module: nn.Module) -> None:
         own = own.replace(parameters=[bound, *own.parameters.values()])
         forward.__signature__ = own  # type: ignore[attr-defined]
         proxy.__dict__["forward"] = MethodType(forward, proxy)
+    return proxy
 
 
-def replace_children(module: nn.Module, proxies: Mapping[nn.Module, ModuleProxy]) -> None:
-    """Replace the modules in ``proxies`` by their proxies, in all parents inside ``module``."""
-    for inner in list(module.modules()):
-        for name, child in inner._modules.items():
-            if child is not None and child in proxies:
-                inner._modules[name] = proxies[child]
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` is a wrapper, or a module of a unit."""
+    return isinstance(module, ModuleProxy) or UNIT in module.__dict__
 
 
 def callers() -> Iterator[FrameType]:

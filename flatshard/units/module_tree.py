@@ -138,8 +138,7 @@ def paths(
     # Names do not contain the attribute `module` of a `ModuleProxy`.
     hidden = getattr(module, "hidden_in_names", False)
     for attribute, child in module._modules.items():
-        # Not `in`: a `ModuleProxy` equals its module.
-        if child is not None and not any(child is one for one in modules):
+        if child is not None and child not in modules:
             below = name if hidden else f"{name}.{attribute}" if name else attribute
             yield from paths(child, below, modules)
 

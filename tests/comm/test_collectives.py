@@ -126,7 +126,7 @@ def test_prefetch_goes_as_far_as_the_largest_unit(rank: int, world_size: int) ->
             seen.append(sum(unit.is_prefetched for unit in units))
 
         for layer in model.module:
-            layer.module.register_forward_hook(count)
+            layer.register_forward_hook(count)
         _step(model)
         on_the_way.clear()
         with torch.no_grad():

@@ -215,7 +215,7 @@ def test_compiled_blocks_with_other_options(rank: int, world_size: int) -> None:
                 model = _wrap(model, **keywords)
                 if way.endswith("reentrant"):
                     impl = activations.CheckpointImpl[way.upper().replace("NOT ", "NO_")]
-                    units = flatshard.sharded_modules(model)[1:]
+                    units = [unit.module for unit in flatshard.sharded_modules(model)[1:]]
                     wrap = partial(activations.checkpoint_wrapper, checkpoint_impl=impl)
                     activations.apply_activation_checkpointing(model, wrap, units.__contains__)
                 _train(model, rank, 4)
@@ -234,7 +234,7 @@ def test_copies_and_errors_of_compiled_blocks(rank: int, world_size: int) -> Non
             _train(twin, rank, 3)
             assert_identical(twin, model)
             with pytest.raises(Exception, match=r"ShardedWrapper|shard"):
-                copy.deepcopy(model.blocks[0].module)
+                copy.deepcopy(model.blocks[0])
             # An error inside a compiled block leaves the model as one in another block does.
             with pytest.raises(Exception, match="no rows"):
                 model(torch.ones(0, 7))

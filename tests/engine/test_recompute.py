@@ -173,7 +173,8 @@ def _check(way: str, case: Case, model: Any, gathered: Gathered, run: Any = None
 
 
 def _gathers(events: list[collectives.Event]) -> Counter[str]:
-    return Counter(event.unit_fqn for event in events if event.kind == "gather")
+    gathered = [event.unit_fqn for event in events if event.kind == "gather"]
+    return Counter(name.removesuffix("._checkpoint_wrapped_module") for name in gathered)
 
 
 def _no_input_gradients() -> contextlib.AbstractContextManager[None]:

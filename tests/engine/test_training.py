@@ -123,7 +123,7 @@ def test_a_trained_unit_in_two_outermost_wrappers(rank: int, world_size: int, wa
 def test_an_unwrapped_module_in_two_wrappers(rank: int, world_size: int, way: str) -> None:
     side, encoder = Side(f"flatshard {way}"), Net()
     first = side.wrap(Headed(encoder), Net)
-    expected = "parameter 'encoder.*' is already in another ShardedWrapper.*ModuleList"
+    expected = "unit 'encoder' is trained, and is also in another .*ModuleList"
     with pytest.raises(ValueError, match=expected):
         side.wrap(Headed(encoder))
     for again in (first, first.module):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import FlatShardTensor, ShardedWrapper, collectives
+from flatshard import FlatShardTensor, ShardedWrapper, collectives, sharded_modules
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.ranks import communicator
 from flatshard.tensor import operators
@@ -202,7 +202,7 @@ def test_not_reduced(rank: int, world_size: int, way: str) -> None:
     with model.no_sync():
         model(x).sum().backward()
         # A reduction here would leave the ranks waiting for each other.
-        for one, name in ((model, "single"), (model.module.mixed, "mixed")):
+        for one, name in ((model, "single"), (sharded_modules(model.mixed)[0], "mixed")):
             with pytest.raises(RuntimeError, match=rf"unit '{name}', rank 0: .*no_sync"):
                 one.clip_grad_norm_(1.0)
         grads = [p.grad for p in model.parameters() if p.grad is not None]

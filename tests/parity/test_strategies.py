@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy
+from flatshard import CollectiveError, ShardedWrapper, ShardingStrategy, sharded_modules
 from flatshard.wrap import CustomPolicy
 from tests.harness import naming, on_ranks
 from tests.models import CASES, Case, Mlp
@@ -112,7 +112,8 @@ def test_units_of_different_strategies(rank: int, world_size: int) -> None:
 
     for wrap in (by_policy, by_hand):
         run, plain = _train_and_compare(rank, world_size, wrap)
-        names = [run.model.get_submodule(name).sharding_strategy.name for name in CHOICES]
+        units = [sharded_modules(run.model.get_submodule(name))[0] for name in CHOICES]
+        names = [unit.sharding_strategy.name for unit in units]
         assert names == ["HYBRID_SHARD", "NO_SHARD", "FULL_SHARD"]
         # One norm over units of three groups.
         for one in (run, plain):

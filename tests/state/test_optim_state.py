@@ -248,7 +248,7 @@ def test_errors_reach_all_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"6 parameters without names.*has 2"):
         load(model, few, torch.optim.AdamW(case.model().parameters()).state_dict())
     with pytest.raises(ValueError, match="outermost ShardedWrapper"):
-        save(model.module.fc1.module, optimizer)
+        save(model.module.fc1, optimizer)
 
     # Nothing was sent before all ranks knew.
     own = copy.deepcopy(own_parts(optimizer))

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper
+from flatshard import FlatShardTensor, MixedPrecision, ShardedWrapper, sharded_modules
 from flatshard.tensor import sharded_tensor
 from flatshard.wrap import ModuleWrapPolicy
 from tests.harness import allow_warnings, naming, on_ranks, run_ranks
@@ -34,7 +34,9 @@ pytestmark = pytest.mark.by_turns
 def test_copy_of_one_unit(rank: int, world_size: int, way: str) -> None:
     sharded, plain = pair(rank, world_size, way)
     inputs = sharded.inputs(0)
-    assert torch.equal(copy.deepcopy(sharded.model.fc1)(inputs), plain.model.fc1(inputs))
+    assert torch.equal(
+        copy.deepcopy(sharded_modules(sharded.model.fc1)[0])(inputs), plain.model.fc1(inputs)
+    )
 
 
 @on_ranks(2)
@@ -138,7 +140,9 @@ def test_isinstance_reaches_through(rank: int, world_size: int) -> None:
     assert all(isinstance(model, kind) for kind in (nn.Sequential, ShardedWrapper, nn.Module))
     assert not isinstance(model, nn.Linear)
     assert [isinstance(child, nn.Linear) for child in model] == [True, False, True]
-    assert type(model) is type(model[0]) is ShardedWrapper
+    assert type(model) is ShardedWrapper
+    assert [type(child) for child in model.children()] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert all(child is model.module[number] for number, child in enumerate(model))
     assert isinstance(copy.deepcopy(model)[0], nn.Linear)
     assert repr(model).startswith("ShardedWrapper(")
     assert {"unit_report", "append", "module"} <= set(dir(model))
@@ -188,7 +192,7 @@ def test_attributes_of_parameters(rank: int, world_size: int, way: str) -> None:
         layer.weight.grad_sample = torch.ones(3, 4, 4)  # type: ignore[union-attr]
 
     for layer in (model[0], model[2]):
-        layer.module.register_full_backward_hook(keep)
+        layer.register_full_backward_hook(keep)
     for step in range(2):
         model(torch.ones(3, 4, requires_grad=True)).sum().backward()
         for layer in (model[0], model[2]):

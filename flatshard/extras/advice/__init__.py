@@ -29,7 +29,7 @@ def about(plan: ModelPlan) -> list[str]:
             "ShardedWrapper: the wrapped module itself is ignored, so no parameter is sharded. "
             "Leave the module out of ignored_modules and ignored_states."
         )
-    modules = {*plan.settings_of, *(wrapper.module for wrapper in plan.wrappers)}
+    modules = {*plan.settings_of, *plan.sharded_before}
     if plan.divergent and plan.divergent.isdisjoint(modules):
         found.append(
             "allow_divergence has no effect, because none of the given modules is a unit: outer "
@@ -52,7 +52,7 @@ def about(plan: ModelPlan) -> list[str]:
     # Read the topology of the root unit, not `settings.topology`, which may create process groups
     # (with `allow_divergence=True`). That is collective, but this function runs only on rank 0.
     num_shards = plan.units[-1].settings.topology.shard.size
-    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.wrappers:
+    if settings.auto_wrap_policy is None and num_shards > 1 and not plan.sharded_before:
         if auto_wrap := default_extra("auto_wrap"):
             found += auto_wrap.one_unit_warning(plan.tree)
     return found

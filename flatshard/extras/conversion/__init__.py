@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flatshard.comm.communicator import Communicator
 from flatshard.engine.backward import Backward
-from flatshard.engine.forward import register_forward_hooks
+from flatshard.engine.forward import surround_calls
 from flatshard.engine.gradients import edited
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
@@ -150,9 +150,8 @@ def copy_model(root: ModuleProxy, memo: dict[int, Any]) -> nn.Module:
             copied.reasons, copied.check_loaded = unit.reasons, unit.check_loaded
             copied.loads, copied.loads_sum = unit.loads.copy(), unit.loads_sum
             copied.own(handles, Backward.receive)
-            # `deepcopy` drops a module's compiled call, which runs flatshard's hooks. Add new ones.
             for module in copied.modules:
-                register_forward_hooks(copied, module)
+                surround_calls(copied, module)
     if is_outermost:
         # Reuse the number of the original model. Numbers must be the same on all ranks, but perhaps
         # only this rank makes a copy: a new number would shift the numbers of later models here.

@@ -29,7 +29,7 @@ from flatshard.engine.gradients import GradSync
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.run_state import temporarily
 from flatshard.engine.unit import Unit
-from flatshard.module.wrappers import unit_of, wrappers_in
+from flatshard.module.wrappers import unit_of
 from flatshard.optimizer import adapter
 from flatshard.tensor.sharded_tensor import local_range
 from flatshard.units.module_tree import unit_text
@@ -204,7 +204,8 @@ class Join(StepExtension):
     @contextlib.contextmanager
     def clipping(self, module: Any, arguments: tuple[Any, ...]) -> Iterator[None]:
         if self._leads:
-            number = wrappers_in(self._root).index(module)
+            modules = [wrapper.module for wrapper in self._root.fsdp_modules(self._root)]
+            number = modules.index(module.module)
             self._exchange(Doing("clipping", (self._look(), number, arguments)))
         yield
         self._note_grads()
@@ -314,8 +315,7 @@ class Join(StepExtension):
 
     def follow_clipping(self, grads: tuple[str, ...], number: int, arguments: Any) -> None:
         self._treat(grads)
-        wrapper: Any = wrappers_in(self._root)[number]
-        wrapper.clip_grad_norm_(*arguments)
+        self._root.fsdp_modules(self._root)[number].clip_grad_norm_(*arguments)
 
     def follow_step(self, grads: tuple[str, ...], key: Any, options: list[Any]) -> None:
         self._treat(grads)

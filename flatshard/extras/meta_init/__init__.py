@@ -18,11 +18,12 @@ forward, ``leave_empty`` left it empty, and ``load_state_dict`` did not load it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,13 @@ from torch import Tensor, nn
 from flatshard.comm.communicator import Communicator
 from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_state import temporarily
 from flatshard.memory import Checksum, checksum
 from flatshard.module.construction import LEFT_EMPTY, InitialValues, names_of_different
 from flatshard.module.model_plan import ModelPlan
-from flatshard.module.wrappers import handles_in, unit_of, units_in
+from flatshard.module.wrappers import handles_in, unit_of
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.units.layout import as_bytes
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import UNIT, ModuleProxy, is_sharded, put_in_place
 from flatshard.units.module_tree import places_in
 
 # For each module: its initialising functions, keyed by texts such as "reset_parameters()".
@@ -45,6 +45,28 @@ Resets = dict[nn.Module, dict[str, Callable[[], Any]]]
 
 _PATTERN = 0xCB
 _PIECE_BYTES = 1 << 16
+
+
+class _LeftOut(ModuleProxy):
+    """Takes the place of a unit's module, so that ``apply`` and ``to_empty`` skip the module."""
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return self
+
+
+@contextlib.contextmanager
+def _left_out(root: nn.Module) -> Iterator[None]:
+    """Hide the units inside of ``root`` from the functions that initialise outer modules."""
+    with contextlib.ExitStack() as undo:
+        for module in [*root.modules()]:
+            for name, child in module._modules.items():
+                if child is not None and is_sharded(child):
+                    undo.callback(module._modules.__setitem__, name, child)
+                    module._modules[name] = put_in_place(_LeftOut(), child)
+        yield
 
 
 def _initialises(start: InitialValues) -> bool:
@@ -194,9 +216,9 @@ class MetaInit:
                 slot = _Slot(module, attribute, name, tensor, handle, param, firsts.get(key))
                 firsts.setdefault(key, slot)
                 self._slots.setdefault(module, []).append(slot)
-        # Let `apply()` and `to_empty()` of a `param_init_fn` skip the units inside `root`.
-        with temporarily(units_in(root), is_initialising=True):
-            sums = self._make_all(self._find_groups(root))
+        groups = self._find_groups(root)
+        with _left_out(root):
+            sums = self._make_all(groups)
         if not start.sends and world.size > 1:
             start.different = names_of_different(sums, sums.values(), world)
             if start.different and start.settings.sync_module_states is None:
@@ -232,17 +254,18 @@ class MetaInit:
         root_first = self._init_fn is not None
         by_unit = root_first or any("_init_weights()" in one for one in self._resets.values())
         groups: list[list[nn.Module]] = []
-        visited: set[int] = set()  # ids, because a wrapper equals its module
+        visited: set[nn.Module] = set()
 
         def visit(module: nn.Module, group: list[nn.Module] | None) -> None:
-            if id(module) in visited:
+            if module in visited:
                 return
-            visited.add(id(module))
-            is_unit = isinstance(module, ModuleProxy)
-            needs_values = module in self._slots and not is_unit
+            visited.add(module)
+            if is_unit := UNIT in module.__dict__:
+                group = None
+            needs_values = module in self._slots
             begins = is_unit if by_unit else needs_values and group is None
-            inner = [] if begins else None if is_unit else group
-            is_called = needs_values or (by_unit and module in self._resets and not is_unit)
+            inner = [] if begins else group
+            is_called = needs_values or (by_unit and module in self._resets)
             num_before = len(inner or ())
             # Not `children()`, which leaves out the module of a wrapper.
             for child in filter(None, module._modules.values()):

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard.options.precision import MixedPrecision, Overrides, is_float_dtype
 from flatshard.precision import Override
-from flatshard.units.module_proxy import ModuleProxy
+from flatshard.units.module_proxy import is_sharded
 from flatshard.units.module_tree import paths
 
 
@@ -52,7 +52,7 @@ class ChosenDtypes:
         # All names of each module. A shared module has several, and a pattern may match any name.
         self._names: dict[nn.Module, list[str]] = {}
         for name, modules in paths(module):
-            if not any(isinstance(outer, ModuleProxy) for outer in modules):
+            if not any(map(is_sharded, modules)):
                 self._names.setdefault(modules[-1], []).append(name)
 
     def of_module(self, module: nn.Module, precision: MixedPrecision) -> Override | None:

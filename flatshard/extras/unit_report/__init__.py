@@ -12,7 +12,7 @@ from flatshard.comm.communicator import Topology
 from flatshard.engine.handle import FlatParamHandle
 from flatshard.engine.unit import Unit
 from flatshard.extras import show_bytes, tabulate
-from flatshard.module.wrappers import units_in, wrappers_in
+from flatshard.module.wrappers import unit_modules, units_in
 from flatshard.tensor.flat_parameter import FlatParameter
 from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
@@ -31,7 +31,7 @@ def report(root: ModuleProxy) -> str:
     Lines below the table give the reason for each transport.
     """
     units = units_in(root)
-    rest = "what is left" if len(wrappers_in(root)) > 1 else "the whole model"
+    rest = "what is left" if len(unit_modules(root)) > 1 else "the whole model"
     count = f"{len(units)} unit{'s' if len(units) != 1 else ''}"
     sizes = _sizes("", [handle for unit in units for handle in unit.handles])
     table = [_HEADER, *(_row(unit, rest) for unit in units)]

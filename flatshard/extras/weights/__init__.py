@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from flatshard.comm.consistency import Facts, agreed
 from flatshard.comm.work import AsyncWork
+from flatshard.engine.events import StepExtension
 from flatshard.engine.handle import FlatParamHandle
-from flatshard.engine.run_state import temporarily
+from flatshard.engine.run_state import RunState, temporarily
 from flatshard.extras.model_shards import model_shards
 from flatshard.extras.weights.norms import norms as norms
 from flatshard.memory import BufferCache, Checksum, checksum
-from flatshard.module.wrappers import handles_in, unit_of, wrappers_in
+from flatshard.module.wrappers import handles_in, units_in
 from flatshard.state.model_state import StateDictOptions
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.shard_spec import ShardSpec
 from flatshard.units.layout import view_of
-from flatshard.units.module_proxy import ModuleProxy
 from flatshard.units.module_tree import unit_text
 
 __all__ = ["TensorName", "WeightChange", "WeightChanges", "apply_changes", "full_tensors"]
@@ -165,12 +165,13 @@ def read(
     ``units`` yields a list of items for each flat parameter, and a list for the tensors outside of
     units. ``finish`` makes an item for the consumer from such an item, and may fail on some ranks.
     """
-    shards, wrappers = model_shards(model, caller), wrappers_in(model)
+    shards = model_shards(model, caller)
     world = shards.world
+    contexts = list(dict.fromkeys(unit.context for unit in units_in(model)))
 
     def prepare() -> tuple[tuple[Flats, list[Item], MergedLora | None], Facts]:
         options.check(world.size)
-        if any(_refuse in one._forward_pre_hooks.values() for one in wrappers):
+        if any(context.extension(Reading.name) is not None for context in contexts):
             raise ValueError(
                 f"another {caller} of this model is not finished. First read that iterator to "
                 "the end, or call its close(), on every rank."
@@ -192,7 +193,8 @@ def read(
         # If the consumer stops early, this generator still takes part in the remaining all-gathers,
         # unless the process exits. `is_exiting` is a parameter, because Python clears global
         # variables at exit.
-        hooks = [one.register_forward_pre_hook(_refuse, prepend=True) for one in wrappers]
+        for context in contexts:
+            context.extend(Reading(context))
         # `stopped` says where the consumer stopped early; "" if the consumer has not stopped.
         failed, stopped, is_reading = None, "", options.ranks in ("all", "local", world.rank)
         items = _items(units(options, flats, rest), options)
@@ -216,8 +218,8 @@ def read(
                         is_float = tensor.is_floating_point() or tensor.is_complex()
                         tensor.fill_(torch.nan if is_float else torch.iinfo(tensor.dtype).max)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for context in contexts:
+                context.drop(context.extension(Reading.name))
         written = [flats[one][0][1].where for one, old in versions.items() if one.version != old]
         mine = stopped or (f"wrote {written[0]} before the last item was read" if written else "")
         everyone = world.host.gather(mine, f"the end of {caller}")
@@ -345,11 +347,19 @@ def yielded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and tensor.is_floating_point() else tensor.dtype
 
 
-def _refuse(wrapper: ModuleProxy, *_: Any) -> None:
-    raise RuntimeError(
-        f"{unit_text(unit_of(wrapper).name)}: a forward began before full_tensors() was "
-        "read to its end. Read all items first, or call the iterator's close() on every rank."
-    )
+class Reading(StepExtension):
+    """Refuses forwards while a rank reads full tensors."""
+
+    name = "weights"
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def begin_forward(self, of_root: bool) -> None:
+        raise RuntimeError(
+            f"{unit_text(self._state.root.name)}: a forward began before full_tensors() was read "
+            "to its end. Read all items first, or call the iterator's close() on every rank."
+        )
 
 
 # ------------------------------------------------------------ changes

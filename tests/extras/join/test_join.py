@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, sharded_modules
 from tests.comm_hooks import Averaging
 from tests.harness import assert_raises, naming, on_ranks
 from tests.models import CASES, loss_of
@@ -187,7 +187,9 @@ def _refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match=r"join\(\) cannot .* has a communication hook"):
         model.join().__enter__()
     model = case.wrap(case.model())
-    assert_raises(RuntimeError, "is inside a wrapper", model.fc1.join().__enter__)
+    assert_raises(
+        RuntimeError, "is inside a wrapper", sharded_modules(model.fc1)[0].join().__enter__
+    )
     with model.join(enable=False):
         pass
     same = pytest.raises(RuntimeError, match="ranks with input must take the same action")

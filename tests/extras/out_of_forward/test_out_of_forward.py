@@ -348,7 +348,7 @@ def test_writes_are_refused(rank: int, world: int) -> None:
 
     def replace_in_forward(model: Parent, x: Tensor) -> Tensor:
         x = model.child.weight[0] + x
-        model.child.module.weight = nn.Parameter(torch.zeros(D, D).double())
+        model.child.weight = nn.Parameter(torch.zeros(D, D).double())
         return x
 
     edits: list[Callable[[Tensor], object]] = [

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from flatshard import MixedPrecision, ShardedWrapper, collectives
+from flatshard import MixedPrecision, ShardedWrapper, collectives, sharded_modules
 from flatshard.module.wrappers import handles_in
 from flatshard.options.precision import FLOAT8
 from tests.comm_hooks import Averaging
@@ -98,7 +98,7 @@ def test_with_other_features(rank: int, world_size: int) -> None:
     hook = Averaging()
     wide = MixedPrecision(reduce_dtype=torch.float64)
     model = MLP.wrap(MLP.model(torch.float32), mixed_precision=wide)
-    model.fc2.register_comm_hook("state", hook)
+    sharded_modules(model.fc2)[0].register_comm_hook("state", hook)
     with collectives.record() as events:
         local_loss(model, MLP, 0, rank, world_size, torch.float32).backward()
     assert [event.unit_fqn for event in events if event.kind == "reduce"] == ["fc3", "fc1"]
@@ -107,7 +107,7 @@ def test_with_other_features(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="unit 'fc2' already has a hook"):
         model.register_comm_hook("state", hook)
     with pytest.raises(RuntimeError, match="of unit 'fc1' came after the model's first"):
-        model.fc1.register_comm_hook("state", hook)
+        sharded_modules(model.fc1)[0].register_comm_hook("state", hook)
     twin = copy.deepcopy(model)
     local_loss(twin, MLP, 0, rank, world_size, torch.float32).backward()
     twin.register_comm_hook(None, ddp_hooks.allreduce_hook)  # the outermost one, at any time

@@ -218,7 +218,7 @@ def uses(forwards: Callable[[Net, Tensor], Tensor]) -> Callable[[Script], None]:
 
 def recomputed_in_unit(run: Script) -> None:
     """The weight is needed once more after its gradient is there."""
-    run.net.second.module.recomputes = True
+    run.net.second.recomputes = True
     uses(Net.plain)(run)
 
 
@@ -232,7 +232,7 @@ def whole_model_recomputed(run: Script) -> None:
 
 
 def used_on_one_rank(run: Script) -> None:
-    run.net.first.module.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
+    run.net.first.register_forward_pre_hook(lambda _, args: (*args, run.rank == 0))
     with mock.patch.object(reduce_queue, "_STALL_SECONDS", 0.05):
         run.train(3, set_to_none=False)
 

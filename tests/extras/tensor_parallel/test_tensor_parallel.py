@@ -124,12 +124,12 @@ def test_training(rank: int, world_size: int, sequence: bool) -> None:
             make = OPTIMIZERS[kind]
             model = _wrap(mesh, sequence=sequence)
             if kind == "sgd":
-                model.module.blocks[0].module.recomputes = True
+                model.module.blocks[0].recomputes = True
             optimizer = make(model.parameters())
             plain, plain_optimizer, expected = _trained(make)
             norms = _train(model, optimizer, mesh["dp"].get_local_rank(), 2)
             assert norms == pytest.approx(expected, rel=1e-12)
-            assert model.module.blocks[1].module.seen == [DTensor, DTensor]
+            assert model.module.blocks[1].seen == [DTensor, DTensor]
             assert_same(model.state_dict(), plain.state_dict())
             whole = {str(name): one.clone() for name, one in full_tensors(model)}
             assert_same(whole, plain.state_dict())
@@ -220,10 +220,10 @@ def test_outside_of_forward(rank: int, world_size: int) -> None:
         _sgd(one.parameters()).step()
     assert_same(model.state_dict(), plain.state_dict())
     before = model.state_dict()
-    weight = model.module.blocks[0].module.up.weight
+    weight = model.module.blocks[0].up.weight
     for name, call in {
         "normal_": lambda: nn.init.normal_(weight),
-        "uniform_": model.module.blocks[0].module.down.reset_parameters,
+        "uniform_": model.module.blocks[0].down.reset_parameters,
         "orthogonal_": lambda: nn.init.orthogonal_(weight),
         "randn_like": lambda: torch.randn_like(weight),
         "std": weight.std,
@@ -233,7 +233,7 @@ def test_outside_of_forward(rank: int, world_size: int) -> None:
         with naming(name):
             assert_raises(NotImplementedError, r"this rank.s part \(.* of a DTensor of", call)
     assert_same(model.state_dict(), before)
-    nn.init.normal_(model.module.blocks[0].module.norm.weight)  # the same on all ranks
+    nn.init.normal_(model.module.blocks[0].norm.weight)  # the same on all ranks
 
 
 @on_ranks(4)
