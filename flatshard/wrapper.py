@@ -988,7 +988,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedWrapper]:
-        """Return all wrappers in ``module``, or only the outermost wrappers, as in FSDP1."""
+        """Return a wrapper for each module of a unit, or only the outermost, as in FSDP1."""
         made: dict[nn.Module, Any] = {one.module: one for one in wrappers_in(module)}
         found = unit_modules(module, nested=not root_only)
         return [made.get(inner) or _wrapper_of(inner) for inner in found]
@@ -1051,7 +1051,10 @@ def _apply_by_unit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
 
 def sharded_modules(module: nn.Module) -> list[ShardedWrapper]:
-    """Return all wrappers in a model, outermost first. Empty for an unwrapped model.
+    """Return a wrapper for each module of a unit, outermost first. Empty for an unwrapped model.
+
+    The modules themselves stay in the model as they are: a call of ``model.layers[0]`` unshards its
+    unit, and ``sharded_modules(model.layers[0])[0]`` has the methods of ``ShardedWrapper``.
 
     Example:
         ```python

@@ -91,6 +91,21 @@ def looked_up(side: Side) -> Any:
     return [found, [names[layer] for layer in layers], len({*layers, *side.inner(model).modules()})]
 
 
+@idiom("a walk over `children()` by exact type; layers compared by identity", ways="full")
+def walked_by_type(side: Side) -> Any:
+    model, found = side.wrap(nn.Sequential(Mlp(), nn.Tanh(), nn.Linear(3, 3))), []
+
+    def edit(module: nn.Module) -> None:
+        if type(module) is nn.Linear:
+            found.append(module)
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+
+    _walk(model, edit)
+    same = [layer in [side.inner(model)[2], side.inner(model)[0].fc2] for layer in found]
+    return [same, side.inner(model)[2] is [*side.inner(model).children()][2], *side.fit(model)]
+
+
 @idiom("items of a sharded `nn.Sequential` assigned, deleted and looked for", ways="full")
 def items_of_sequential(side: Side) -> Any:
     layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Tanh(), nn.Linear(5, 3))
