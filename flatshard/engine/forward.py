@@ -160,14 +160,15 @@ class Forward:
 
     @untraced
     def after_module(
-        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any
+        self, unit: Unit, module: nn.Module, output: Any, error: BaseException | None = None
     ) -> Any:
         """End a module's forward: cast the output, register backward's hooks, and reshard.
 
-        Returns the changed output. ``output`` is None if the forward raised an exception.
+        Returns the changed output. ``error``: the exception that the forward raised, or None.
         """
-        if not unit.running:  # `before_module` has raised, so no call is recorded
-            return None
+        # Not running: `before_module` has raised, or full parameters are summoned.
+        if not unit.running:
+            return output
         call, changed = unit.running.pop(), output
         try:
             if output is not None:
@@ -181,10 +182,9 @@ class Forward:
                     if tensor.grad_fn is not None:
                         tensor.register_hook(partial(self._backward.enter, unit, call))
         finally:
-            failed = output is None and sys.exc_info()[1] is not None
-            if failed:
-                self._root_module.explain(sys.exc_info()[1], unit.name)
-            self.leave(unit, changed, failed=failed)
+            if error is not None:
+                self._root_module.explain(error, unit.name)
+            self.leave(unit, changed, failed=error is not None)
         return changed
 
     def enter(self, unit: Unit) -> Call:
@@ -378,6 +378,9 @@ class Forward:
                         raise
 
 
+_CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
+
+
 def surround_calls(unit: Unit, module: nn.Module) -> None:
     """Let each call of ``module`` call ``before_module`` first, and ``after_module`` at the end.
 
@@ -392,6 +395,7 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
+        # A shallow copy of the module has the same attributes, and so this function, too.
         if caller.f_code is _CALLS and caller.f_locals["self"] is not module:
             raise RuntimeError(
                 f"a copy of a {type(module).__name__} was called that shares the attributes of a "
@@ -405,17 +409,14 @@ def surround_calls(unit: Unit, module: nn.Module) -> None:
         except BaseException as error:
             if not isinstance(error, Exception):  # `KeyboardInterrupt` or `SystemExit`
                 forward.interrupt()
-            forward.after_module(unit, module, args, None)
+            forward.after_module(unit, module, None, error)
             raise
-        return forward.after_module(unit, module, args, output)
+        return forward.after_module(unit, module, output)
 
     # `Module.__call__` calls `_call_impl`, or the compiled call. The graph of a compiled caller
     # ends at this call, and a new graph begins after: Dynamo cannot trace all-gathers.
     module.__dict__["_call_impl"] = skip(call)
     module._compiled_call_impl = None
-
-
-_CALLS = nn.Module._wrapped_call_impl.__code__  # type: ignore[attr-defined]
 
 
 def call_first(hook: RemovableHandle, tensor: Tensor) -> None:
