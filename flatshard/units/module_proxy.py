@@ -11,30 +11,14 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType, MethodType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 # Attribute of the modules of units: the ``Unit``.
 UNIT = "_sharded_unit"
 
 Proxy = TypeVar("Proxy", bound="ModuleProxy")
-
-
-class _Parameters(dict[str, Any]):
-    """The attribute ``_parameters`` of a proxy. It is empty: the wrapped module has the parameters.
-
-    Raises if ``torch.nn.utils.prune``, ``weight_norm`` or ``spectral_norm`` removes a parameter.
-    """
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            f"parameter {name!r} of a unit was to be replaced (by torch.nn.utils.prune or "
-            "weight_norm, for example), but the unit computes with the all-gathered parameter. "
-            "Call such functions before wrapping."
-        )
-
-    __delitem__ = __missing__
 
 
 class ModuleProxy(nn.Module):
@@ -88,25 +72,6 @@ class ModuleProxy(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the wrapper if the wrapper has it, otherwise on the module."""
         module = self._module_if_set()
-        # `unit.weight += 1` assigns the parameter that the attribute already has.
-        if module is not None and value is module._parameters.get(name) is not None:
-            return
-        # Functions that list the children may replace them (`apply_activation_checkpointing`).
-        if isinstance(value, nn.Module) and module is not None and name in module._modules:
-            setattr(module, name, value)
-            return
-        if name != "module" and isinstance(value, nn.Module | nn.Parameter):
-            raise RuntimeError(
-                f"a {type(value).__name__} was assigned to {name!r} of a sharded module. The value "
-                "would be hidden from the wrapped module. Assign the value before wrapping. To "
-                "export the model, load its full_state_dict() into an unwrapped model."
-            )
-        if isinstance(value, Tensor) and module is not None and name in module._parameters:
-            raise RuntimeError(
-                f"parameter {name!r} of a unit ({module.__class__.__name__}) was replaced by a "
-                "tensor (by torch.func.functional_call(), for example), but the unit computes with "
-                "the all-gathered parameter. Use p.copy_(...), or call the unwrapped model."
-            )
         if module is None or self._has(name) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -182,11 +147,8 @@ class ModuleProxy(nn.Module):
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         self.module.register_buffer(*args, **kwargs)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        for known, own in self.module._parameters.items():
-            if own is param is not None:  # `prune` renames the parameter before it replaces it
-                del self._parameters[known]
-        self.module.register_parameter(name, param)
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
 
     def add_module(self, *args: Any, **kwargs: Any) -> None:
         self.module.add_module(*args, **kwargs)
@@ -219,7 +181,7 @@ def put_in_place(proxy: Proxy, module: nn.Module) -> Proxy:
     from torch._dynamo.decorators import skip
 
     proxy._modules["module"] = module
-    proxy.__dict__["_parameters"] = _Parameters()
+    proxy.__dict__["_parameters"] = module._parameters
     # Without these attributes of its own, the proxy has those of the module.
     del proxy.__dict__["training"], proxy.__dict__["_non_persistent_buffers_set"]
 

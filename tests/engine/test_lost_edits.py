@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from flatshard import ShardedWrapper
 from flatshard.wrap import ModuleWrapPolicy
-from tests.harness import naming, on_ranks
+from tests.harness import allow_warnings, naming, on_ranks
 from tests.models import CASES
 from tests.oracle import step_and_zero
 
@@ -86,6 +86,18 @@ def _functional(keywords: dict[str, Any]) -> None:
     torch.func.functional_call(model, values, (torch.randn(2, 4),))
 
 
+def _replaced(change: Callable[..., object]) -> Callable[[dict[str, Any]], None]:
+    """Let a function of torch replace a parameter of a wrapped layer, and call the layer."""
+
+    def run(keywords: dict[str, Any]) -> None:
+        model = ShardedWrapper(_layer(), **keywords)
+        with allow_warnings(FutureWarning):
+            change(model)
+        model(torch.randn(2, 4))
+
+    return run
+
+
 MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "its forward edited parameters in place .'0.weight', '0.bias'": _renormed("no_grad"),
     "its forward edited parameters in place .'0.weight', '0.bias'.": _renormed("data", True),
@@ -101,9 +113,14 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], None]] = {
     "parameter '1.weight' was added after wrapping: it": _changed(
         1, lambda model: setattr(model.module, "1", _layer())
     ),
-    "assigned to 'head' of a sharded": _changed(0, lambda model: setattr(model, "head", _layer())),
+    "'head.weight' was added after": _changed(0, lambda model: setattr(model, "head", _layer())),
     "parameter '0.weight' was added": _changed(0, lambda model: setattr(model, "0", _layer())),
-    "parameter 'weight' of a unit .Linear. was replaced by a tensor": _functional,
+    "parameter 'weight' .the root unit. was replaced after wrapping": _functional,
+    "parameter 'weight' .the root unit. was replaced": _replaced(
+        partial(prune.l1_unstructured, name="weight", amount=0.5)
+    ),
+    "'weight' .the root unit. was replaced after wrapping": _replaced(nn.utils.weight_norm),
+    "'weight' .the root unit. was replaced": _replaced(nn.utils.spectral_norm),
 }
 
 
