@@ -1,4 +1,4 @@
-"""``wrap`` carries out a ``ModelPlan``: it makes the units, and puts wrappers around their modules.
+"""``wrap`` carries out a ``ModelPlan``: it makes the units of a model.
 
 The steps:
 

@@ -91,7 +91,7 @@ def _replaced(change: Callable[..., object]) -> Callable[[dict[str, Any]], None]
 
     def run(keywords: dict[str, Any]) -> None:
         model = ShardedWrapper(_layer(), **keywords)
-        with allow_warnings(FutureWarning):
+        with allow_warnings():
             change(model)
         model(torch.randn(2, 4))
 
