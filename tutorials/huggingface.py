@@ -36,9 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from flatshard import ShardedWrapper
+from flatshard import ShardedWrapper, leave_empty
 from flatshard.checkpoint import full_state_dict, load_safetensors, save_safetensors
-from flatshard.integrations.transformers import init_weights
 from flatshard.wrap import ModuleWrapPolicy
 
 transformers.utils.logging.disable_progress_bar()
@@ -203,7 +202,7 @@ with torch.no_grad():
 
 # %% [markdown]
 # The other direction: build a model that fits on no rank on the meta device, wrap it, and load the
-# files. Each rank reads only its shards. `init_weights` computes the tensors that the files do not
+# files. Each rank reads only its shards. flatshard computes the tensors that the files do not
 # contain, such as the frequencies of rotary embeddings.
 
 
@@ -215,7 +214,7 @@ def load():
     model = ShardedWrapper(
         model,
         auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
-        param_init_fn=init_weights(model),
+        param_init_fn=leave_empty,
         device_id="cpu",  # these ranks are processes on the CPU; on GPUs: the rank's GPU
     )
     load_safetensors(model, folder / "llama")

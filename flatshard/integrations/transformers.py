@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,46 +25,6 @@ from flatshard.module.wrappers import units_in
 from flatshard.wrapper import ShardedWrapper, sharded_modules
 
 _FOLDER = "flatshard"  # folder with model and optimizer in a checkpoint of Trainer
-
-
-def init_weights(model: nn.Module, device: Any = "cpu") -> Callable[[nn.Module], None]:
-    """Return a ``param_init_fn`` that calls ``_init_weights``, for a model on the meta device.
-
-    Buffers that no checkpoint contains (``rotary_emb.inv_freq``) are initialized too. Weights that
-    the model's configuration ties are tied again, because accelerate's ``init_empty_weights``
-    separates tied weights.
-
-    Example:
-        ```python
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        from flatshard.integrations.transformers import init_weights
-
-        with torch.device("meta"):
-            llama = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama"))
-        init = init_weights(llama)
-        model = ShardedWrapper(llama, auto_wrap_policy="auto", param_init_fn=init, device_id=device)
-        ```
-
-    Args:
-        model: an unwrapped ``PreTrainedModel``, or a module that contains unwrapped models.
-        device: the device of the new tensors.
-    """
-    owners: dict[nn.Module, Any] = {}
-    for part in model.modules():  # outer modules first
-        if isinstance(part, transformers.PreTrainedModel):
-            if part not in owners:
-                part.tie_weights()  # accelerate's init_empty_weights separates tied weights
-            owners.update(dict.fromkeys(part.modules(), part))
-
-    def init(module: nn.Module) -> None:
-        module.to_empty(device=device, recurse=False)
-        if module in owners:
-            owners[module]._init_weights(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-
-    return init
 
 
 class ShardedTrainerMixin:
@@ -133,8 +93,10 @@ class ShardedTrainerMixin:
     def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         if any(param.is_meta for param in model.parameters()) and not sharded_modules(model):
-            init = init_weights(model, self.accelerator.device)
-            self.accelerator.sharding.setdefault("param_init_fn", init)
+            # accelerate's init_empty_weights separates tied weights.
+            for part in model.modules():
+                if isinstance(part, transformers.PreTrainedModel):
+                    part.tie_weights()
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if hasattr(model, "generate") and "generate" not in model.__dict__:
             model.generate = partial(_generate, self.model_wrapped, model.generate)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
-from flatshard import ShardedWrapper, checkpoint
+from flatshard import ShardedWrapper, checkpoint, leave_empty
 from tests.documents import fences, surroundings
 from tests.harness import ROOT, naming, run_ranks
 from tests.integrations import PRELOAD, QUIET, as_under_torchrun, llama, needs
@@ -137,7 +137,7 @@ def _on_meta(rank: int, folder: str) -> None:
     """Made on meta, it has the values that `_init_weights` makes, buffers included."""
     from accelerate import init_empty_weights
 
-    from flatshard.integrations.transformers import FlatshardTrainer, init_weights
+    from flatshard.integrations.transformers import FlatshardTrainer
 
     with torch.device("meta"):
         model = _llama()
@@ -149,7 +149,8 @@ def _on_meta(rank: int, folder: str) -> None:
 
     with init_empty_weights():
         model = _llama()
-    sharded = ShardedWrapper(model, auto_wrap_policy="auto", param_init_fn=init_weights(model))
+    model.tie_weights()
+    sharded = ShardedWrapper(model, auto_wrap_policy="auto", param_init_fn=leave_empty)
     checkpoint.load_safetensors(sharded, f"{folder}/more/model")
     plain = type(plain).from_pretrained(f"{folder}/more/model")
     ids = torch.arange(8)[None]
