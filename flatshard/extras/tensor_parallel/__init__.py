@@ -9,7 +9,6 @@ Without this folder, wrapping a model with a DTensor as a parameter raises ``Mis
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,13 +128,6 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     for name, (_, param) in found.items():
         # An optimizer that was made before wrapping still refers to the DTensor.
         param._local_tensor, param.flattened_as = param._local_tensor.new_empty(0), name
-    _check_optimizers()
-
-
-@functools.cache
-def _check_optimizers() -> None:
-    """Before each optimizer step, from now on, raise if the optimizer was made before wrapping."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -146,6 +138,10 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"{param.flattened_as!r}, which a sharded parameter has replaced in the model. "
                 "Make the optimizer from model.parameters() after wrapping."
             )
+
+
+# This module is imported when the first model with a DTensor is wrapped.
+register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _put(one: ParamInfo, param: nn.Parameter) -> None:
