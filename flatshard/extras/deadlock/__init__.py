@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -50,6 +50,7 @@ _END_SECONDS = 5.0  # at exit, maximum time to wait for the end of a running che
 _ERROR_LENGTH = 400  # maximum number of characters of an error that a rank publishes when it ends
 
 _logger = logging.getLogger("flatshard")
+_warn_once = cache(_logger.warning)
 
 
 class Watchdog(CollectiveWatch):
@@ -67,7 +68,6 @@ class Watchdog(CollectiveWatch):
         # Wait in a collective of the user's program that the last `look` found.
         self._own: OwnWait | None = None
         self._gpu_waits = gpu.GpuWaits()
-        self._failure = ""
 
     def add_group(self, history: History) -> None:
         if self._pid != os.getpid():
@@ -108,9 +108,7 @@ class Watchdog(CollectiveWatch):
             try:
                 self.look()
             except Exception as error:  # usually the process group's store failed; it may recover
-                if str(error) != self._failure:
-                    self._failure = str(error)
-                    _logger.warning("a check for deadlocks failed, and is tried again: %s", error)
+                _warn_once(f"a check for deadlocks failed, and is tried again: {error}")
 
     def look(self) -> None:
         """Check all present waits once: log long waits, and end waits that never end."""
