@@ -102,7 +102,6 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         # Ids of the parameters that had a nonzero gradient in a trial.
         self._tried: set[int] = set()
         self._has_tried = False
-        self._compile_again: Callable[[], object] | None = None
         # The owner of each parameter, as a rank of the shard group. If the program removes a
         # parameter from the optimizer, the entry stays, because the program may add the parameter
         # again. There are no entries if every rank steps all parameters.
@@ -111,7 +110,8 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         self._params: dict[FlatShardTensor, ShardSpec] = {}
         # With `StepMode.ON_EVERY_RANK`: the full parameters, which every rank steps.
         self._full: dict[FlatShardTensor, nn.Parameter] = {}
-        self._swap = ExitStack()
+        # When closed, undoes what `begin` has changed for the step.
+        self._undo = ExitStack()
 
     def begin(self, optimizer: Optimizer, closure: adapters.Closure | None) -> Any:
         self._find_mode(optimizer)
@@ -122,8 +122,9 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             # Do not compile the step, unless a closure may run a compiled model.
             if closure is None:
                 stance = torch.compiler.set_stance("force_eager")
-                # `undo` turns compilation on again. After an error in the step, the finalizer does.
-                self._compile_again = weakref.finalize(self, stance.__exit__, None, None, None)
+                # `undo` turns compilation on again. If the step raises, and the program then drops
+                # the optimizer, the finalizer does.
+                self._undo.callback(weakref.finalize(self, stance.__exit__, None, None, None))
             return optimizer
         self._choose_owners(optimizer)
         if self.mode is StepMode.ON_EVERY_RANK:
@@ -153,17 +154,15 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
                 param.grad = None
         if self._full:
             self._scatter([*self._params], self._full)
-        self._swap.close()
+        self._undo.close()
 
     def end(self, optimizer: Optimizer) -> None:
         self.pause(optimizer)
         self.undo(optimizer)
 
     def undo(self, optimizer: Optimizer) -> None:
-        self._swap.close()
+        self._undo.close()
         self._full = {}
-        if self._compile_again is not None:
-            self._compile_again()
 
     def _find_mode(self, optimizer: Optimizer) -> None:
         """Set ``mode`` by a trial, if gradients were not in a trial before. Collective."""
@@ -374,7 +373,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
             known = self._full.setdefault(param, full)
             known.data = full.data
             set_grad(known, full.grad)
-        self._swap = swap_full_in(optimizer, self._full, with_plain=True)
+        self._undo = swap_full_in(optimizer, self._full, with_plain=True)
 
     # ------------------------------------------------------------ state
 
