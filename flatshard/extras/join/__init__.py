@@ -62,12 +62,20 @@ def joining(
             # With gloo, ranks may compare the names of all-gathers before they begin. A rank
             # without input learns of an all-gather too late to take part in this comparison.
             temporarily(histories, announces=False),
+            # Restore these settings of the model, which `Join` changes.
+            temporarily(
+                [context],
+                lacks_ranks=False,
+                syncs=context.syncs,
+                under_no_sync=context.under_no_sync,
+            ),
+            temporarily([handle.grads for handle in context.handles], scale=1.0),
+            temporarily(filter(None, [context.buffers]), source=0),
         ):
             yield
             join.follow()
     finally:
         context.drop(join)
-        join.end()
 
 
 def _check(root: Unit) -> None:
@@ -108,7 +116,6 @@ class Join(StepExtension):
         self._numbers = {param: number for number, param in enumerate(params)}
         self._active = list(range(self._comm.size))  # ranks that had input at the last exchange
         self._is_following = False
-        self._syncs = self._state.syncs, self._state.under_no_sync
         self._optimizers = weakref.WeakSet(one for one in optimizers if self._holds(one))
         # Result of `_options_of` at the beginning of an optimizer's last step, keyed by `_key`.
         self._options: dict[Any, Any] = {}
@@ -163,8 +170,6 @@ class Join(StepExtension):
     # ------------------------------------------------------------ a rank that has input
 
     def begin_forward(self, of_root: bool) -> None:
-        if self._is_following:
-            return
         state = self._state
         if self._leads:
             self._check_unedited()
@@ -345,15 +350,6 @@ class Join(StepExtension):
                     param.grad = None
                 elif what == "zeroed" and param.grad is not None:
                     local_range(param.grad).zero_()
-
-    def end(self) -> None:
-        """Restore the model's settings from before ``join()``."""
-        self._state.syncs, self._state.under_no_sync = self._syncs
-        self._state.lacks_ranks = False
-        for handle in self._handles:
-            handle.grads.scale = 1.0
-        if self._buffers is not None:
-            self._buffers.source = 0
 
 
 def _options_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
