@@ -328,9 +328,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         The context yields the list of ``StepReport``s, which grows as steps end: a step ends when
         the next step begins, or with the context. All reports stay in memory until the context
-        ends, so record only a few steps.
-
-        Collective: all ranks that train the model, at entry.
+        ends, so record only a few steps. No communication: any of the ranks may record.
 
         Example:
             ```python

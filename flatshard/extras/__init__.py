@@ -9,7 +9,7 @@ parameters of an optimizer.
 import contextlib
 import linecache
 import os
-import sys
+import resource
 import sysconfig
 import traceback
 from collections.abc import Collection, Sequence
@@ -63,11 +63,6 @@ def show_bytes(count: float, base: int = 1024) -> str:
     return f"{count:.{int(unit != 'B')}f} {unit}"
 
 
-def peak_resident_bytes() -> int | None:
-    """Return the largest resident memory of this process until now. None: not known (Windows)."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory of this process until now."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB

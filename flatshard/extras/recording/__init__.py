@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flatshard.comm.communicator import LISTENERS
-from flatshard.comm.consistency import raise_everywhere
 from flatshard.engine.events import Kind, StepExtension
 from flatshard.engine.run_state import RunState
 from flatshard.engine.unit import Unit
@@ -188,9 +187,7 @@ class StepRecorder(StepExtension):
 
     def leave_forward(self, unit: Unit) -> None:
         self._look_at([unit])
-        calls = [one for one in self._doing if one.is_call and one.unit == unit.index]
-        if calls:  # there is no entry if the recording began inside this forward
-            self._end(calls[-1])
+        self._end(unit.index, is_call=True)
 
     def enter_backward(self, unit: Unit) -> None:
         self.leave_backward(unit)
@@ -198,7 +195,7 @@ class StepRecorder(StepExtension):
 
     def leave_backward(self, unit: Unit) -> None:
         self._look_at([unit])
-        self._end(_Doing(Kind.BACKWARD, unit.index))
+        self._end(unit.index)
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
@@ -207,10 +204,13 @@ class StepRecorder(StepExtension):
         self._switch()
         self._doing.append(doing)
 
-    def _end(self, doing: _Doing) -> None:
-        """End the work ``doing``: remove the last entry of ``_doing`` that equals ``doing``."""
+    def _end(self, unit: int | None, *, is_call: bool = False) -> None:
+        """End the innermost work for a unit, or the innermost call of the unit's forward.
+
+        Do nothing if the recording began inside of this work.
+        """
         for position in reversed(range(len(self._doing))):
-            if self._doing[position] == doing:
+            if self._doing[position][1:] == (unit, is_call):
                 self._switch()
                 del self._doing[position]
                 return
@@ -227,13 +227,13 @@ class StepRecorder(StepExtension):
 
     @contextlib.contextmanager
     def span(self, kind: Kind, unit: Unit | None, purpose: str, ends: bool) -> Iterator[None]:
-        doing = _Doing(kind, None if unit is None else unit.index)
-        self._begin(doing)
+        index = None if unit is None else unit.index
+        self._begin(_Doing(kind, index))
         num_before = len(self._events)
         try:
             yield
         finally:
-            self._end(doing)
+            self._end(index)
             self._note(self._events[num_before:], purpose)
             del self._events[num_before:]
             if unit is not None and kind is not Kind.STARTING and ends:
@@ -279,16 +279,14 @@ def record_steps(wrapper: ModuleProxy) -> Iterator[list[StepReport]]:
     """Record the steps that run inside the context; see ``ShardedWrapper.record_steps``."""
     unit = unit_of(wrapper)
     context = unit.context.check_between_steps("record_steps()")
-    world, device = unit.settings.ranks.world, unit.settings.device
-    problem = None
     if context.extension(StepRecorder.name) is not None:
-        problem = RuntimeError(
+        raise RuntimeError(
             "record_steps: the model's steps are being recorded already. Leave the other "
             "`with model.record_steps():` block first."
         )
-    raise_everywhere(problem, world)
+    rank, device = unit.settings.ranks.world.rank, unit.settings.device
     with record() as events:
-        recorder = StepRecorder(context.units, events, rank=world.rank, device=device)
+        recorder = StepRecorder(context.units, events, rank=rank, device=device)
         context.extend(recorder)
         try:
             yield recorder.reports

@@ -122,7 +122,7 @@ class StepReport:
         peak_gradient_bytes: peak memory of gradients before their reduction.
         peak_held_bytes: peak memory of unsharded parameters and gradients together.
         peak_allocated_bytes: ``torch.cuda.max_memory_allocated`` in the step; None on the CPU.
-        peak_resident_bytes: peak RSS of the process since the start; None if not known.
+        peak_resident_bytes: peak RSS of the process since the start.
         memory: memory over time, by unit.
         ranges: ranges of time, in the order of their ends. A range is work of the training thread,
             or a collective from its start to its end.
@@ -141,7 +141,7 @@ class StepReport:
     peak_gradient_bytes: int
     peak_held_bytes: int
     peak_allocated_bytes: int | None
-    peak_resident_bytes: int | None
+    peak_resident_bytes: int
     memory: MemoryTimeline = dataclasses.field(repr=False)
     ranges: tuple[Range, ...] = dataclasses.field(repr=False)
 
@@ -243,9 +243,9 @@ class StepReport:
             f"{show_bytes(self.peak_gathered_bytes)}, gradients "
             f"{show_bytes(self.peak_gradient_bytes)})",
         ]
-        peaks = {"allocated": self.peak_allocated_bytes, "RSS": self.peak_resident_bytes}
-        known = {name: nbytes for name, nbytes in peaks.items() if nbytes is not None}
-        return lines + [f"peak {name}: {show_bytes(nbytes)}" for name, nbytes in known.items()]
+        if self.peak_allocated_bytes is not None:
+            lines.append(f"peak allocated: {show_bytes(self.peak_allocated_bytes)}")
+        return [*lines, f"peak RSS: {show_bytes(self.peak_resident_bytes)}"]
 
 
 # The kinds of time and the purposes of bytes in a `UnitReport`, in the order of fields.

@@ -193,7 +193,8 @@ def _train(case: str, rank: int, strategy: str, watcher: StepExtension | None) -
     losses = []
     with contextlib.ExitStack() as stack:
         if watcher is not None:
-            stack.enter_context(model.record_steps())
+            if rank == 0:  # not every rank has to record
+                stack.enter_context(model.record_steps())
             stack.enter_context(collectives.record())
             stack.enter_context(torch.profiler.profile(acc_events=True))
             model.warn_non_finite()
