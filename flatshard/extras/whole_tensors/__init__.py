@@ -308,33 +308,28 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         self, optimizer: Optimizer, params: Sequence[FlatShardTensor]
     ) -> Callable[[], dict[FlatShardTensor, nn.Parameter]]:
         """Start to gather values, gradients and loaded state on the owners."""
-        parts = [
-            (param.spec, part, self._owners.get(param))
-            for param in params
-            for part in _local_parts(optimizer, param)
-        ]
+        divided = [(param, one) for param in params for one in _divided(optimizer, param)]
+        parts = [(p.spec, local_grad(one, p.spec), self._owners.get(p)) for p, one in divided]
         wait = whole.start_gather(parts, "optimizer step, to the owners")
 
         def finish() -> dict[FlatShardTensor, nn.Parameter]:
+            gathered = {id(one): full for (_, one), full in zip(divided, wait(), strict=True)}
             full: dict[FlatShardTensor, nn.Parameter] = {}
-            tensors: Any = iter(wait())  # tensors in the order of `_local_parts`
             for param in params:
-                value = next(tensors)
-                grad = None if param.grad is None else next(tensors)
                 for states in _states(optimizer):
-                    state = states.get(param, {})
-                    loaded = {name: next(tensors) for name in sorted(_sharded_state(state))}
-                    if loaded:
-                        states[param] = map_state(loaded.get, adapters.apart(state))
-                if value is None:
+                    if _sharded_state(state := states.get(param, {})):
+                        states[param] = map_state(
+                            lambda _, value: gathered.get(id(value), value), adapters.apart(state)
+                        )
+                if (value := gathered[id(param)]) is None:
                     # This rank is not the owner, so it has no state. Make an empty entry:
                     # otherwise, torch's get_state_dict would step the optimizer to create state.
                     optimizer.state[param] = {}
                     continue
                 full[param] = nn.Parameter(value, param.requires_grad)
                 full[param].__dict__ = param.__dict__  # attributes that users set
-                if grad is not None:
-                    set_grad(full[param], grad)
+                if param.grad is not None:
+                    set_grad(full[param], gathered[id(param.grad)])
             return full
 
         return finish
@@ -502,15 +497,13 @@ def _described(param: FlatShardTensor, state: dict[str, Any]) -> dict[str, Any]:
     return map_state(described, state)
 
 
-def _local_parts(optimizer: Optimizer, param: FlatShardTensor) -> list[Tensor]:
-    """Return this rank's parts of the parameter, its gradient, and its sharded state."""
-    parts = [param.local.detach()]
-    if param.grad is not None:
-        parts.append(local_grad(param.grad, param.spec))
+def _divided(optimizer: Optimizer, param: FlatShardTensor) -> list[Tensor]:
+    """Return the tensors to gather for a step: the parameter, its gradient, its sharded state."""
+    found: list[Tensor] = [param] if param.grad is None else [param, param.grad]
     for states in _states(optimizer):
         loaded = _sharded_state(states.get(param, {}))
-        parts += [loaded[key].local for key in sorted(loaded)]
-    return parts
+        found += [loaded[key] for key in sorted(loaded)]
+    return found
 
 
 def _sharded_state(state: adapters.State) -> dict[str, FlatShardTensor]:
