@@ -72,10 +72,6 @@ class DiskMemory(OffloadTarget):
             _mallopt(option, _THRESHOLD)
         self._folder = os.fspath(folder)
         self._reserve: IO[bytes] | None = None
-        if not mapped_files.CAN_MAP:
-            raise NotImplementedError(
-                "CPUOffload: path is supported only on Linux. Leave path out to offload to memory."
-            )
         try:
             self._nameless().close()
         except OSError as error:
@@ -212,7 +208,7 @@ def find_targets(plan: ModelPlan) -> OffloadTargets:
                     needed = flat.layout.shard_numel * flat.dtype.itemsize * copies
                     nbytes += round_up(needed, PAGE_BYTES) + 2 * PAGE_BYTES
                 disk.reserve(nbytes, f"{unit_text(planned.name)} (shards and gradients)")
-    except (ValueError, NotImplementedError, OffloadError) as found:
+    except (ValueError, OffloadError) as found:
         error = found
     # Raise on all ranks, even if only some fail: the others would wait in the next collective.
     raise_everywhere(error, plan.settings.ranks.world)
