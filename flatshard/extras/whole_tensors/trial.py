@@ -12,7 +12,6 @@ import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flatshard.extras.partial_steps import step_unhooked
-from flatshard.optimizer.adapter import Optimizer, all_params, map_state, with_inner
+from flatshard.optimizer.adapter import Optimizer, all_params, with_inner
 from flatshard.tensor.sharded_tensor import FlatShardTensor, copied_attributes
 
 Params = Sequence[Any]
@@ -104,13 +103,19 @@ def _modules_of(optimizer: Optimizer) -> Iterator[nn.Module]:
     return (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, nn.Module))
 
 
-def copy_with_params(optimizer: Optimizer, groups: Sequence[Params]) -> Optimizer:
-    """Return a copy of ``optimizer`` for the parameters in ``groups``, without state and hooks."""
+def copy_with_params(
+    optimizer: Optimizer, groups: Sequence[Params], *, with_state: bool = False
+) -> Optimizer:
+    """Return a copy of ``optimizer`` for the parameters in ``groups``, without hooks.
+
+    ``with_state``: whether the new parameters get copies of the state of the optimizer's own.
+    """
     # Do not copy by `deepcopy`, which calls `Optimizer.__setstate__`: this method changes the
     # optimizer's class, and without `super().__init__()` no step would work afterwards.
     twins = {one: object.__new__(type(one)) for one in with_inner(optimizer)}
     memo: dict[int, Any] = {id(one): twin for one, twin in twins.items()}
-    memo |= {id(one.state): defaultdict(dict) for one in twins}
+    if not with_state:
+        memo |= {id(one.state): defaultdict(dict) for one in twins}
     # Parameters without a replacement in `groups` are not copied: the optimizer's copy refers to
     # the same parameters as the optimizer.
     memo |= {id(old): old for one in twins for old in all_params(one)}
@@ -150,14 +155,7 @@ def _works_on_shards(optimizer: Optimizer) -> bool:
         [_copied_param(param) for param in group["params"]] for group in optimizer.param_groups
     ]
     try:
-        twin = copy_with_params(optimizer, groups)
-        new_of = dict(zip(all_params(optimizer), all_params(twin), strict=True))
-        for one, new in zip(with_inner(optimizer), with_inner(twin), strict=True):
-            for old, state in one.state.items():
-                if old in new_of:
-                    new.state[new_of[old]] = map_state(partial(_copied, new_of[old]), state)
-                else:
-                    new.state[old] = copy.deepcopy(state)
+        twin = copy_with_params(optimizer, groups, with_state=True)
         grads = [(param, param.grad) for param in all_params(twin) if param.grad is not None]
         for scale in _SCALES:
             for param, grad in grads:
@@ -176,13 +174,6 @@ def _works_on_shards(optimizer: Optimizer) -> bool:
         for one in with_inner(twin)
         for value in pytree.tree_leaves(one.state.get(param, {}))
     )
-
-
-def _copied(twin: Any, _: str, value: Any) -> Any:
-    """Copy optimizer state of a parameter for ``twin``, the copy of the parameter."""
-    if isinstance(value, FlatShardTensor) and isinstance(twin, FlatShardTensor):
-        return FlatShardTensor(value.local.clone(), twin.spec, role=value.shard_role)
-    return copy.deepcopy(value)
 
 
 def _copied_param(param: Tensor) -> Tensor:
