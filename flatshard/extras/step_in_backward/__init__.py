@@ -121,7 +121,7 @@ class SteppedInBackward(StepExtension):
                 "element's own gradient and state (declare your own optimizer with "
                 "flatshard.declare_elementwise), or call optimizer.step() after backward."
             )
-        owned, groups = _find_owned(self._units), _groups_of(optimizer)
+        owned, groups = _find_owned(self.state), _groups_of(optimizer)
         found = groups.keys() & owned.keys()
         if not found:
             raise ValueError(
@@ -138,19 +138,12 @@ class SteppedInBackward(StepExtension):
     # ------------------------------------------------------------ a backward
 
     def recover(self) -> None:
-        """Forget a failed backward, and remove the placeholders (``ConsumedGrad``) from ``.grad``.
-
-        Otherwise autograd would add the next gradient to the placeholder.
-        """
         if torch._C._current_graph_task_id() == -1:
-            self._drop_failed()
-        showing, self._showing = self._showing, []
-        _drop_consumed(showing)
+            self._forget_backward()
 
     def begin_backward(self) -> None:
         """Plan the steps of this backward from the optimizers' groups."""
-        self._drop_failed()
-        self.recover()
+        self._forget_backward()
         self._problem, self._stepped_anywhere = None, b""
         if self.state.accumulates:
             self._has_accumulated = True
@@ -172,7 +165,7 @@ class SteppedInBackward(StepExtension):
 
     def _plan_parts(self) -> dict[int, list[_Part]]:
         """Return the parts (of one parameter group each) to step, keyed by the unit's index."""
-        self._owned = owned = _find_owned(self._units)
+        self._owned = owned = _find_owned(self.state)
         parts: dict[int, list[_Part]] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -265,8 +258,14 @@ class SteppedInBackward(StepExtension):
             for param in self._showing:
                 param.grad = ConsumedGrad(param, self._owned[id(param)][1])
 
-    def _drop_failed(self) -> None:
-        """Forget a backward that has failed; warn if the backward has stepped some units."""
+    def _forget_backward(self) -> None:
+        """Forget the last backward; warn if it has failed after it had stepped some units.
+
+        Also remove the placeholders (``ConsumedGrad``) from ``.grad``. Otherwise autograd would add
+        the next gradient to a placeholder.
+        """
+        showing, self._showing = self._showing, []
+        _drop_consumed(showing)
         num_stepped, num_units = len(self._stepped), len(self._parts)
         self._parts, self._reduced, self._stepped = {}, {}, set()
         if num_stepped and num_units:
@@ -332,10 +331,9 @@ def _got_more(what: str) -> RuntimeError:
     )
 
 
-def _find_owned(units: Sequence[Unit]) -> dict[int, tuple[Unit, str]]:
+def _find_owned(state: RunState) -> dict[int, tuple[Unit, str]]:
     """Return the unit and the name of each sharded parameter, keyed by id."""
-    handles = (handle for unit in units for handle in unit.handles)
-    return {id(p.sharded): (handle.unit, p.name) for handle in handles for p in handle.params}
+    return {id(p.sharded): (one.unit, p.name) for one in state.handles for p in one.params}
 
 
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
