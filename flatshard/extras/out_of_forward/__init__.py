@@ -57,13 +57,8 @@ class OutOfForwardUse(ParamOwner):
     def __init__(self, state: RunState, forward: Forward, backward: Backward) -> None:
         """Become the ``ParamOwner`` of all parameters, for operations outside of forward."""
         self._state, self._forward, self._backward = state, forward, backward
-        # Maps the `ShardSpec` of each sharded parameter to the unit, the flat parameter and the
-        # original parameter.
-        self._places = {
-            param.spec: (handle.unit, handle, param)
-            for handle in state.handles
-            for param in handle.params
-        }
+        # Maps the `ShardSpec` of each sharded parameter to the flat parameter.
+        self._handles = {param.spec: one for one in state.handles for param in one.params}
         # For programs that read one parameter after another (see `_full`). `_loop_flat`: the handle
         # of a flat parameter, the version of the shard, and the all-gathered flat parameter.
         # `_loop_last`: the parameter that was read last.
@@ -72,7 +67,7 @@ class OutOfForwardUse(ParamOwner):
         # Units for which a warning was given. The set contains None after the warning about
         # averages of weights.
         self._warned: set[Unit | None] = set()
-        for spec in self._places:
+        for spec in self._handles:
             # A `ShardSpec` keeps only a weak reference to its owner. Otherwise there would be a
             # cycle through autograd, which the garbage collector could not free.
             spec.owner = self
@@ -81,12 +76,12 @@ class OutOfForwardUse(ParamOwner):
         self._backward.begin()
 
     def bring_back(self, spec: ShardSpec) -> bool:
-        unit, handle, _ = self._places[spec]
+        handle = self._handles[spec]
         # Backward does not unshard flat parameters that have only embedding tables, because the
         # backward of a lookup does not read the table. But here, another operation reads a table.
-        is_backward = unit.phase is Phase.BACKWARD and self._backward.is_running
+        is_backward = handle.unit.phase is Phase.BACKWARD and self._backward.is_running
         if handle.is_lookup and is_backward:
-            self._backward.unshard_again(unit)
+            self._backward.unshard_again(handle.unit)
         return handle.is_lookup and is_backward
 
     @property
@@ -105,7 +100,7 @@ class OutOfForwardUse(ParamOwner):
         sharded = [t for t in leaves if isinstance(t, FlatShardTensor)]
         # The caller handles unreduced gradients, optimizer state and other models.
         for t in sharded:
-            if not t.is_alike or t.shard_origin.is_arriving or t.spec not in self._places:
+            if not t.is_alike or t.shard_origin.is_arriving or t.spec not in self._handles:
                 return NotImplemented
         records = torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
         writes = _writes(func, args)
@@ -160,13 +155,11 @@ class OutOfForwardUse(ParamOwner):
         return result
 
     def _run_unsharded(self, call: Call, sharded: list[FlatShardTensor]) -> Any:
-        units = dict.fromkeys(self._places[t.spec][0] for t in sharded if t.is_unit_parameter)
+        units = dict.fromkeys(self._handles[t.spec].unit for t in sharded if t.is_unit_parameter)
         name = sharded[0].spec.name
         with self.unsharded(units) as is_outermost:
             apart = {id(t): t.full_tensor() for t in sharded if not t.is_unit_parameter}
-            params: dict[int, Any] = {
-                id(t): self._places[t.spec][2].full for t in sharded if t.is_unit_parameter
-            }
+            params = {id(t): t.spec.original.full for t in sharded if t.is_unit_parameter}
             result = as_views(call({**apart, **params}), apart.values(), name)
             # Between forwards (`is_outermost`), return copies of views, because the unit is
             # resharded when this context ends. In a forward, views stay valid until it ends.
@@ -176,14 +169,14 @@ class OutOfForwardUse(ParamOwner):
         if not self._state.has_run:  # `begin` runs the checks that precede the first forward
             self._forward.begin()
             self._forward.end(failed=False)
-        for handle in {h for t in sharded for h in self._places[t.spec][0].handles}:
+        for handle in {h for t in sharded for h in self._handles[t.spec].unit.handles}:
             if handle.summoned is not None:
                 handle.summoned.refuse()
         copies = {}
         with torch.inference_mode(False), torch.no_grad():
             for t in sharded:
                 # Copy a parameter to the device and dtype in which the unit computes.
-                like = self._places[t.spec][2].full if casts and t.is_unit_parameter else t
+                like = t.spec.original.full if casts and t.is_unit_parameter else t
                 copies[id(t)] = self._full(t).to(like.device, like.dtype)
         flat, self._loop_flat = self._loop_flat, None
         # Keep the flat parameter only if the call does not raise: a failed call may have written to
@@ -202,7 +195,7 @@ class OutOfForwardUse(ParamOwner):
         program reads two neighbouring parameters, the second read all-gathers the whole flat
         parameter, and the following reads use the result.
         """
-        _, handle, param = self._places[tensor.spec]
+        handle, param = self._handles[tensor.spec], tensor.spec.original
         last, self._loop_last = self._loop_last, param
         shows_shard = (
             tensor.local.untyped_storage()._cdata == handle.flat_param.untyped_storage()._cdata
@@ -256,7 +249,7 @@ class OutOfForwardUse(ParamOwner):
             self._forward.unshard_outside(unit)
 
     def _warn(self, tensor: FlatShardTensor, name: str, *, is_average: bool) -> None:
-        unit = self._places[tensor.spec][0]
+        unit = self._handles[tensor.spec].unit
         # If an operation writes to a plain tensor and reads a parameter, it usually updates an
         # average of weights, in a loop over all parameters. So warn only once for all units.
         what = None if is_average else unit
