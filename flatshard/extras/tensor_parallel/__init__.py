@@ -109,25 +109,23 @@ def local_parts(module: nn.Module, ignored: Ignored, settings: Settings) -> Iter
     The local parts stay in the module if the ``with`` block succeeds. If the block raises, the
     DTensors are put back. Collective: all ranks of the DTensors' meshes.
     """
-    infos = find_params(module, ignored.ids())
-    found: dict[str, tuple[ParamInfo, Any]] = {
-        one.name: (one, one.param) for one in infos if hasattr(one.param, "_spec")
-    }
-    for name, (_, param) in found.items():
-        _check(name, param, settings)
+    found = [one for one in find_params(module, ignored.ids()) if hasattr(one.param, "_spec")]
+    for one in found:
+        _check(one.name, one.param, settings)
     try:
         # `torch.utils.swap_tensors` cannot swap a DTensor and an ordinary parameter, because the
         # classes have different slots.
-        for one, param in found.values():
-            _put(one, _local_part(param))
+        for one in found:
+            _put(one, _local_part(one.param))
         yield
     except BaseException:
-        for one, param in found.values():
-            _put(one, param)
+        for one in found:
+            _put(one, one.param)
         raise
-    for name, (_, param) in found.items():
+    for one in found:
         # An optimizer that was made before wrapping still refers to the DTensor.
-        param._local_tensor, param.flattened_as = param._local_tensor.new_empty(0), name
+        param: Any = one.param
+        param._local_tensor, param.flattened_as = param._local_tensor.new_empty(0), one.name
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
