@@ -170,7 +170,7 @@ def _plan(
     for unit in units:
         _check(unit, hook, dtype, is_average)
         # A hook that only averages is never called: flatshard reduces in the hook's dtype.
-        reduce = None if is_average else _user_hook(state, hook, world, unit.placement.sharded)
+        reduce = None if is_average else _user_hook(state, hook, unit.placement.sharded)
         planned[unit] = CommHook(dtype, reduce)
     return planned
 
@@ -242,17 +242,17 @@ def _check(unit: Unit, hook: Any, dtype: torch.dtype | None, is_average: bool) -
 
 
 def _user_hook(
-    state: Any, hook: Callable[..., object], world: Communicator, is_sharded: bool
+    state: Any, hook: Callable[..., object], is_sharded: bool
 ) -> Callable[[Tensor, FlatParamPlan], Tensor]:
     """Return a function that reduces a unit's gradients by the user's hook; see ``CommHook``."""
 
     def reduce(buffer: Tensor, flat: FlatParamPlan) -> Tensor:
-        unit = unit_text(flat.unit_name)
-        where = f"{unit}, rank {world.global_rank}: communication hook {_name(hook)}"
+        unit, topology = unit_text(flat.unit_name), flat.topology
+        where = f"{unit}, rank {topology.world.global_rank}: communication hook {_name(hook)}"
         # Fill `out` with NaN, which shows the user the elements that the hook does not write. The
         # hook of an unsharded unit (NO_SHARD) averages `buffer` in place.
-        out = buffer.new_full((buffer.numel() // world.size,), math.nan) if is_sharded else buffer
-        shape = out.shape
+        shape = torch.Size([buffer.numel() // topology.shard.size])
+        out = buffer.new_full(shape, math.nan) if is_sharded else buffer
         try:
             with watched(where):
                 returned = hook(state, buffer, out) if is_sharded else hook(state, buffer)
@@ -272,7 +272,7 @@ def _user_hook(
             error.add_note(where)
             raise
         # The hook may have added noise to all elements, but padding must stay zero.
-        first = flat.topology.index * len(out)
+        first = topology.index * len(out)
         for _, *gap in flat.layout.gaps:
             start, end = (min(max(bound - first, 0), len(out)) for bound in gap)
             out[start:end].zero_()
