@@ -11,7 +11,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -102,16 +102,18 @@ class StepRecorder(StepExtension):
     name = "recording"
     is_made_anew = watches = True
 
-    def __init__(
-        self, units: Sequence[Unit], events: list[Event], *, rank: int, device: torch.device
-    ) -> None:
-        """Begin to record ``units``. ``events``: the list to which ``record`` adds collectives."""
+    def __init__(self, of: Unit, events: list[Event]) -> None:
+        """Begin to record the model that contains unit ``of``.
+
+        ``events``: the list to which ``record`` adds collectives.
+        """
         self.reports: list[StepReport] = []
-        self._units, self._events = units, events
+        units = self._units = of.context.units
+        self._events = events
         # If a wrapper directly wraps another wrapper, both units have the same name. In reversed
         # order, the inner unit, which has the parameters, comes last and wins.
         self._by_name = {unit.name: unit.index for unit in reversed(units)}
-        self._rank, self._device = rank, device
+        self._rank, self._device = of.settings.ranks.world.rank, of.settings.device
         self._epoch = time.time() - time.perf_counter()
         self._doing: list[_Doing] = []
         self._begin_step()
@@ -284,9 +286,8 @@ def record_steps(wrapper: ModuleProxy) -> Iterator[list[StepReport]]:
             "record_steps: the model's steps are being recorded already. Leave the other "
             "`with model.record_steps():` block first."
         )
-    rank, device = unit.settings.ranks.world.rank, unit.settings.device
     with record() as events:
-        recorder = StepRecorder(context.units, events, rank=rank, device=device)
+        recorder = StepRecorder(unit, events)
         context.extend(recorder)
         try:
             yield recorder.reports
