@@ -13,17 +13,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 from typing import Any
 
 from flatshard.memory import OffloadTarget
 from flatshard.options import OffloadError
 
-# Constants of Linux, defined here because Python's module ``mmap`` lacks some on some systems.
-_PROT_READ_WRITE = 3
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x4000
-_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
-_MFD_NOEXEC_SEAL = 8
+# Constants of Linux that Python's modules ``mmap`` and ``os`` lack.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_POPULATE_WRITE, _MFD_NOEXEC_SEAL = 23, 8
 
 
 def create(nbytes: int, *, reserve: bool = True) -> int:
@@ -86,8 +83,9 @@ def map_at(number: int, place: int, nbytes: int, *, private: bool = False) -> No
 
     ``private``: whether writes stay in this process and do not reach the file.
     """
-    flags = (_MAP_PRIVATE if private else _MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
-    if _mmap(place, nbytes, _PROT_READ_WRITE, flags, number, 0) != place:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED | _MAP_NORESERVE
+    if _mmap(place, nbytes, access, flags, number, 0) != place:
         error = ctypes.get_errno()
         raise OSError(error, f"mmap: {os.strerror(error)}")
 
@@ -99,7 +97,7 @@ def address_of(found: mmap.mmap) -> int:
 
 def drop_pages(place: int, nbytes: int) -> None:
     """Free the memory of a range: the next read returns the mapped file's contents, or zeros."""
-    if _madvise(place, nbytes, _MADV_DONTNEED) != 0:
+    if _madvise(place, nbytes, mmap.MADV_DONTNEED) != 0:
         raise RuntimeError(
             f"freeing {nbytes:,} bytes of memory failed (madvise: "
             f"{os.strerror(ctypes.get_errno())}). Do not lock the process's memory (mlockall)."
@@ -112,14 +110,8 @@ def want_pages(place: int, nbytes: int) -> None:
     _madvise(place, nbytes, _MADV_POPULATE_WRITE)
 
 
-# Whether this system has the system calls that the functions of this module need.
-CAN_MAP = sys.platform == "linux" and hasattr(os, "memfd_create")
-
-
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the C library, or None if this system has no such function."""
-    if not CAN_MAP:
-        return None
+    """Return a function of the C library, or None if this C library has no such function."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
         function.restype, function.argtypes = result, list(arguments)

@@ -1,4 +1,4 @@
-"""Other systems than x86-64 Linux: what is missing there, and what is different."""
+"""Other systems than the one that runs the tests: what is missing there, and what is different."""
 
 import errno
 import os
@@ -23,43 +23,6 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-WITHOUT_LINUX = """
-import ctypes, mmap, os, signal, sys, tempfile
-import torch, torch.distributed as dist
-
-sys.platform = "win32"
-for name in ("PROT_READ", "PROT_WRITE", "MAP_PRIVATE", "MAP_SHARED", "MAP_ANONYMOUS"):
-    delattr(mmap, name)
-for name in ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "O_TMPFILE", "O_CLOEXEC", "statvfs"):
-    delattr(os, name)
-del signal.SIGBUS
-load = ctypes.CDLL
-def no_default(name, *args, **keywords):
-    if name is None:
-        raise TypeError("bad argument type for built-in operation")  # as on Windows
-    return load(name, *args, **keywords)
-ctypes.CDLL = no_default
-
-from flatshard import ShardedWrapper
-from flatshard.options.extras import default_extra
-
-store = dist.FileStore(tempfile.mktemp(), 1)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-model = ShardedWrapper(torch.nn.Linear(600, 600))
-model(torch.ones(3, 600)).sum().backward()
-torch.optim.SGD(model.parameters(), 0.1).step()
-if default_extra("shared_memory"):
-    from flatshard.extras.shared_memory.peer_memory import Mailbox
-    assert Mailbox().address.problem == "the system has no process_vm_readv"
-"""
-
-
-def test_import_and_step_where_there_is_no_linux() -> None:
-    """`import flatshard` and a step work where `mmap` has no `PROT_READ`, as on Windows."""
-    done = run(WITHOUT_LINUX)
-    assert done.returncode == 0, done.stderr
-
-
 LARGE_PAGES = """
 import mmap
 mmap.PAGESIZE = 65536
@@ -78,7 +41,6 @@ def test_large_pages() -> None:
     assert done.stdout == "0 True\n", done.stderr
 
 
-@pytest.mark.skipif(not mapped_files.CAN_MAP, reason="this system maps no files")
 @pytest.mark.parametrize("kernel", ["old", "new", "strict"])
 def test_files_that_nobody_may_execute(kernel: str) -> None:
     """With ``vm.memfd_noexec=2`` a file must be sealed; before Linux 6.3 the flag is unknown."""
