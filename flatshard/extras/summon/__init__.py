@@ -66,18 +66,14 @@ def summon(module: nn.Module, request: Request, *, recurse: bool) -> Iterator[No
         handle.check_places()
     if request.with_grads:
         _check_grads(handles)
-    opened: list[Summoned] = []
     problems: list[str] = []
-    try:
-        # If `Summoned` raises, `finally` closes the earlier handles.
-        opened.extend(Summoned(handle, request) for handle in handles)
+    with contextlib.ExitStack() as opened:
+        for handle in handles:
+            # As in an unwrapped model, edits that were made before an exception are kept.
+            opened.callback(lambda one: problems.extend(one.close()), Summoned(handle, request))
         # Forwards start no all-gathers, because the modules hold full parameters.
-        with temporarily(units, is_summoned=True):
-            yield
-    finally:
-        # As in an unwrapped model, edits that were made before an exception are kept.
-        for one in reversed(opened):
-            problems += one.close()
+        opened.enter_context(temporarily(units, is_summoned=True))
+        yield
     if problems:
         raise RuntimeError(f"after summon_full_params(): {'; '.join(problems)}.")
 
