@@ -7,6 +7,7 @@ from flatshard.comm.work import CollectiveError
 from flatshard.module.construction import leave_empty
 from flatshard.optimizer.adapter import declare_elementwise
 from flatshard.options import BackwardPrefetch, CPUOffload, OffloadError, ShardingStrategy
+from flatshard.options.extras import extra
 from flatshard.options.precision import MixedPrecision, ReduceMode
 from flatshard.tensor import operators  # noqa: F401  (registers operators)
 from flatshard.tensor.flat_parameter import FlatParameter
@@ -23,9 +24,10 @@ __all__ += ["CollectiveError", "OffloadError", "declare_elementwise", "leave_emp
 def __getattr__(name: str) -> Any:
     # Import a public module only when a program uses the module: a deleted folder must not break
     # `import flatshard`.
-    if name in ("WeightChanges", "apply_changes", "full_tensors", "plan"):
-        module = "memory_plan" if name == "plan" else "weights"
-        return getattr(import_module(f"flatshard.{module}"), name)
-    if name in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
+    if name == "plan":
+        return extra("plan", "flatshard.plan()").plan
+    if name in ("WeightChanges", "apply_changes", "full_tensors"):
+        return getattr(import_module("flatshard.weights"), name)
+    if name in ("checkpoint", "collectives", "weights", "wrap"):
         return import_module(f"flatshard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

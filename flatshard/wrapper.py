@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # never at runtime: torch's modules load slowly, and the extr
     from torch.distributed.fsdp.api import StateDictSettings
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from flatshard.extras.plan.planning import RankPlan
     from flatshard.extras.recording.step_report import StepReport
     from flatshard.extras.step_in_backward import StepInBackward
 
@@ -908,37 +907,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
     def extra_repr(self) -> str:
         """Return a text with the unit's numbers of elements and padding, for ``print(model)``."""
         return summary(self._sharded_unit)
-
-    def plan(
-        self, step: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer | None = None
-    ) -> RankPlan:
-        """Predict the memory of this rank in a step, and compare it with the measured memory.
-
-        ``print`` the result to see a table. The step runs on fake tensors, so the model does not
-        change. Before the first step, only the parameters are measured. After a backward, the
-        table also has the measured bytes of gradients, and after an optimizer step the measured
-        bytes of optimizer state. After ``record_steps``, the table also has the peak of unsharded
-        parameters, and on a GPU the peak of all tensors. The last line names the parts whose
-        measured bytes differ from the prediction by more than 10 %. No communication.
-
-        Example:
-            ```python
-            def step(model):
-                return loss_fn(model(inputs), labels)
-
-            print(model.plan(step, optimizer))
-            ```
-
-        Args:
-            step: a function that gets the model, runs a forward and returns the loss. The values
-                of the inputs do not matter, only their shapes and dtypes.
-            optimizer: the optimizer whose state is measured. None: no state is measured.
-
-        Raises:
-            ValueError: the forward needs real values, which fake tensors lack.
-            TypeError: ``step`` returns no loss.
-        """
-        return extra("plan", "ShardedWrapper.plan()").plan_wrapped(self, step, optimizer)  # type: ignore[no-any-return]
 
     def unit_report(self) -> str:
         """Return a table of this unit and the units inside, outermost first. No communication.

@@ -4,7 +4,7 @@ The functions at the end of the file check the module. They find ignored tensors
 cannot be sharded, and wrappers that the module already contains.
 
 Making a plan changes no module and does not communicate, so the model may be on the meta device.
-``construction`` makes the planned units, and ``memory_plan`` sums up their bytes.
+``construction`` makes the planned units, and ``extras.plan`` predicts their memory.
 """
 
 from __future__ import annotations

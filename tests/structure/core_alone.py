@@ -24,10 +24,6 @@ WORLD_SIZE = 2
 STRATEGIES = [one for one in ShardingStrategy if not one.placement.hybrid]
 
 
-def _memory_plan(_: ShardedWrapper) -> None:
-    import flatshard.memory_plan  # noqa: F401
-
-
 def _over_nodes(_: ShardedWrapper) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -74,7 +70,7 @@ REQUESTS: dict[str, Callable[[ShardedWrapper], object] | None] = {
     "summon": lambda model: ShardedWrapper.summon_full_params(model),
     "meta_init": lambda _: ShardedWrapper(nn.Linear(2, 2, device="meta")),
     "torch_names": lambda _: ShardedWrapper(nn.Linear(2, 2), gradient_as_bucket_view=True),
-    "plan": _memory_plan,
+    "plan": lambda _: flatshard.plan,
     "tensor_parallel": _dtensor,
     "trial_run": None,
     "unit_report": lambda model: model.unit_report(),

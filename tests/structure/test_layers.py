@@ -16,7 +16,7 @@ ORDER = (
 )
 """A package imports those before it; the modules beside them are what users import."""
 
-SHIMS = ("__main__", "collectives", "memory_plan", "weights")
+SHIMS = ("__main__", "collectives", "weights")
 """Modules at the top of the package that import what is beside the core."""
 
 

@@ -629,7 +629,7 @@ def test_reference_names_all_that_is_public() -> None:
     ]
     members = {one for one in named if one.rpartition(".")[0] in named}
     public = {f"flatshard.{name}" for name in flatshard.__all__}
-    for module in ("checkpoint", "collectives", "memory_plan", "weights", "wrap"):
+    for module in ("checkpoint", "collectives", "extras.plan", "weights", "wrap"):
         names = importlib.import_module(f"flatshard.{module}").__all__
         public |= {f"flatshard.{module}.{name}" for name in names}
     others = [f"integrations/{name}.py" for name in FRAMEWORKS]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import ShardedWrapper, sharded_modules
 from flatshard.collectives import record
-from flatshard.memory_plan import predict
+from flatshard.extras.plan.shards import plan_flats
 from flatshard.module import model_plan
 from flatshard.module.wrappers import handles_in
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
@@ -121,10 +121,10 @@ def test_collectives_and_report(rank: int, world_size: int) -> None:
     assert sorted(gathers) == sorted(units + units[1:])  # the root once: it stays
     assert sorted(reductions) == sorted(units)
     policy = ModuleWrapPolicy({Residual})
-    planned = predict(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
+    planned, flats = plan_flats(made(), world_size=2, auto_wrap_policy=policy, coalesce_bytes=1500)
     assert [unit.name for unit in planned.units] == [*units[1:], ""]
     held = sum(handle.flat_param.nbytes for handle in handles_in(model))
-    assert sum(unit.parameter_bytes for unit in planned.units) == held
+    assert sum(flat.parameter_bytes for flat in flats) == held
     assert "to blocks" not in wrapped(coalesce_bytes=0).unit_report()
 
 
@@ -134,10 +134,12 @@ def test_large_parameters_of_the_root(rank: int, world_size: int) -> None:
     case = CASES["transformer"]
     with mock.patch.object(model_plan, "LARGE_BYTES", 8 * 11 * 8):
         model = case.wrap(case.model())
-        planned = predict(case.model(), world_size=2, auto_wrap_policy=ModuleWrapPolicy(case.units))
+        policy = ModuleWrapPolicy(case.units)
+        _, flats = plan_flats(case.model(), world_size=2, auto_wrap_policy=policy)
     root = model._sharded_unit.context.root
     assert len(root.handles) == 3  # the two large parameters, and the rest
-    assert planned.units[-1].parameter_bytes == sum(h.flat_param.nbytes for h in root.handles)
+    planned = sum(flat.parameter_bytes for flat in flats if flat.name == "")
+    assert planned == sum(handle.flat_param.nbytes for handle in root.handles)
     inputs, target = case.batch(0, ROWS)
     for _ in range(2):  # the first finds the order
         with record() as events:

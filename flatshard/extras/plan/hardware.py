@@ -97,11 +97,6 @@ DEVICES = {
 }
 
 
-# A core of a CPU. Predictions of memory also need speeds: a step holds more memory if more
-# reductions run at the same time.
-CPU_CORE = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
-
-
 @dataclass(frozen=True)
 class Machine:
     """Devices, and the links between them. ``plan`` explains ``per_node`` and the links.

@@ -10,12 +10,16 @@ link. Collectives use the link one after another.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from flatshard.extras.plan.hardware import Machine
-from flatshard.extras.plan.shards import FlatMemory, Held
-from flatshard.extras.plan.trace import Mark, Op, StepTrace
+from flatshard.extras.plan.models import Checkpointing, Step
+from flatshard.extras.plan.shards import FlatMemory, Held, plan_flats
+from flatshard.extras.plan.trace import Mark, Op, StepTrace, checkpoint_blocks, trace
 
 # Gradients of at least this size are copied into the buffer immediately, not only when the flat
 # parameter is complete. ``engine.gradients`` has the same threshold.
@@ -425,3 +429,35 @@ def _gradient_bytes(flats: Sequence[FlatMemory]) -> int:
 
 def _gathered_bytes(flats: Sequence[FlatMemory]) -> int:
     return sum(flat.gathered_bytes for flat in flats)
+
+
+class TracedModel:
+    """A model on the meta device, and the trace of one of its steps, ``trace``."""
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        step: Step,
+        *,
+        checkpoint: Checkpointing = "none",
+        on_gpu: bool = True,
+        **keywords: Any,
+    ) -> None:
+        """Build a model on the meta device, and trace one step.
+
+        ``keywords``: keywords of ``plan_flats`` that do not depend on the number of ranks.
+        """
+        with torch.device("meta"):
+            made = build()
+        self._model, step = made if isinstance(made, tuple) else (made, step)
+        self._keywords = keywords
+        plan, flats = plan_flats(self._model, world_size=1, **keywords)
+        checkpoint_blocks(self._model, checkpoint)
+        self.trace = trace(plan, flats, step, on_gpu=on_gpu)
+
+    def replay(
+        self, machine: Machine, world_size: int, accumulate: int = 1, **keywords: Any
+    ) -> Outcome:
+        """Predict a step on ``world_size`` ranks. ``keywords``: more keywords of ``plan_flats``."""
+        _, flats = plan_flats(self._model, world_size=world_size, **self._keywords, **keywords)
+        return Replay(self.trace, flats, machine, accumulate).run()

@@ -19,8 +19,7 @@ import torch
 from flatshard.extras import tabulate
 from flatshard.extras.plan.hardware import DEVICES, Device, Machine, amount, show
 from flatshard.extras.plan.models import Checkpointing, Step, language_step, read_spec
-from flatshard.extras.plan.planning import TracedModel
-from flatshard.extras.plan.replay import Outcome
+from flatshard.extras.plan.replay import Outcome, TracedModel
 from flatshard.extras.plan.trace import CannotTraceError
 from flatshard.options.precision import MixedPrecision
 from flatshard.units.policies import Policy
@@ -251,7 +250,7 @@ class TrainingPlan:
             keywords += f", mixed_precision=MixedPrecision({dtype}, torch.float32)"
         lines = ["import torch", "from flatshard import MixedPrecision, ShardedWrapper", ""]
         if (kind := self.target.checkpoint) != "none":
-            lines.insert(2, "from flatshard.memory_plan import checkpoint_blocks")
+            lines.insert(2, "from flatshard.extras.plan import checkpoint_blocks")
             lines.append(f"checkpoint_blocks(model, {kind!r})")
         return "\n".join([*lines, f"model = ShardedWrapper(model, {keywords})"])
 

@@ -120,17 +120,17 @@ def plan_flats(
     reshard_after_forward: bool | int | None = None,
     coalesce_bytes: int | None = None,
     boundary: str | int = "element",
-    ranks_per_node: int | None = None,
+    ranks_per_node: int = 1,
     optimizer_bytes: float | None = None,
 ) -> tuple[ModelPlan, list[FlatMemory]]:
-    """Choose the units of ``model`` as ``ShardedWrapper`` would; for arguments see ``predict``.
+    """Choose the units of ``model`` as ``ShardedWrapper`` would.
 
     Returns the plan with the units, and the memory of each flat parameter of all units.
+    ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of the model.
+    ``optimizer_bytes``: bytes of the optimizer's state per trained element.
     """
-    if world_size < 1:
-        raise ValueError(f"predict: world_size must be at least 1, got {world_size}.")
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
-        raise ValueError("predict: the model is already sharded. Pass the unwrapped model.")
+        raise ValueError("plan: the model is already sharded. Pass the unwrapped model.")
     given = dict(locals())
     ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
     strategy = read_strategy(given, ranks)
@@ -138,19 +138,14 @@ def plan_flats(
     plan = ModelPlan(model, settings, predicts=True)
     flats: list[FlatMemory] = []
     for unit in plan.units:
-        unit.lay_out(_num_shards(unit.settings, world_size))
+        placement, name = unit.settings.placement, unit.settings.strategy.name
+        if placement.hybrid and world_size % ranks_per_node:
+            raise ValueError(
+                f"plan: {name} needs a per_node that divides the number of ranks, {world_size}, "
+                f"got {ranks_per_node}."
+            )
+        shares_in_node = placement.hybrid and not placement.over_all
+        num_shards = ranks_per_node if shares_in_node else world_size
+        unit.lay_out(num_shards if placement.sharded else 1)
         flats += [FlatMemory(unit, flat, world_size, optimizer_bytes) for flat in unit.flats]
     return plan, flats
-
-
-def _num_shards(settings: Settings, world_size: int) -> int:
-    """Return the number of ranks that split the flat parameters of a unit."""
-    placement, per_node = settings.placement, settings.ranks.ranks_per_node or 0
-    if placement.hybrid and (per_node < 1 or world_size % per_node):
-        raise ValueError(
-            f"predict: {settings.strategy.name} needs ranks_per_node, a divisor of "
-            f"world_size={world_size}, got {settings.ranks.ranks_per_node}."
-        )
-    if placement.hybrid and not placement.over_all:
-        return per_node
-    return world_size if placement.sharded else 1

@@ -353,8 +353,8 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def emptied(
-    module: nn.Module, dtypes: Mapping[Any, torch.dtype], device: str
+def _emptied(
+    module: nn.Module, dtypes: Mapping[Any, torch.dtype]
 ) -> Iterator[dict[Tensor, Tensor]]:
     """Replace the tensors of a module by tensors without values, until the block ends.
 
@@ -368,7 +368,7 @@ def emptied(
             return [*map(replaced, value)]
         if isinstance(value, Tensor) and value not in made:
             dtype, strides = dtypes.get(value, value.dtype), value.stride()
-            new = torch.empty_strided(value.shape, strides, dtype=dtype, device=device)
+            new = torch.empty_strided(value.shape, strides, dtype=dtype, device="cpu")
             new = nn.Parameter(new) if isinstance(value, nn.Parameter) else new
             made[value] = new.requires_grad_(value.requires_grad)
         return made[value] if isinstance(value, Tensor) else value
@@ -435,9 +435,7 @@ _STAND_INS: dict[str, Any] = {
 }
 
 
-def trace(
-    plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool, device: str
-) -> StepTrace:
+def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: bool) -> StepTrace:
     """Run ``step(model).backward()`` on fake tensors, and return the recorded trace."""
     model, casts = plan.module, plan.precision_plan
     casts.install()
@@ -447,7 +445,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         with mode:
-            fakes = stack.enter_context(emptied(model, dtypes, device))
+            fakes = stack.enter_context(_emptied(model, dtypes))
         recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):

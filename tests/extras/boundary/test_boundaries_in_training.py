@@ -10,7 +10,7 @@ from torch import nn
 
 from flatshard import MixedPrecision, ShardedWrapper, checkpoint
 from flatshard.extras.boundary import Boundary, block_numel
-from flatshard.memory_plan import predict
+from flatshard.extras.plan.shards import plan_flats
 from flatshard.module.wrappers import handles_in
 from flatshard.units.layout import PAGED_BYTES
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
@@ -166,7 +166,7 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
     unbalanced = {"auto_wrap_policy": linears, "coalesce_bytes": 0, "boundary": "tensor"}
     refused = r"unit '0' would have 523,264 elements of padding, 100%"
     assert_raises(ValueError, refused, ShardedWrapper, module, **unbalanced)
-    assert_raises(ValueError, refused, predict, module, world_size=2, **unbalanced)
+    assert_raises(ValueError, refused, plan_flats, module, world_size=2, **unbalanced)
     assert all(type(one) is nn.Linear for one in module)
     assert_identical(module.state_dict(), before)
     with pytest.raises(ValueError, match=r"settings.*boundary='row'|boundary='row'.*settings"):
@@ -181,8 +181,8 @@ def test_plans_and_refusals(rank: int, world_size: int) -> None:
     report = model.unit_report()
     assert "%)" in report
     for boundary, policy in (("element", keywords), ("row", {}), ("tensor", {}), (256, {})):
-        predicted = predict(_large(), world_size=2, boundary=boundary, **policy)
+        _, flats = plan_flats(_large(), world_size=2, boundary=boundary, **policy)
         if policy == {}:
             model = ShardedWrapper(_large(), boundary=boundary)
         held = sum(handle.flat_param.nbytes for handle in handles_in(model))
-        assert predicted.parameter_bytes == held
+        assert sum(flat.parameter_bytes for flat in flats) == held

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatshard import MixedPrecision, ShardedWrapper
-from flatshard.memory_plan import predict
+from flatshard.extras.plan.shards import plan_flats
 from flatshard.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness import assert_raises, naming, on_ranks, rank_0_warns
 from tests.models import CASES, Mlp
@@ -72,8 +72,8 @@ def test_predicted_memory() -> None:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(3)))
     policy = MixedPrecision(BF16, overrides={"1.*": FP32})
     blocks = ModuleWrapPolicy({nn.Linear})
-    plan = predict(model, world_size=4, auto_wrap_policy=blocks, mixed_precision=policy)
-    assert [unit.gathered_bytes // 64**2 for unit in plan.units] == [2, 4, 2, 0]  # the root last
+    _, flats = plan_flats(model, world_size=4, auto_wrap_policy=blocks, mixed_precision=policy)
+    assert [flat.gathered_bytes // 64**2 for flat in flats] == [2, 4, 2]
 
 
 @on_ranks(2)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from flatshard import MixedPrecision, ShardedWrapper
 from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.models import Llama, Step, language_step
-from flatshard.extras.plan.planning import TracedModel
+from flatshard.extras.plan.replay import TracedModel
 from flatshard.extras.plan.trace import checkpoint_blocks
 from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
