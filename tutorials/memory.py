@@ -14,11 +14,10 @@
 # # How much memory does a model need, and which GPUs does it fit?
 #
 # How many bytes does training need, and how many of them are on each rank? This notebook computes
-# both for models that are far too large for this machine. `flatshard.memory_plan.predict` plans the
-# shards of a model as `ShardedWrapper` would make them, from the shapes of the parameters.
-# `flatshard.plan` adds the activations: it runs a step on tensors that have shapes but no memory.
-# In between, the notebook trains a model that fits, and compares the plan with measurements. The
-# last cell computes the plan for your model and your GPUs.
+# both for models that are far too large for this machine. `flatshard.plan` divides a model as
+# `ShardedWrapper` would, and runs one step on tensors that have shapes but no memory. The notebook
+# also trains a model that fits, and compares the plan with measurements. The last cell computes the
+# plan for your model and your GPUs.
 #
 # It takes two minutes on two CPU cores. To run it on your machine:
 # `pip install -e ".[tutorials]"` in a clone, then open this file with Jupyter.
@@ -34,17 +33,43 @@ import torch
 import torch._dynamo  # DDP needs it: imported here once, and not in each rank
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import COLOURS, PEAK, compare_strategies, launch, train_transformer
+from helpers import COLOURS, compare_strategies, launch, train_transformer
 from torch import nn
 
 import flatshard
 from flatshard import MixedPrecision
-from flatshard.memory_plan import predict
 from flatshard.wrap import ModuleWrapPolicy
 
 torch.set_num_threads(1)  # ranks share the cores
 GB = 1e9
 DEPTH = 80  # blocks
+
+# %% [markdown]
+# ## Measure a model that fits
+#
+# A small transformer fits on this machine.
+# [scripts/compare_strategies.py](../scripts/compare_strategies.py) trains it for a few steps under
+# each strategy. It measures the memory of the shards and the peak of unsharded parameters. The
+# ranks are processes that torch's own launcher forks from this notebook;
+# [mnist.ipynb](mnist.ipynb) explains the details. They come first, because `flatshard.plan` runs
+# autograd, and a process that has run autograd cannot fork ranks.
+
+# %%
+RANKS, NODE, SIZES = 4, 2, {"width": 256, "depth": 8}
+result = Path(tempfile.mkdtemp()) / "measured.json"
+
+
+def compare():
+    dist.init_process_group("gloo")
+    sizes = " ".join(f"--{name} {size}" for name, size in SIZES.items())
+    options = f"--steps 2 --collectives sockets --json {result} {sizes}"
+    compare_strategies.compare(compare_strategies.parse_args(options.split()), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+with contextlib.redirect_stdout(None):
+    launch(compare, ranks=RANKS)
+measured = json.loads(result.read_text())["ways"]
 
 # %% [markdown]
 # ## 70 billion parameters
@@ -95,15 +120,22 @@ BLOCKS = ModuleWrapPolicy({Block, nn.Embedding})
 psi = sum(parameter.numel() for parameter in large.parameters())
 print(f"{psi:,} parameters")
 
+
+def outcomes(build, **options):
+    """Predict one step: an outcome for each number of ranks and each strategy."""
+    usual = {"strategy": "FULL_SHARD", "checkpoint": "block", "memory": "1000TB"}
+    return [choice.outcome for choice in flatshard.plan(build, **(usual | options)).choices]
+
+
 # %% [markdown]
 # AdamW keeps two averages for each parameter. In float32 that makes 4 bytes for the parameter and 8
 # for the averages: **12 bytes per parameter are persistent.** (The same 12 are 2 + 2 + 8: bfloat16
 # parameters and gradients beside float32 averages.)
 
 # %%
-for ranks in (1, 8, 16):
-    plan = predict(large, world_size=ranks, auto_wrap_policy=BLOCKS)
-    stays = plan.parameter_bytes + plan.optimizer_bytes
+counts = [1, 8, 16]
+for ranks, found in zip(counts, outcomes(Model, ranks=counts, auto_wrap_policy=BLOCKS)):
+    stays = found.persistent["parameters"] + found.persistent["optimizer"]
     print(
         f"{ranks:3} devices: {stays / GB:6.1f} GB on each ({stays / psi:.2f} bytes per parameter)"
     )
@@ -133,47 +165,50 @@ for ranks in (1, 8, 16):
 
 # %%
 K, N = 12, 64
-with torch.device("meta"):
-    in_bf16 = Model().bfloat16()
 paper = {
     "NO_SHARD": 2 + 2 + K,
     "SHARD_OP": 2 + (2 + 2 + K) / N,
     "SHARD_GRAD_OP": (2 + 2 + K) / N,
     "FULL_SHARD": (2 + 2 + K) / N,
 }
+found = outcomes(
+    lambda: Model().bfloat16(),
+    ranks=N,
+    strategy=list(paper),
+    auto_wrap_policy=POLICY,
+    dtype=MixedPrecision(),  # compute in the dtype of the parameters
+    optimizer=K,
+)
 print(f"{N} ranks, GB on each        formula    predicted    peak of a step")
-for strategy, bytes_each in paper.items():
-    plan = predict(
-        in_bf16,
-        world_size=N,
-        auto_wrap_policy=POLICY,
-        sharding_strategy=strategy,
-        optimizer_bytes=K,
-    )
+for (strategy, bytes_each), outcome in zip(paper.items(), found):
+    kept = outcome.highest["unsharded"] if strategy == "SHARD_OP" else 0
+    stays = sum(outcome.persistent.values()) + kept
     print(
-        f"{strategy:22}{bytes_each * psi / GB:14.1f}{plan.persistent_bytes / GB:13.1f}"
-        f"{plan.peak_bytes / GB:16.1f}"
+        f"{strategy:22}{bytes_each * psi / GB:14.1f}{stays / GB:13.1f}"
+        f"{outcome.peak_bytes / GB:16.1f}"
     )
 
 # %% [markdown]
 # Stages 2 and 3 have the same persistent memory; their peaks in the last column differ. During a
-# step `SHARD_GRAD_OP` unshards the whole model, and `FULL_SHARD` a few units at a time.
+# step `SHARD_GRAD_OP` unshards the whole model, and `FULL_SHARD` a few units at a time. The peak
+# includes activations, here of one row of 2,048 tokens with activation checkpointing.
 #
 # flatshard's mixed precision needs no second copy of the weights: the float32 shards are the master
 # weights, and only unsharded parameters are bfloat16.
 
 # %%
-precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-plan = predict(large, world_size=N, auto_wrap_policy=POLICY, mixed_precision=precision)
-print(plan)
+for dtype in ("fp32", "bf16"):
+    (found,) = outcomes(Model, ranks=N, auto_wrap_policy=POLICY, dtype=dtype)
+    shards, unsharded = sum(found.persistent.values()), found.highest["unsharded"]
+    print(f"{dtype}: {shards / GB:.1f} GB of shards, at most {unsharded / GB:.1f} GB unsharded")
 
 # %% [markdown]
 # ## More ranks, smaller units
 #
 # With more ranks, the memory of the shards goes towards zero. The memory of unsharded units does
 # not: it is a lower limit, and the wrap policy decides how high the limit is. The plot shows the
-# peak memory of a rank over the number of ranks for three policies. The dotted line is the
-# persistent memory.
+# peak memory of a rank over the number of ranks for three policies, with activation checkpointing.
+# The dotted line is the persistent memory.
 
 # %%
 ranks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -184,17 +219,10 @@ policies = {
 }
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for (label, policy), style in zip(policies.items(), ("o-", "s--", "^-.")):
-    keywords = {"auto_wrap_policy": policy, "mixed_precision": precision}
-    plans = [predict(large, world_size=n, **keywords) for n in ranks]
-    axes.loglog(
-        ranks,
-        [plan.peak_bytes / GB for plan in plans],
-        style,
-        color=COLOURS["flatshard"],
-        ms=4,
-        label=label,
-    )
-between = [plan.persistent_bytes / GB for plan in plans]
+    found = outcomes(Model, ranks=ranks, auto_wrap_policy=policy)
+    peaks = [outcome.peak_bytes / GB for outcome in found]
+    axes.loglog(ranks, peaks, style, color=COLOURS["flatshard"], ms=4, label=label)
+between = [sum(outcome.persistent.values()) / GB for outcome in found]
 axes.loglog(ranks, between, "k:", label="persistent, all policies")
 axes.axhline(80, color="0.5", lw=0.8)
 axes.text(1, 84, "a device of 80 GB", fontsize=8, color="0.4")
@@ -213,115 +241,89 @@ plt.show()
 #
 # ## Predicted and measured
 #
-# A small transformer fits on this machine.
-# [scripts/compare_strategies.py](../scripts/compare_strategies.py) trains it for a few steps under
-# each strategy. It measures the memory of all tensors and the peak of unsharded parameters.
-# `predict` gets the same keywords. The ranks are processes that torch's own launcher forks from
-# this notebook; [mnist.ipynb](mnist.ipynb) explains the details.
+# `flatshard.plan` gets the settings of the transformer that was trained above.
+
 
 # %%
-RANKS, NODE, SIZES = 4, 2, {"width": 256, "depth": 8}
-result = Path(tempfile.mkdtemp()) / "measured.json"
+def build():
+    return train_transformer.Transformer(**SIZES, heads=4, context=128)
 
 
-def compare():
-    dist.init_process_group("gloo")
-    sizes = " ".join(f"--{name} {size}" for name, size in SIZES.items())
-    options = f"--steps 2 --collectives sockets --json {result} {sizes}"
-    compare_strategies.compare(compare_strategies.parse_args(options.split()), torch.device("cpu"))
-    dist.destroy_process_group()
-
-
-with contextlib.redirect_stdout(None):
-    launch(compare, ranks=RANKS)
-measured = json.loads(result.read_text())["ways"]
-
-with torch.device("meta"):
-    fits = train_transformer.Transformer(**SIZES, heads=4, context=128)
-
+settings = {
+    "ranks": RANKS,
+    "per_node": NODE,
+    "seq": 128,
+    "checkpoint": "none",
+    "auto_wrap_policy": ModuleWrapPolicy({train_transformer.Block}),
+}
 rows = []
 for name, found in measured.items():
     way = compare_strategies.WAYS[name]
-    plan = predict(
-        fits,
-        world_size=RANKS,
-        ranks_per_node=NODE,
-        auto_wrap_policy=ModuleWrapPolicy({train_transformer.Block}),
-        sharding_strategy=way.get("strategy", "NO_SHARD"),  # what DDP is
-        mixed_precision=train_transformer.BF16 if way.get("bf16") else None,
-        collectives="sockets",
+    (planned,) = outcomes(
+        build,
+        strategy=way.get("strategy", "NO_SHARD"),  # what DDP is
+        dtype="bf16" if way.get("bf16") else "fp32",
+        **settings,
     )
-    rows.append((name, plan, found))
+    rows.append((name, planned, found))
 
-print(f"{'KiB on rank 0':20}{'persistent':>24}{'peak unsharded':>24}{'peak of all':>24}")
-print(f"{'':20}" + f"{'predicted':>12}{'measured':>12}" * 3)
-for name, plan, found in rows:
-    pairs = (
-        (plan.persistent_bytes, found["between_bytes"]),
-        (plan.peak_gathered_bytes, found["peak_gathered_bytes"]),
-        (plan.peak_bytes, found["peak_bytes"]),
+KINDS = {  # the names of the predictions, and of the measurements
+    "this rank's parameters": ("parameters", "parameter_bytes"),
+    "optimizer state": ("optimizer", "optimizer_bytes"),
+    "gradients": ("gradients", "gradient_bytes"),
+}
+
+
+def pairs(planned, found):
+    """Predicted and measured bytes: of shards, and of unsharded parameters at the peak."""
+    return (
+        (sum(planned.persistent.values()), sum(found[key] for _, key in KINDS.values())),
+        (planned.highest.get("unsharded", 0), found["peak_gathered_bytes"]),
     )
-    cells = "".join(f"{one / 1024:12,.0f}{other / 1024:12,.0f}" for one, other in pairs)
-    print(f"{name:20}{cells}")
+
+
+print(f"{'KiB on rank 0':20}{'shards':>24}{'peak unsharded':>24}")
+print(f"{'':20}" + f"{'predicted':>12}{'measured':>12}" * 2)
+for name, *both in rows:
+    cells = (f"{one / 1024:12,.0f}{other / 1024:12,.0f}" for one, other in pairs(*both))
+    print(f"{name:20}{''.join(cells)}")
 
 # %% [markdown]
-# Persistent and peak memory as a picture. Bars show the predictions, divided by kind of memory;
-# marks show the measurements.
+# The same as a picture. Bars show the predictions, divided by kind of memory; marks show the
+# measurements.
 
 # %%
 names = [name for name, *_ in rows]
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-kinds = {
-    "this rank's parameters": lambda plan: plan.parameter_bytes,
-    "optimizer state": lambda plan: plan.optimizer_bytes,
-    "gradients": lambda plan: plan.gradient_bytes,
-    "unsharded parameters": lambda plan: (
-        plan.persistent_bytes
-        - plan.parameter_bytes
-        - plan.optimizer_bytes
-        - plan.gradient_bytes
-        - plan.buffer_bytes
-    ),
-}
 left = [0.0] * len(rows)
-for kind, size_of in kinds.items():
-    sizes = [size_of(plan) / 2**20 for _, plan, _ in rows]
+for kind in (*KINDS, "unsharded parameters"):
+    if kind in KINDS:
+        sizes = [planned.persistent[KINDS[kind][0]] / 2**20 for _, planned, _ in rows]
+    else:
+        sizes = [planned.highest.get("unsharded", 0) / 2**20 for _, planned, _ in rows]
     axes.barh(names, sizes, left=left, color=COLOURS[kind], label=kind)
     left = [before + size for before, size in zip(left, sizes)]
-more = [plan.peak_bytes / 2**20 - at for (_, plan, _), at in zip(rows, left)]
-axes.barh(names, more, left=left, label="more in a step", **PEAK)
-for mark, key in {"D": "between_bytes", "o": "peak_bytes"}.items():
-    sizes = [found[key] / 2**20 for *_, found in rows]
-    label = {"D": "measured, persistent", "o": "measured, peak"}[mark]
+found = [[one for _, one in pairs(planned, found)] for _, planned, found in rows]
+for mark, count, label in (("D", 1, "measured, shards"), ("o", 2, "measured, with unsharded")):
+    sizes = [sum(both[:count]) / 2**20 for both in found]
     axes.plot(sizes, names, mark, ms=5, mfc="white", mec="black", label=label)
 axes.invert_yaxis()
 axes.set_xlabel(f"MiB on each of {RANKS} ranks")
-axes.set_title("Persistent memory is exact, the peak depends on timing")
+axes.set_title("Shards are exact, unsharded parameters at most what is predicted")
 figure.legend(fontsize=8, loc="outside lower center", ncols=4)
 plt.show()
 
-# %%
-worst, most = (
-    max(abs(found[key] / predicted(plan) - 1) for _, plan, found in rows)
-    for key, predicted in (
-        ("between_bytes", lambda plan: plan.persistent_bytes),
-        ("peak_bytes", lambda plan: plan.peak_bytes),
-    )
-)
-print(f"persistent memory: at most {100 * worst:.2f} % apart; peaks: at most {100 * most:.0f} %")
-
 # %% [markdown]
-# Persistent memory: predicted and measured bytes agree except for AdamW's step counts, a few bytes
-# per parameter.
+# Shards: predicted and measured bytes agree except for AdamW's step counts, a few bytes per
+# parameter.
 #
 # Unsharded parameters: the prediction is the size of the unsharded buffers. It is exact in all
 # rows but two. Over sockets, a shard of at least 1 MiB is not copied into its unsharded buffer but
 # mapped there, which needs no memory. Under `HYBRID_SHARD` and `HYBRID_SHARD_ZERO2` the two ranks
 # of a node shard each block, so the shard of a block is that large, and half of each unsharded
-# block costs nothing. `predict` leaves this saving out, also for ranks that share memory.
+# block costs nothing. The plan leaves this saving out, also for ranks that share memory.
 #
-# The peak is not exact for the same reason, and because the order in which reductions end depends
-# on timing. `predict` leaves activations out; the next section counts them.
+# [Predictions on CPUs](../docs/evidence.md#predictions-on-cpus) compares the peak of all tensors.
 #
 # ## Activations: batch and sequence length
 #
@@ -332,24 +334,20 @@ print(f"persistent memory: at most {100 * worst:.2f} % apart; peaks: at most {10
 
 
 # %%
-def planned(batch, seq, checkpoint):
-    """The memory of a step on 64 ranks, in bfloat16."""
-    options = {"strategy": "FULL_SHARD", "auto_wrap_policy": POLICY}
-    made = flatshard.plan(Model, ranks=64, batch=batch, seq=seq, checkpoint=checkpoint, **options)
-    return made.choices[0].outcome
-
-
 def activation_bytes(outcome):
     """The most that is kept for backward at any moment of the step."""
     return outcome.highest["activations"]
 
 
-KINDS = ("none", "block")
 shapes = ((1, 2048), (1, 4096), (2, 4096), (1, 8192))
-outcomes = {shape: [planned(*shape, kind) for kind in KINDS] for shape in shapes}
+steps = {}
+for batch, seq in shapes:
+    keywords = {"ranks": 64, "batch": batch, "seq": seq, "auto_wrap_policy": POLICY}
+    kinds = [outcomes(Model, checkpoint=kind, **keywords) for kind in ("none", "block")]
+    steps[batch, seq] = [outcome for (outcome,) in kinds]
 print("GB of activations on each rank, in bfloat16")
 print(f"{'rows':>4}{'length':>8}{'kept':>10}{'checkpointed':>14}")
-for (batch, seq), pair in outcomes.items():
+for (batch, seq), pair in steps.items():
     kept, few = map(activation_bytes, pair)
     print(f"{batch:4}{seq:8,}{kept / GB:10.1f}{few / GB:14.1f}")
 
@@ -373,7 +371,7 @@ kinds = {
 }
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for offset, which in zip((-0.2, 0.2), range(2)):
-    peaks = [outcomes[1, length][which].peak for length in lengths]
+    peaks = [steps[1, length][which].peak for length in lengths]
     places = [index + offset for index in range(len(lengths))]
     low = [0.0] * len(lengths)
     for kind, parts in kinds.items():

@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from flatshard.extras import show_bytes
 from flatshard.extras.plan.trace import Op
@@ -113,11 +114,7 @@ class Machine:
     node_link: float = 450e9
     link: float = 50e9
     latency: float = 5e-6  # minimum seconds per message
-    transport: str = "nccl"
-
-    def __post_init__(self) -> None:
-        if self.transport not in ("nccl", "native", "sockets"):
-            raise ValueError(f"transport: expected nccl, native or sockets, got {self.transport!r}")
+    transport: Literal["nccl", "native", "sockets"] = "nccl"
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.

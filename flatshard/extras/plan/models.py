@@ -121,8 +121,8 @@ def read_spec(spec: str, seq: int) -> Callable[[], Any]:
     """
     if spec in PRESETS:
         return partial(Llama, *PRESETS[spec], seq=seq)
-    if spec.endswith(".json") or Path(spec).is_dir():
-        path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
+    path = Path(spec, "config.json") if Path(spec).is_dir() else Path(spec)
+    if path.suffix == ".json":
         return partial(_from_config, path)
     try:
         found = pkgutil.resolve_name(spec)

@@ -56,11 +56,6 @@ class Outcome:
     def peak_bytes(self) -> int:
         return sum(self.peak.values())
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Time in which the device only waits for collectives."""
-        return self.seconds - self.compute_seconds
-
 
 class Replay:
     """Replays the steps of one rank as flatshard runs them."""
@@ -207,27 +202,27 @@ class Replay:
 
     # ------------------------------------------------------------ all-gathers
 
-    def _start_gather(self, flat: FlatMemory, *, backward: bool) -> None:
-        has_all = not flat.gathered_bytes or (flat.unsharded and not flat.is_stale)
-        if flat.ends is not None or has_all:
-            return
-        flat.is_stale = False
-        if flat.unsharded is None:
-            flat.unsharded = self.allocate(flat.gathered_bytes, "unsharded")
-        if flat.is_cast and flat.gather_size > 1 and flat.secondary is None:
-            flat.source = self.allocate(flat.gathered_bytes // flat.gather_size, "temporary")
-        size = flat.regather_size if backward else flat.gather_size
-        flat.ends = self.send(flat.gathered_bytes, size, self.machine.per_node)
-        if size > 1 and self._native:
-            self._brief.append((flat.ends, self.allocate(flat.gathered_bytes, "temporary")))
-
     def _needed(self, unit: int, *, backward: bool) -> list[FlatMemory]:
         return [flat for flat in self.of_unit[unit] if not (backward and flat.is_lookup)]
 
+    def _start_gather(self, unit: int, *, backward: bool) -> None:
+        for flat in self._needed(unit, backward=backward):
+            has_all = not flat.gathered_bytes or (flat.unsharded and not flat.is_stale)
+            if flat.ends is not None or has_all:
+                continue
+            flat.is_stale = False
+            if flat.unsharded is None:
+                flat.unsharded = self.allocate(flat.gathered_bytes, "unsharded")
+            if flat.is_cast and flat.gather_size > 1 and flat.secondary is None:
+                flat.source = self.allocate(flat.gathered_bytes // flat.gather_size, "temporary")
+            size = flat.regather_size if backward else flat.gather_size
+            flat.ends = self.send(flat.gathered_bytes, size, self.machine.per_node)
+            if size > 1 and self._native:
+                self._brief.append((flat.ends, self.allocate(flat.gathered_bytes, "temporary")))
+
     def unshard(self, unit: int) -> None:
         """All-gather a unit, and wait for the end of the all-gather."""
-        for flat in self._needed(unit, backward=self.in_backward):
-            self._start_gather(flat, backward=self.in_backward)
+        self._start_gather(unit, backward=self.in_backward)
         for flat in self.of_unit[unit]:
             if flat.ends is not None:
                 self.wait(flat.ends)
@@ -247,8 +242,7 @@ class Replay:
             if place and not (self._sockets and ahead <= self._budget):
                 return
             if not (backward and unit in self._outstanding):
-                for flat in self._needed(unit, backward=backward):
-                    self._start_gather(flat, backward=backward)
+                self._start_gather(unit, backward=backward)
 
     def _needs_soon(self, unit: int) -> bool:
         """Whether the unit stays unsharded after forward, because backward begins with this unit.

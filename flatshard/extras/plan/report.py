@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ DTYPES = {
 CONTEXT_BYTES = 1.0e9  # memory of the CUDA context and of NCCL, outside of torch's allocator
 
 _CHECKPOINTS = ("none", "selective", "block")
+# Options with names to choose from.
+_NAMES: dict[str, Any] = {"device": DEVICES, "dtype": DTYPES, "optimizer": OPTIMIZERS}
+_CHOICES = {**_NAMES, "checkpoint": _CHECKPOINTS, "strategy": STRATEGIES}
 # Categories of memory in the order of the table. All other categories count as temporary.
 _CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations")
 
@@ -61,10 +65,9 @@ class Choice:
     @property
     def bound(self) -> str:
         """The part of the machine that limits the speed: the link or the computation."""
-        outcome = self.outcome
-        if outcome.exposed_seconds > 0.1 * outcome.seconds:
-            return f"link ({outcome.exposed_seconds / outcome.seconds:.0%} exposed)"
-        return "compute"
+        # Share of the step in which the device only waits for collectives.
+        exposed = 1 - self.outcome.compute_seconds / self.outcome.seconds
+        return f"link ({exposed:.0%} exposed)" if exposed > 0.1 else "compute"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as a dict for JSON."""
@@ -123,17 +126,14 @@ class Target:
 
     @property
     def machine(self) -> Machine:
-        device = self.device if isinstance(self.device, Device) else DEVICES.get(self.device)
-        if device is None:
-            raise ValueError(f"device: expected {', '.join(DEVICES)}, got {self.device!r}.")
         given = {"memory_bytes": self.memory, "flops": self.flops}
         changes: Any = {name: amount(one) for name, one in given.items() if one is not None}
-        device = replace(device, **changes)
+        device = replace(_look_up("device", self.device), **changes)
         return Machine(device, self.per_node, amount(self.node_link), amount(self.link))
 
     @property
     def precision(self) -> MixedPrecision:
-        return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+        return _look_up("dtype", self.dtype)  # type: ignore[no-any-return]
 
     def choices(self) -> list[Choice]:
         """Trace one step, and replay the trace under each strategy on each number of ranks.
@@ -141,43 +141,37 @@ class Target:
         Raises ValueError if no strategy can be used.
         """
         strategies = (self.strategy,) if isinstance(self.strategy, str) else self.strategy
+        machine, node, found = self.machine, self.per_node, list[Choice]()
+        memory = machine.device.memory_bytes
         traced = TracedModel(
             self.build,
             self.step or language_step(self.batch, self.seq),
             checkpoint=self.checkpoint,
-            on_gpu=self.machine.device.is_gpu,
+            on_gpu=machine.device.is_gpu,
             auto_wrap_policy=self.auto_wrap_policy,
             mixed_precision=self.precision,
         )
-        node = self.per_node
-        found = [
-            self._choice(traced, strategy, ranks)
-            for ranks in counts(self.ranks)
-            for strategy in strategies
+        for ranks, strategy in product(counts(self.ranks), strategies):
             # A hybrid strategy shards within a node, and needs several nodes.
-            if not strategy.startswith("HYBRID") or (ranks > node and ranks % node == 0)
-        ]
+            if strategy.startswith("HYBRID") and (ranks <= node or ranks % node):
+                continue
+            outcome = traced.replay(
+                machine,
+                ranks,
+                self.accumulate,
+                optimizer_bytes=_look_up("optimizer", self.optimizer),
+                sharding_strategy=strategy,
+                ranks_per_node=min(ranks, node),
+            )
+            fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
+            speed = self.accumulate * self.batch / outcome.seconds
+            found.append(Choice(strategy, ranks, outcome, fits, speed))
         if not found:
             raise ValueError(
                 f"{', '.join(strategies)} needs several nodes: expected a multiple of per_node="
                 f"{node} ranks, at least {2 * node}, got {list(counts(self.ranks))}."
             )
         return found
-
-    def _choice(self, traced: TracedModel, strategy: str, ranks: int) -> Choice:
-        optimizer, machine = self.optimizer, self.machine
-        outcome = traced.replay(
-            machine,
-            ranks,
-            self.accumulate,
-            optimizer_bytes=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
-            sharding_strategy=strategy,
-            ranks_per_node=min(ranks, self.per_node),
-        )
-        memory = machine.device.memory_bytes
-        fits = not memory or outcome.peak_bytes + CONTEXT_BYTES <= memory
-        speed = self.accumulate * self.batch / outcome.seconds
-        return Choice(strategy, ranks, outcome, fits, speed)
 
     def changes(self) -> dict[str, Choice]:
         """For each change of a setting, predict the strategy with the smallest peak memory."""
@@ -195,6 +189,15 @@ class Target:
             with contextlib.suppress(CannotTraceError):
                 found[text] = smallest(replace(self, **{name: value}).choices())
         return found
+
+
+def _look_up(option: str, value: Any) -> Any:
+    """Return what the text ``value`` names. Any other value is its own meaning."""
+    if not isinstance(value, str):
+        return value
+    if value not in _NAMES[option]:
+        raise ValueError(f"{option}: expected {', '.join(_NAMES[option])}, got {value!r}.")
+    return _NAMES[option][value]
 
 
 def smallest(choices: Iterable[Choice]) -> Choice:
@@ -354,14 +357,6 @@ def plan(
 
 
 # ------------------------------------------------------------ the command ``flatshard plan``
-
-_CHOICES = {
-    "device": DEVICES,
-    "dtype": DTYPES,
-    "optimizer": OPTIMIZERS,
-    "checkpoint": _CHECKPOINTS,
-    "strategy": STRATEGIES,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,11 +13,9 @@ from flatshard.comm.ranks import Ranks
 from flatshard.engine.handle import LOOKUPS
 from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.module.settings import Settings, read_strategy, read_values
-from flatshard.options import ShardingStrategy, TransportOptions
-from flatshard.options.precision import MixedPrecision
+from flatshard.options import TransportOptions
 from flatshard.tensor.flat_parameter import FlatParamPlan
 from flatshard.tensor.sharded_tensor import FlatShardTensor
-from flatshard.units.policies import Policy
 
 
 class Held(NamedTuple):
@@ -32,8 +30,6 @@ class FlatMemory:
 
     Attributes:
         name: the unit's name in the unwrapped model; empty for the root.
-        kept_bytes: bytes of unsharded parameters, or of secondary shards (gathered from fewer
-            ranks), between steps.
         gathered_bytes: bytes of the unsharded parameters in the compute dtype; 0 if the shard
             contains all parameters in the compute dtype.
         whole_gradient_bytes: bytes of the unsharded gradients in the reduce dtype.
@@ -58,7 +54,7 @@ class FlatMemory:
     """
 
     def __init__(
-        self, unit: PlannedUnit, plan: FlatParamPlan, world_size: int, optimizer_bytes: float | None
+        self, unit: PlannedUnit, plan: FlatParamPlan, world_size: int, optimizer_bytes: float
     ) -> None:
         layout, placement = plan.layout, unit.settings.placement
         num_shards, per_node = layout.world_size, unit.settings.ranks.ranks_per_node or 1
@@ -67,7 +63,7 @@ class FlatMemory:
         self.compute_dtype = plan.precision.unsharded_dtype(plan.dtype)
         self.name, self.unit, self.placement = unit.name, unit.number, placement
         self.params = tuple(info.param for info in plan.infos)
-        self.numel, self.is_single = layout.numel, layout.padded_numel == layout.spans[0].numel
+        self.is_single = layout.padded_numel == layout.spans[0].numel
         self.is_trained = plan.requires_grad
         self.is_cast = self.compute_dtype != plan.dtype
         modules = (place.module for info in plan.infos for place in info.locations)
@@ -78,8 +74,7 @@ class FlatMemory:
         self.reduce_itemsize = plan.precision.grad_dtypes(plan.dtype).reduce_dtype.itemsize
         self.parameter_bytes = layout.shard_numel * plan.dtype.itemsize
         self.gradient_bytes = self.parameter_bytes * plan.requires_grad
-        each = 2 * plan.dtype.itemsize if optimizer_bytes is None else optimizer_bytes
-        self.optimizer_bytes = math.ceil(layout.shard_numel * plan.requires_grad * each)
+        self.optimizer_bytes = math.ceil(layout.shard_numel * plan.requires_grad * optimizer_bytes)
         whole = layout.padded_numel * self.reduce_itemsize * plan.requires_grad
         self.whole_gradient_bytes, self.reduced_bytes = whole, whole // num_shards
         self.crossing_bytes = whole // self.gather_size
@@ -87,10 +82,7 @@ class FlatMemory:
         # shard, and there is no unsharded buffer.
         unsharded = layout.padded_numel * self.compute_dtype.itemsize
         self.gathered_bytes = unsharded if num_shards > 1 or self.is_cast else 0
-        self.kept_bytes = 0 if placement.reshard_after_backward else self.gathered_bytes
-        self.secondary_bytes = 0
-        if placement.over_all:
-            self.kept_bytes = self.secondary_bytes = unsharded // self.gather_size
+        self.secondary_bytes = unsharded // self.gather_size if placement.over_all else 0
         is_freed = self.is_lookup or (placement.reshard_after_forward and unit.name)
         if placement.regather_size and is_freed:
             self.secondary_bytes = unsharded // placement.regather_size
@@ -110,20 +102,20 @@ class FlatMemory:
         return self.arrived == len(self.params)
 
 
+# Keywords of ``ShardedWrapper`` that determine units and flat parameters, with their defaults.
+_DEFAULTS = {"sharding_strategy": "FULL_SHARD", "boundary": "element"}
+_DEFAULTS |= dict.fromkeys(("mixed_precision", "coalesce_bytes"))
+
+
 def plan_flats(
     model: nn.Module,
     *,
     world_size: int,
-    auto_wrap_policy: Policy | None = None,
-    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
-    mixed_precision: MixedPrecision | None = None,
-    reshard_after_forward: bool | int | None = None,
-    coalesce_bytes: int | None = None,
-    boundary: str | int = "element",
     ranks_per_node: int = 1,
-    optimizer_bytes: float | None = None,
+    optimizer_bytes: float = 0.0,
+    **keywords: Any,
 ) -> tuple[ModelPlan, list[FlatMemory]]:
-    """Choose the units of ``model`` as ``ShardedWrapper`` would.
+    """Choose the units of ``model`` as ``ShardedWrapper`` with these ``keywords`` would.
 
     Returns the plan with the units, and the memory of each flat parameter of all units.
     ``ranks_per_node``, for HYBRID strategies: number of ranks that share one copy of the model.
@@ -131,7 +123,7 @@ def plan_flats(
     """
     if any(isinstance(param, FlatShardTensor) for param in model.parameters()):
         raise ValueError("plan: the model is already sharded. Pass the unwrapped model.")
-    given = dict(locals())
+    given = {**_DEFAULTS, **keywords}
     ranks = Ranks(ALONE, None, ranks_per_node, TransportOptions())
     strategy = read_strategy(given, ranks)
     settings = Settings(ranks, *strategy, torch.device("meta"), **read_values(given))

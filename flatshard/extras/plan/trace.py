@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from flatshard.engine.forward import call_first
 from flatshard.extras.plan.models import Checkpointing, Step
 from flatshard.extras.plan.shards import FlatMemory
-from flatshard.module.model_plan import ModelPlan
+from flatshard.module.model_plan import ModelPlan, PlannedUnit
 from flatshard.options.extras import extra
 from flatshard.precision import UnitCasts, tensors_in
 from flatshard.units.module_tree import ModuleTree, unit_text
@@ -186,16 +186,17 @@ class _Recorder(TorchDispatchMode):
         self._sum = -1
 
     def observe(
-        self, module: nn.Module, casts: UnitCasts, unit: int, *, is_root: bool
-    ) -> Iterable[RemovableHandle]:
+        self, module: nn.Module, casts: UnitCasts, unit: PlannedUnit
+    ) -> tuple[RemovableHandle, RemovableHandle]:
         """Record when the forward and the backward of a module begin and end. Returns hooks."""
 
         def mark(what: str, *_: Any) -> None:
-            self._trace.events.append(Mark(what, unit))
+            self._trace.events.append(Mark(what, unit.number))
 
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
             mark("enter")
-            args, kwargs = casts.cast_inputs(args, kwargs, is_root=is_root) or (args, kwargs)
+            cast = casts.cast_inputs(args, kwargs, is_root=not unit.name)
+            args, kwargs = cast or (args, kwargs)
             if not self.in_backward:
                 for tensor in _with_gradients((args, kwargs)):
                     mark("input")
@@ -213,8 +214,8 @@ class _Recorder(TorchDispatchMode):
                     tensor.register_hook(partial(mark, "enter backward"))
             return output
 
-        yield module.register_forward_pre_hook(enter, with_kwargs=True)
-        yield module.register_forward_hook(leave)
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        return before, module.register_forward_hook(leave)
 
     def receive(self, flat: int, param: Tensor) -> None:
         """Take the complete gradient of a parameter of the flat parameter ``flat``."""
@@ -449,8 +450,7 @@ def trace(plan: ModelPlan, flats: Sequence[FlatMemory], step: Step, *, on_gpu: b
         recorder = _Recorder(found, {one.untyped_storage()._cdata for one in fakes.values()})
         for unit in plan.units:
             for module in (member.module for member in unit.members):
-                of_unit = casts.of_unit(module)
-                for handle in recorder.observe(module, of_unit, unit.number, is_root=not unit.name):
+                for handle in recorder.observe(module, casts.of_unit(module), unit):
                     stack.callback(handle.remove)
         for index, flat in enumerate(flats):
             for param in (fakes[one] for one in flat.params if one.requires_grad):
