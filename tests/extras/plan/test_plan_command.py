@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flatshard import MixedPrecision
 from flatshard.checkpoint.command_line import main
+from flatshard.extras.plan import CannotTraceError, plan
 from flatshard.extras.plan.models import read_spec
 from flatshard.extras.plan.report import Target, add_arguments
-from flatshard.extras.plan import CannotTraceError, plan
 from tests.extras.plan import Block
 
 WIDTH = 256

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flatshard.extras.plan import CannotTraceError, checkpoint_blocks, plan
 from flatshard.extras.plan.replay import TracedModel
 from flatshard.extras.plan.trace import Op
-from flatshard.extras.plan import CannotTraceError, checkpoint_blocks, plan
 from tests.harness import Watching, assert_raises
 from tests.models import Composed
 
