@@ -10,7 +10,6 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from flatshard.extras import show_bytes
 from flatshard.extras.plan.trace import Op
@@ -100,21 +99,13 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, and the links between them. ``plan`` explains ``per_node`` and the links.
-
-    The transport (``flatshard.comm.transports``) determines the buffers of a collective. ``nccl``
-    reduces in place. ``native`` (gloo) copies all bytes before sending, and a reduction completes
-    only when the rank waits for the reduction. ``sockets`` sends large gradients without a copy,
-    receives each rank's gradients into a separate buffer, adds in float32, and all-gathers in the
-    background.
-    """
+    """Devices, and the links between them. ``plan`` explains ``per_node`` and the links."""
 
     device: Device
     per_node: int = 8
     node_link: float = 450e9
     link: float = 50e9
     latency: float = 5e-6  # minimum seconds per message
-    transport: Literal["nccl", "native", "sockets"] = "nccl"
 
     def collective_seconds(self, nbytes: float, size: int, in_node: int) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``nbytes`` in a ring of ``size`` ranks.

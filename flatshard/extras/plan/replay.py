@@ -73,7 +73,7 @@ class Replay:
         self.grads: list[Held] = []
         # Blocks of memory that are freed at a known time: pairs of the time and the block.
         self._brief: list[tuple[float, Held]] = []
-        self._native, self._sockets = (machine.transport == one for one in ("native", "sockets"))
+        self._on_gpu = machine.device.is_gpu
         self.of_unit: dict[int, list[FlatMemory]] = defaultdict(list)
         for flat in flats:
             self.of_unit[flat.unit].append(flat)
@@ -89,12 +89,10 @@ class Replay:
         entered, inputs = ([m.unit for m in marks if m.what == one] for one in ("enter", "input"))
         self.order = list(dict.fromkeys(entered))  # units in the order of forward
         self._inputs = Counter(inputs)  # for each unit: number of inputs that need a gradient
-        # The memory limits of ``engine.reduce_queue`` and ``engine.prefetch``. On a CPU, reductions
-        # get half the limit, because a reduction needs memory to send and to receive.
-        on_gpu, units = machine.device.is_gpu, self.of_unit.values()
-        sums = map(_gradient_bytes, [[flat] for flat in flats] if on_gpu else units)
-        self._max_in_flight = (1 + on_gpu) * max(sums, default=0)
-        self._budget = max(map(_gathered_bytes, units), default=0)
+        # The memory limit of ``engine.reduce_queue``. On a CPU, reductions get half the limit,
+        # because a reduction needs memory to send and to receive.
+        at_once = [[flat] for flat in flats] if self._on_gpu else self.of_unit.values()
+        self._max_in_flight = (1 + self._on_gpu) * max(map(_gradient_bytes, at_once), default=0)
         self._reducing: list[FlatMemory] = []  # flat parameters whose reduction runs
 
     # ------------------------------------------------------------ memory and clocks
@@ -190,23 +188,20 @@ class Replay:
             self.unshard(unit)
             if mark.what == "enter backward" or not self.in_backward:
                 order = self.order[::-1] if self.in_backward else self.order
-                after = order[order.index(unit) + 1 :] if unit in order else []
-                self._start_expected(after, backward=self.in_backward)
+                self._start_next(order[order.index(unit) + 1 :] if unit in order else [])
         elif mark.what == "leave" and not self.in_backward:
             self.reshard(unit)
-            if self._needs_soon(unit):
-                self._start_expected(self.order[-2::-1], backward=True)
         elif mark.what == "leave backward" and unit in self._outstanding:
             self._outstanding[unit] -= 1
             self.end_unit(unit)
 
     # ------------------------------------------------------------ all-gathers
 
-    def _needed(self, unit: int, *, backward: bool) -> list[FlatMemory]:
-        return [flat for flat in self.of_unit[unit] if not (backward and flat.is_lookup)]
+    def _needed(self, unit: int) -> list[FlatMemory]:
+        return [flat for flat in self.of_unit[unit] if not (self.in_backward and flat.is_lookup)]
 
-    def _start_gather(self, unit: int, *, backward: bool) -> None:
-        for flat in self._needed(unit, backward=backward):
+    def _start_gather(self, unit: int) -> None:
+        for flat in self._needed(unit):
             has_all = not flat.gathered_bytes or (flat.unsharded and not flat.is_stale)
             if flat.ends is not None or has_all:
                 continue
@@ -215,42 +210,25 @@ class Replay:
                 flat.unsharded = self.allocate(flat.gathered_bytes, "unsharded")
             if flat.is_cast and flat.gather_size > 1 and flat.secondary is None:
                 flat.source = self.allocate(flat.gathered_bytes // flat.gather_size, "temporary")
-            size = flat.regather_size if backward else flat.gather_size
+            size = flat.regather_size if self.in_backward else flat.gather_size
             flat.ends = self.send(flat.gathered_bytes, size, self.machine.per_node)
-            if size > 1 and self._native:
+            if size > 1 and not self._on_gpu:  # gloo copies all bytes before sending
                 self._brief.append((flat.ends, self.allocate(flat.gathered_bytes, "temporary")))
 
     def unshard(self, unit: int) -> None:
         """All-gather a unit, and wait for the end of the all-gather."""
-        self._start_gather(unit, backward=self.in_backward)
+        self._start_gather(unit)
         for flat in self.of_unit[unit]:
             if flat.ends is not None:
                 self.wait(flat.ends)
                 self.free(flat.source)
                 flat.ends = flat.source = None
 
-    def _start_expected(self, expected: Sequence[int], *, backward: bool) -> None:
-        """Start all-gathers of the next units, as ``engine.prefetch`` does.
-
-        One unit is gathered ahead. If the transport works in the background, more units are
-        gathered ahead, until the memory budget is reached.
-        """
-        units = [unit for unit in expected if self._needed(unit, backward=backward)]
-        for place, unit in enumerate(units):
-            under_way = {flat.unit for flat in self.flats if flat.ends is not None} | {unit}
-            ahead = sum(_gathered_bytes(self.of_unit[one]) for one in under_way)
-            if place and not (self._sockets and ahead <= self._budget):
-                return
-            if not (backward and unit in self._outstanding):
-                self._start_gather(unit, backward=backward)
-
-    def _needs_soon(self, unit: int) -> bool:
-        """Whether the unit stays unsharded after forward, because backward begins with this unit.
-
-        ``engine.prefetch`` has the same rule for ``BackwardPrefetch.AUTO``.
-        """
-        begins = self._sockets and unit == self.order[-1]
-        return begins and all(one.regather_size == one.gather_size for one in self.of_unit[unit])
+    def _start_next(self, expected: Sequence[int]) -> None:
+        """Start the all-gather of the next unit, as ``engine.prefetch`` does."""
+        unit = next(filter(self._needed, expected), None)
+        if unit is not None and not (self.in_backward and unit in self._outstanding):
+            self._start_gather(unit)
 
     def reshard(self, unit: int) -> None:
         """Free the unsharded parameters of a unit, if the strategy says so."""
@@ -262,8 +240,7 @@ class Replay:
             else:
                 # The root stays unsharded, except for embeddings, which backward does not read.
                 is_spare = flat.is_lookup and self.syncs
-                is_inner = flat.name != "" and not self._needs_soon(unit)
-                frees = flat.placement.reshard_after_forward and (is_spare or is_inner)
+                frees = flat.placement.reshard_after_forward and (is_spare or flat.name != "")
             if not frees or flat.unsharded is None or flat.ends is not None:
                 continue
             if not self.in_backward and flat.secondary_bytes and not flat.placement.over_all:
@@ -308,7 +285,7 @@ class Replay:
             return slots[0]
         buffer = buffer or self.allocate(flat.whole_gradient_bytes, "reduction")
         self.free(*slots)
-        if not self.machine.device.is_gpu:  # on GPUs, computation hides the time of copies
+        if not self._on_gpu:  # on GPUs, computation hides the time of copies
             self.compute(2 * flat.whole_gradient_bytes / self.machine.device.memory_rate)
         return buffer
 
@@ -320,24 +297,18 @@ class Replay:
         if flat.gather_size == 1:
             flat.result = sent
         else:
-            nbytes = self._sum_bytes(flat, flat.crossing_bytes)
-            flat.result = self.allocate(nbytes, "reduction")
-            # Sockets receive the gradients of each other rank into a row of a buffer. If the dtypes
-            # are equal, the first rank's gradients need no row: they are received into the result.
-            rows = flat.gather_size - 1 - (nbytes == flat.crossing_bytes)
-            more = self._sockets * rows * flat.crossing_bytes
-            more += self._native * flat.whole_gradient_bytes
-            flat.sent = [sent, self.allocate(more, "reduction")]
+            flat.result = self.allocate(flat.crossing_bytes, "reduction")
+            flat.sent = [sent, self._copy_to_send(flat.whole_gradient_bytes)]
             size, per_node = flat.gather_size, self.machine.per_node
             flat.reduced_at = self.send(flat.whole_gradient_bytes, size, per_node)
         self._reducing.append(flat)
-        if self.machine.device.is_gpu or not flat.sent:
+        if self._on_gpu or not flat.sent:
             self._cross(flat)
         # Finish reductions that have ended, and wait if reductions hold too much memory.
         while self._reducing:
             first = self._reducing[0]
             # With gloo, only a wait finds out that a reduce-scatter has ended.
-            reports_end = not self._native or first.gather_size == 1
+            reports_end = self._on_gpu or first.gather_size == 1
             if reports_end and first.reduced_at <= self.clock:
                 self._cross(first)
             over = _gradient_bytes(self._reducing) > self._max_in_flight
@@ -345,16 +316,16 @@ class Replay:
                 return
             self._finish_first()
 
-    def _sum_bytes(self, flat: FlatMemory, nbytes: int) -> int:
-        is_wider = self._sockets and flat.reduce_itemsize < 4
-        return nbytes // flat.reduce_itemsize * 4 if is_wider else nbytes
+    def _copy_to_send(self, nbytes: int) -> Held:
+        """Allocate gloo's copy of gradients that it sends. NCCL needs no copy."""
+        return self.allocate(nbytes * (not self._on_gpu), "reduction")
 
     def _cross(self, flat: FlatMemory) -> None:
         """Begin the second stage of a reduction: over the replicas, or over the other nodes."""
         if not flat.crosses:
             return
         flat.crosses = False
-        if not self.machine.device.is_gpu:
+        if not self._on_gpu:
             self.wait(flat.reduced_at)
             self.free(*flat.sent)
             flat.sent = []
@@ -362,9 +333,8 @@ class Replay:
         # only a part of the result, the second stage is only a reduce-scatter.
         steps = 1 if flat.reduced_bytes < flat.crossing_bytes else 2
         if steps == 1:
-            copies = self.allocate(self._native * flat.crossing_bytes, "reduction")
-            flat.sent += [flat.result, copies]
-            flat.result = self.allocate(self._sum_bytes(flat, flat.reduced_bytes), "reduction")
+            flat.sent += [flat.result, self._copy_to_send(flat.crossing_bytes)]
+            flat.result = self.allocate(flat.reduced_bytes, "reduction")
         in_node = max(1, self.machine.per_node // flat.gather_size)
         flat.reduced_at = self.send(steps * flat.crossing_bytes, flat.replicas, in_node)
 
@@ -407,7 +377,7 @@ class Replay:
         # the size of the gradient.
         moved = 0
         for flat in self.flats:
-            is_plain = not (flat.gathered_bytes or self.machine.device.is_gpu)
+            is_plain = not (flat.gathered_bytes or self._on_gpu)
             is_adam = flat.optimizer_bytes >= 2 * flat.parameter_bytes
             moved += 2 * (flat.parameter_bytes + flat.optimizer_bytes)
             moved += flat.gradient_bytes * (14 if is_plain and is_adam else 1)
@@ -419,10 +389,6 @@ class Replay:
 
 def _gradient_bytes(flats: Sequence[FlatMemory]) -> int:
     return sum(flat.whole_gradient_bytes for flat in flats)
-
-
-def _gathered_bytes(flats: Sequence[FlatMemory]) -> int:
-    return sum(flat.gathered_bytes for flat in flats)
 
 
 class TracedModel:

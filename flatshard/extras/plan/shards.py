@@ -71,11 +71,11 @@ class FlatMemory:
         self.is_freed_after = placement.reshard_after_backward or num_shards == 1
         self.regather_size = placement.regather_size or self.gather_size
         self.replicas = world_size // self.gather_size
-        self.reduce_itemsize = plan.precision.grad_dtypes(plan.dtype).reduce_dtype.itemsize
+        reduce_dtype = plan.precision.grad_dtypes(plan.dtype).reduce_dtype
         self.parameter_bytes = layout.shard_numel * plan.dtype.itemsize
         self.gradient_bytes = self.parameter_bytes * plan.requires_grad
         self.optimizer_bytes = math.ceil(layout.shard_numel * plan.requires_grad * optimizer_bytes)
-        whole = layout.padded_numel * self.reduce_itemsize * plan.requires_grad
+        whole = layout.padded_numel * reduce_dtype.itemsize * plan.requires_grad
         self.whole_gradient_bytes, self.reduced_bytes = whole, whole // num_shards
         self.crossing_bytes = whole // self.gather_size
         # If one rank's shard holds all parameters in the compute dtype, modules compute with the
@@ -103,7 +103,7 @@ class FlatMemory:
 
 
 # Keywords of ``ShardedWrapper`` that determine units and flat parameters, with their defaults.
-_DEFAULTS = {"sharding_strategy": "FULL_SHARD", "boundary": "element"}
+_DEFAULTS: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "boundary": "element"}
 _DEFAULTS |= dict.fromkeys(("mixed_precision", "coalesce_bytes"))
 
 

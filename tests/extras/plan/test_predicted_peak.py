@@ -182,7 +182,6 @@ class Case:
     batch: int
     checkpoint: Any = "none"
     precision: str = "fp32"
-    collectives: str = "native"
     accumulate: int = 1
     optimizer: str = "adamw"
     keywords: dict[str, Any] = field(default_factory=dict)  # other keywords of `ShardedWrapper`
@@ -197,9 +196,7 @@ CASES = [
     C("llama", "FULL_SHARD", 2, 4, precision="mixed"),
     C("llama", "FULL_SHARD", 2, 4, precision="bf16"),
     C("llama", "FULL_SHARD", 2, 4, accumulate=2),
-    C("llama", "FULL_SHARD", 2, 4, collectives="sockets"),
-    C("llama", "FULL_SHARD", 4, 1, "block", "mixed", "sockets"),
-    C("llama", "FULL_SHARD", 2, 4, collectives="auto"),
+    C("llama", "FULL_SHARD", 4, 1, "block", "mixed"),
     C("llama", "SHARD_GRAD_OP", 2, 4),
     C("llama", "SHARD_GRAD_OP", 3, 2, optimizer="momentum"),
     C("llama", "SHARD_OP", 2, 4),
@@ -214,33 +211,33 @@ CASES = [
     C("gpt", "FULL_SHARD", 2, 4),
     C("gpt", "FULL_SHARD", 3, 4, "block", optimizer="momentum"),
     C("gpt", "FULL_SHARD", 2, 4, "selective", "mixed"),
-    C("gpt", "SHARD_GRAD_OP", 4, 2, collectives="sockets"),
+    C("gpt", "SHARD_GRAD_OP", 4, 2),
     C("gpt", "SHARD_OP", 2, 4, accumulate=2),
     C("gpt", "NO_SHARD", 2, 4, optimizer="sgd"),
     C("gpt", "HYBRID_SHARD", 4, 1, precision="mixed"),
-    C("gpt", "FULL_SHARD", 2, 4, collectives="sockets", accumulate=2),
+    C("gpt", "FULL_SHARD", 2, 4, accumulate=2),
     C("tied", "FULL_SHARD", 2, 4),
     C("tied", "NO_SHARD", 2, 4, precision="bf16"),
-    C("tied", "SHARD_GRAD_OP", 2, 4, collectives="sockets"),
+    C("tied", "SHARD_GRAD_OP", 2, 4),
     C("frozen", "FULL_SHARD", 2, 4),
     C("frozen", "SHARD_GRAD_OP", 2, 8, "block"),
     C("frozen", "NO_SHARD", 2, 4, optimizer="momentum"),
     C("embedding", "FULL_SHARD", 2, 4),
-    C("embedding", "FULL_SHARD", 4, 2, collectives="sockets"),
+    C("embedding", "FULL_SHARD", 4, 2),
     C("mlp", "FULL_SHARD", 2, 256),
     C("mlp", "FULL_SHARD", 4, 512, precision="bf16", optimizer="sgd"),
-    C("mlp", "SHARD_GRAD_OP", 2, 256, collectives="auto"),
+    C("mlp", "SHARD_GRAD_OP", 2, 256),
     C("mlp", "SHARD_OP", 3, 256, optimizer="momentum"),
-    C("mlp", "HYBRID_SHARD_OP", 4, 256, collectives="sockets"),
+    C("mlp", "HYBRID_SHARD_OP", 4, 256),
     C("mlp", "NO_SHARD", 2, 1024, "block"),
     C("convnet", "FULL_SHARD", 2, 16),
     C("convnet", "FULL_SHARD", 2, 16, precision="mixed"),
     C("convnet", "SHARD_GRAD_OP", 3, 8, optimizer="momentum"),
     C("convnet", "NO_SHARD", 2, 32, optimizer="sgd"),
-    C("convnet", "SHARD_OP", 2, 16, collectives="sockets"),
+    C("convnet", "SHARD_OP", 2, 16),
     C("hf", "FULL_SHARD", 2, 4),
     C("hf", "FULL_SHARD", 2, 4, "block", "mixed"),
-    C("hf", "SHARD_GRAD_OP", 4, 2, collectives="sockets"),
+    C("hf", "SHARD_GRAD_OP", 4, 2),
     C("hf", "NO_SHARD", 2, 4),
 ]
 QUICK = [C("mlp", "FULL_SHARD", 2, 256)]
@@ -262,10 +259,7 @@ def predict(case: Case) -> int:
         auto_wrap_policy=policy,
         mixed_precision=PRECISIONS[case.precision],
     )
-    # Ranks cannot read each other's memory (`_measure`), so "auto" chooses sockets.
-    transport = "native" if case.collectives == "native" else "sockets"
-    device = Device(4e10, 4e10, 4e9, 0.0, is_gpu=False)
-    machine = Machine(device, 2, 1e9, 1e9, transport=transport)
+    machine = Machine(Device(4e10, 4e10, 4e9, 0.0, is_gpu=False), 2, 1e9, 1e9)
     return traced.replay(
         machine,
         case.world,
@@ -333,7 +327,7 @@ def _make(case: Case) -> tuple[ShardedWrapper, torch.optim.Optimizer]:
         auto_wrap_policy=policy,
         sharding_strategy=case.strategy,
         mixed_precision=PRECISIONS[case.precision],
-        collectives=case.collectives,
+        collectives="native",
         **case.keywords,
     )
     return model, OPTIMIZERS[case.optimizer][0](trainable(model))
