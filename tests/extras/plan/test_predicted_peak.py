@@ -4,8 +4,7 @@ Small models train on CPU ranks with gloo. A library that is preloaded into the 
 (`tensor_bytes.c`) counts each block that torch's allocator hands out on any thread, temporary
 tensors inside of kernels included. A rank's peak is the highest number of bytes in the third step,
 minus the number before the model was made. Of the ranks, the (low) median counts, because gloo's
-threads free temporary tensors later where other ranks are late. Shared memory is off: shards that
-are mapped do not come from torch's allocator.
+threads free temporary tensors later where other ranks are late.
 
 THOROUGH=1 trains all `CASES`, and `scripts/evidence.py peaks` prints the errors.
 """
@@ -35,7 +34,6 @@ from flatshard.extras.plan.hardware import Device, Machine
 from flatshard.extras.plan.models import Llama, Step, language_step
 from flatshard.extras.plan.replay import TracedModel
 from flatshard.extras.plan.trace import checkpoint_blocks
-from flatshard.extras.shared_memory import peer_memory
 from flatshard.wrap import ModuleWrapPolicy
 from tests.combinations import THOROUGH
 from tests.extras.plan import Block
@@ -292,7 +290,7 @@ def errors(cases: list[Case]) -> list[float]:
 
 def _measure(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    with allow_warnings(), mock.patch.object(peer_memory, "_readv", None):
+    with allow_warnings():
         return [_peak(case) for case in cases]
 
 
