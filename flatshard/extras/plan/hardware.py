@@ -50,7 +50,8 @@ class Device:
         attention_flops: floating point operations per second in attention kernels.
         memory_rate: bytes per second that kernels read and write.
         memory_bytes: memory of the device.
-        is_gpu: whether the device is a GPU, so that operators run as GPU kernels.
+        is_gpu: whether the device is a GPU, so that operators run as GPU kernels, and NCCL runs the
+            collectives. On a CPU, gloo runs them, and copies all bytes before sending.
     """
 
     flops: float
