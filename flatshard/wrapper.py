@@ -354,18 +354,6 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
         recording = extra("recording", "ShardedWrapper.step_report()")
         return recording.last_report(self._sharded_unit.context)  # type: ignore[no-any-return]
 
-    def warn_non_finite(self, enabled: bool = True) -> None:
-        """Warn once, at the first gradient that is inf or NaN. ``enabled=False`` stops checking.
-
-        The check reads this rank's gradients before they are averaged, so the rank that warns has
-        computed the inf or NaN. Until the warning, the host waits at the end of each backward.
-        Overflows under ``GradScaler`` are normal. On an inner wrapper this method acts on the whole
-        model. No communication.
-        """
-        rank = self._sharded_unit.settings.ranks.world.global_rank
-        non_finite = extra("non_finite", "ShardedWrapper.warn_non_finite()")
-        non_finite.watch_non_finite(self._sharded_unit.context, rank if enabled else None)
-
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of this unit and of all units inside it.
 
