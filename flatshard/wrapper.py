@@ -510,11 +510,11 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
     def norms(
         self,
-        kind: Literal["grad", "param", "update"] = "grad",
+        kind: Literal["grad", "param"] = "grad",
         per: Literal["parameter", "unit"] = "parameter",
         norm_type: float = 2.0,
     ) -> dict[str, float]:
-        """Return the norms of all full parameters, gradients or updates, keyed by unwrapped name.
+        """Return the norms of all full parameters or gradients, keyed by unwrapped name.
 
         Costs one collective, if all units train on the same ranks, and one wait of the host. The
         returned dict has an attribute ``non_finite``: for each name whose norm is inf or NaN, the
@@ -532,9 +532,7 @@ class ShardedWrapper(ModuleProxy, metaclass=_NamesMissing):
 
         Args:
             kind: ``"grad"``: the gradients in ``.grad``; parameters without a gradient are left
-                out. ``"param"``: the parameters. ``"update"``: the change of the parameters since
-                the previous ``norms("update")``; the first call copies this rank's shards, and
-                returns an empty dict. Loading a checkpoint changes parameters, too.
+                out. ``"param"``: the parameters.
             per: one norm for each parameter or for each unit. Units have the names of
                 ``unit_report()``; the name of the root unit is ``""``.
             norm_type: the p of the p-norm; ``math.inf``: the largest absolute value; 0: the number
