@@ -126,4 +126,5 @@ class _Planner(default_planner.DefaultLoadPlanner):
     """Torch's default planner for loading, but ``load_safely`` loads pickled values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = load_safely(value)
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = load_safely(value, f"file with {name!r}")

@@ -90,7 +90,8 @@ def load(
     begun = time.monotonic()
 
     def own_file(rank: int) -> StateDict:
-        return load_safely(path / folders.own_file(rank))  # type: ignore[no-any-return]
+        file = path / folders.own_file(rank)
+        return load_safely(file, file)  # type: ignore[no-any-return]
 
     def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
         if not is_given:

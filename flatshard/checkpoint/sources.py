@@ -2,9 +2,7 @@
 
 ``convert`` writes the tensors of a source in another format.
 
-Reading runs no code from the files. Pickles are loaded with ``weights_only``, which refuses numpy's
-numbers, such as a learning rate from a numpy schedule. ``NumpyDtype`` and ``number_from_numpy``
-load numpy's numbers as Python numbers, without running numpy's code.
+Reading runs no code from the files: pickles are loaded with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ import mmap
 import os
 import pickle
 import re
-import struct
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,45 +138,11 @@ def _safetensors(path: Path) -> Source:
 
 # ---------------------------------------------------------------- torch.save
 
-# Format characters of Python's module struct, keyed by numpy's names of number types.
-_CODES = dict(zip("f2 f4 f8 b1 i1 i2 i4 i8 u1 u2 u4 u8".split(), "efd?bhiqBHIQ", strict=True))
-
-
-class NumpyDtype:
-    """Replaces ``numpy.dtype``: the type of a number, and the order of the number's bytes."""
-
-    def __init__(self, name: str, *_: object) -> None:
-        self.name, self.order = name, "="
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        self.order = state[1].replace("|", "=")
-
-
-def number_from_numpy(dtype: NumpyDtype, data: bytes) -> bool | int | float:
-    """Return the Python number of a numpy scalar with this dtype and these bytes."""
-    if dtype.name not in _CODES:
-        raise TypeError(f"the file has a number of numpy's type {dtype.name!r}, which is not real")
-    number: bool | int | float = struct.unpack(dtype.order + _CODES[dtype.name], data)[0]
-    return number
-
-
-STAND_INS: list[tuple[Any, str]] = [
-    (NumpyDtype, "numpy.dtype"),
-    (number_from_numpy, "numpy._core.multiarray.scalar"),
-    (number_from_numpy, "numpy.core.multiarray.scalar"),  # the name in numpy before version 2
-]
-"""Replacements for numpy's classes and functions, each with the name that a file contains."""
-
-
-def load_safely(file: Any, **options: Any) -> Any:
-    """Call ``torch.load`` with ``weights_only``, on the CPU."""
-    with torch.serialization.safe_globals([*STAND_INS]):
-        return torch.load(file, map_location="cpu", weights_only=True, **options)
-
 
 def _torch(path: Path) -> Source:
     source = Source("torch.save", {}, lambda names: source.tensors[names])
-    for names, value in leaves(load_torch(path)):
+    # Tensors in zip files are mapped into memory, not read.
+    for names, value in leaves(load_safely(path, path, mmap=zipfile.is_zipfile(path))):
         if isinstance(value, Tensor):
             source.tensors[names] = value
         elif names and names[-1] in _PROGRESS_KEYS:
@@ -187,15 +150,15 @@ def _torch(path: Path) -> Source:
     return source
 
 
-def load_torch(path: Path) -> Any:
-    """Load a file of ``torch.save``. Tensors in zip files are mapped into memory, not read."""
+def load_safely(file: Any, name: object, *, mmap: bool = False) -> Any:
+    """Call ``torch.load``, so that no code from the file runs. ``name``: the file's, for errors."""
     try:
-        return load_safely(path, mmap=zipfile.is_zipfile(path))
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).partition(". ")[0].partition("\n")[0]
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             why = f"the file contains objects such as {found[1]}, whose loading may run code"
-        text = f"{path}: torch.load cannot read this file safely: {why}. Save a state_dict()."
+        text = f"{name}: torch.load cannot read this file safely: {why}. Save a state_dict()."
         raise ValueError(text) from error
 
 
@@ -238,7 +201,8 @@ def _dcp(folder: Path) -> Source:
     if (marker := folders.read_marker(folder)) is not None:
         source.kind = "flatshard.checkpoint"
         source.facts |= {"step": marker.step, "world size": marker.world_size}
-        if kinds := load_torch(folder / folders.own_file(0)).get("optimizers"):
+        own_file = folder / folders.own_file(0)
+        if kinds := load_safely(own_file, own_file).get("optimizers"):
             shown = (f"{name!r} ({kind})" for name, (kind, _) in kinds.items())
             source.facts["optimizers"] = ", ".join(shown)
     return source
