@@ -20,7 +20,6 @@ from flatshard.checkpoint.folder import Marker
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
-from flatshard.wrapper import ShardedWrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -105,7 +104,7 @@ def load(
         # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = dcp_files.read_metadata(path)
-        states = training.optim_states()
+        states = {name: one.sharded(None, None) for name, one in training.states.items()}
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
@@ -140,9 +139,8 @@ def load(
             groups = [group for group in state["param_groups"] if set(fqns) & set(group["params"])]
             own = {fqn: state["state"][fqn] for fqn in fqns if fqn in state["state"]}
             part = {"state": own, "param_groups": groups}
-        ShardedWrapper.optim_state_dict_to_load(
-            training.plain, training.optimizers[name], part, load_directly=True
-        )
+        one = training.states[name]
+        one.optimizer.load_state_dict(one.to_load(part, by_name=False))
     if scheduler is not None:
         scheduler.load_state_dict(first["scheduler"])
     if rng is None:

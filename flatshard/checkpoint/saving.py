@@ -33,7 +33,6 @@ from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
-from flatshard.state.optim_state import OptimParams, unsharded_state
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
 
 logger = logging.getLogger("flatshard.checkpoint")
@@ -260,7 +259,7 @@ class Save:
         """
         rest = None
         self.tensors["model"] = training.shards.state_dict()
-        states = training.optim_states()
+        states = {name: one.sharded(None, None) for name, one in training.states.items()}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
@@ -286,10 +285,7 @@ class Save:
             own |= {"scheduler": of_scheduler, "extra": extra}
             own |= {"optimizers": kinds, "optimizer": rest}
         self.own = _saved(own)
-        same = []
-        for name, one in training.optimizers.items():
-            params = OptimParams(training.plain, one, training.shards.units)
-            same.append((type(one).__name__, unsharded_state(states[name], params)))
+        same = [(kinds[n][0], one.unsharded(states[n])) for n, one in training.states.items()]
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
         return facts, same

@@ -108,13 +108,13 @@ class Training:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        self.optimizers = by_name(optimizer)
+        optimizers = by_name(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
                 f"For several models, call {caller} once for each model, with its own folder."
             )
-        for one in self.optimizers.values():
+        for one in optimizers.values():
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(
                     f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
@@ -127,16 +127,13 @@ class Training:
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
-
-    def optim_states(self) -> dict[str, dict[str, Any]]:
-        """Return the sharded state dict of each optimizer, keyed by the optimizer's name."""
-        units, optimizers = self.shards.units, self.optimizers.items()
-        return {n: OptimState(self.plain, one, units).sharded(None, None) for n, one in optimizers}
+        units = self.shards.units
+        self.states = {n: OptimState(self.plain, one, units) for n, one in optimizers.items()}
 
     def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
         return {
-            name: [type(self.optimizers[name]).__name__, sorted(_fqns(state))]
+            name: [type(self.states[name].optimizer).__name__, sorted(_fqns(state))]
             for name, state in states.items()
         }
 
