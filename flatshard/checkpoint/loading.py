@@ -92,7 +92,7 @@ def load(
         file = path / folders.own_file(rank)
         return load_safely(file, file)  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict, dict[str, list[Any]]]:
+    def prepare() -> tuple[Marker, Metadata, StateDict, StateDict]:
         if not is_given:
             raise FileNotFoundError(
                 "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
@@ -109,10 +109,10 @@ def load(
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
         targets = _targets(path, found, wanted, dcp_files.incomplete_tensors(found))
-        return marker, found, wanted, targets, training.kinds(states)
+        return marker, found, wanted, targets
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
-    marker, found, wanted, targets, kinds = ranks.agree(prepare, op_name)
+    marker, found, wanted, targets = ranks.agree(prepare, op_name)
     saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
     ranks.compare(saved_at, op_name, f"Put {path} on a file system that all hosts share.")
     if verify:
@@ -121,7 +121,7 @@ def load(
 
     def read() -> tuple[StateDict | None, StateDict]:
         first = own_file(0)
-        _check_optimizers(path, first.get("optimizers"), kinds)
+        _check_optimizers(path, first.get("optimizers"), training.kinds())
         dcp_files.read(path, found, targets)
         is_there = ranks.rank < marker.world_size
         return own_file(ranks.rank)["rng"] if is_there else None, first
@@ -132,14 +132,14 @@ def load(
     nested: StateDict = unflatten_state_dict(targets, found.planner_data)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
-    state = unpack_optimizer(packed, rest) if kinds else {}
-    for name, (_, fqns) in kinds.items():
+    state = unpack_optimizer(packed, rest) if training.states else {}
+    for one in training.states.values():
         part = state
-        if len(kinds) > 1:
-            groups = [group for group in state["param_groups"] if set(fqns) & set(group["params"])]
-            own = {fqn: state["state"][fqn] for fqn in fqns if fqn in state["state"]}
+        if len(training.states) > 1:
+            fqns = {param.fqn for param in one.params}
+            groups = [group for group in state["param_groups"] if fqns & set(group["params"])]
+            own = {fqn: value for fqn, value in state["state"].items() if fqn in fqns}
             part = {"state": own, "param_groups": groups}
-        one = training.states[name]
         one.optimizer.load_state_dict(one.to_load(part, by_name=False))
     if scheduler is not None:
         scheduler.load_state_dict(first["scheduler"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import logging
 import os
 import random
 import shutil
@@ -34,8 +33,6 @@ from flatshard.comm.consistency import Facts
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
-
-logger = logging.getLogger("flatshard.checkpoint")
 
 _DESTROYED = (
     "the process group was destroyed before the save was complete. Call wait() on the object that "
@@ -217,7 +214,7 @@ def wait_for_pending() -> None:
     """Wait for an unfinished save. Raises the save's error, unless ``wait()`` has raised it."""
     if _pending is not None:
         if not _pending.done():
-            logger.info("waiting until %s is saved", _pending.path)
+            folders.logger.info("waiting until %s is saved", _pending.path)
         _pending.wait()
 
 
@@ -271,7 +268,7 @@ class Save:
             _check_loads(name, value)
         facts = {name: repr(value) for name, value in named.items()}
         facts |= {"the path": str(self.path.absolute()), "keep": str(self.keep)}
-        kinds = training.kinds(states)
+        kinds = training.kinds()
         facts["the list of optimizers"] = str({name: kind for name, (kind, _) in kinds.items()})
         for names, leaf in leaves([self.tensors.get("optimizer", {}), rest or {}]):
             name = f"the optimizer's {'.'.join(names[1:])}"

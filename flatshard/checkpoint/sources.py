@@ -127,7 +127,7 @@ def _safetensors(path: Path) -> Source:
     def read(names: Names) -> Tensor:
         place = places[names[0]]
         value = torch.empty(place.shape, dtype=place.dtype)
-        safetensors.move_range(place, value.view(-1), range(value.dim()), 0, to_file=False)
+        safetensors.move(place, safetensors.whole(value), to_file=False)
         return value
 
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}
@@ -266,17 +266,16 @@ def convert(
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from error
     found.check_complete(source, {names[0] for names in model.values()})
-    like: dict[str, Tensor] = {}
-    ties = {alias: kept for alias, kept in found.ties.items() if kept in model}
-    first: dict[Any, str] = {}
-    for name, names in model.items():
-        one = found.tensors[names]
-        # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
-        place = name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
-        if first.setdefault(place, name) != name:
-            ties[name] = first[place]
-            continue
-        like[name] = safetensors.as_saved(one, dtype)
+    tensors = {name: found.tensors[names] for name, names in model.items()}
+    # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
+    ties = safetensors.ties_in(
+        {
+            name: name if one.is_meta or not one.numel() else (one.data_ptr(), one.shape)
+            for name, one in tensors.items()
+        }
+    )
+    like = {n: safetensors.as_saved(one, dtype) for n, one in tensors.items() if n not in ties}
+    ties |= {alias: kept for alias, kept in found.ties.items() if kept in model}
     begun = time.monotonic()
 
     def read(name: str) -> Tensor:
@@ -287,7 +286,7 @@ def convert(
     else:
         with contextlib.closing(safetensors.plan_files(like, final, max_shard_size, ties)) as plan:
             plan.create()
-            safetensors.write_whole(plan, ((name, read(name)) for name in plan.places))
+            plan.write((name, safetensors.whole(read(name))) for name in plan.places)
             plan.commit()
     folders.log_speed("converted", final, sum(one.nbytes for one in like.values()), begun)
 

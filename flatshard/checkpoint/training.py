@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -108,18 +108,11 @@ class Training:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, caller: str) -> None:
         """Check the types of the arguments, and find the ranks that train ``model``. Collective."""
-        optimizers = by_name(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"{caller}: model must be one torch model, got a {type(model).__name__}. "
                 f"For several models, call {caller} once for each model, with its own folder."
             )
-        for one in optimizers.values():
-            if not isinstance(one, torch.optim.Optimizer):
-                raise TypeError(
-                    f"{caller}: optimizer must be one torch optimizer, got a {type(one).__name__}. "
-                    "For several optimizers over one model, pass a list, or a dict with names."
-                )
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.plain, group = model, dist.group.WORLD if dist.is_initialized() else None
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -127,33 +120,29 @@ class Training:
         self.shards = model_shards(self.plain, caller)
         self.shards.refuse_dtensors(caller)
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
-        units = self.shards.units
-        self.states = {n: OptimState(self.plain, one, units) for n, one in optimizers.items()}
+        optimizers, units = by_name(optimizer).items(), self.shards.units
+        self.states = {name: OptimState(self.plain, one, units) for name, one in optimizers}
 
-    def kinds(self, states: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    def kinds(self) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
         return {
-            name: [type(self.states[name].optimizer).__name__, sorted(_fqns(state))]
-            for name, state in states.items()
+            name: [type(one.optimizer).__name__, sorted(param.fqn for param in one.params)]
+            for name, one in self.states.items()
         }
-
-
-def _fqns(state: dict[str, Any]) -> Iterator[str]:
-    return chain.from_iterable(group["params"] for group in state["param_groups"])
 
 
 def joined(states: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Join the state dicts of several optimizers into one, as in torch's ``get_state_dict``."""
+    if len(states) < 2:
+        return next(iter(states.values()), None)
     owner: dict[str, str] = {}
     for name, state in states.items():
-        for fqn in _fqns(state):
+        for fqn in chain.from_iterable(group["params"] for group in state["param_groups"]):
             if owner.setdefault(fqn, name) != name:
                 raise ValueError(
                     f"parameter {fqn!r} belongs to optimizers {owner[fqn]!r} and {name!r}. Give "
                     "each parameter to one optimizer."
                 )
-    if len(states) < 2:
-        return next(iter(states.values()), None)
     whole: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, state in states.items():
         if others := [*(state.keys() - whole.keys()), *(state["state"].keys() - owner.keys())]:

@@ -260,7 +260,10 @@ def _check_whole(optimizer: Optimizer, whole: StateDict, taken: set[Any]) -> Non
 def _watch(optimizer: object) -> None:
     """Check that ``optimizer`` is an optimizer, and register the hooks for its state dicts."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {optimizer!r:.100}.")
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {optimizer!r:.100}. For several "
+            "optimizers over one model, pass a list, or a dict with names, to checkpoint.save()."
+        )
     state_dicts.watch(optimizer)
 
 
