@@ -297,7 +297,11 @@ def _main_file(folder: Path) -> Path:
         if files:
             names = ", ".join(one.name for one in files[:5])
             raise ValueError(f"{folder} has several files ({names}) but no index. Pass one file.")
-    raise ValueError(f"{folder}: there is no safetensors file in this folder. Check the path.")
+    held = ", ".join(sorted(one.name for one in folder.iterdir())[:5]) or "nothing"
+    raise ValueError(
+        f"{folder}: expected safetensors files (or, to convert, files of "
+        f"torch.distributed.checkpoint), got {held}. Check the path."
+    )
 
 
 def _read_header(path: Path) -> Found:

@@ -13,7 +13,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from torch.utils import serialization
 
 from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import training as trainings
-from flatshard.checkpoint.folder import FileRecord, Marker
 from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
 from flatshard.comm.consistency import Facts
@@ -231,21 +229,17 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-@dataclass
 class Save:
     """Saves one checkpoint."""
 
-    path: Path
-    ranks: HostRanks
-    keep: int | None
     # Nested dicts of tensors. DCP saves only this rank's part of a sharded tensor.
-    tensors: dict[str, Any] = field(default_factory=dict)
-    own: bytes = b""  # this rank's values that DCP's files do not contain
-    step: int | None = None  # the user's `extra["step"]`, if it is a number
+    tensors: dict[str, Any]
+    own: bytes  # this rank's values that DCP's files do not contain
+    step: int | None  # the user's `extra["step"]`, if it is a number
 
-    @property
-    def op_name(self) -> str:
-        return f"checkpoint.save({str(self.path)!r})"
+    def __init__(self, path: Path, ranks: HostRanks, keep: int | None) -> None:
+        self.path, self.ranks, self.keep = path, ranks, keep
+        self.op_name = f"checkpoint.save({str(path)!r})"
 
     def take(
         self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
@@ -255,7 +249,7 @@ class Save:
         With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
         """
         rest = None
-        self.tensors["model"] = training.shards.state_dict()
+        self.tensors = {"model": training.shards.state_dict()}
         states = {name: one.sharded(None, None) for name, one in training.states.items()}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
@@ -333,7 +327,7 @@ class Save:
             kind, text = trainings.class_and_text(error)
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
-        def sum_up() -> dict[str, FileRecord]:
+        def sum_up() -> dict[str, folders.FileRecord]:
             own_file = folder / folders.own_file(ranks.rank)
             with writer.fs.create_stream(own_file, "wb") as stream:
                 stream.write(self.own)
@@ -350,7 +344,7 @@ class Save:
                     f"{', '.join(missing):.300}. {_TENSORS}"
                 )
             files = {name: record for one in records for name, record in one.items()}
-            marker = Marker(len(ranks.ranks), self.step, files)
+            marker = folders.Marker(len(ranks.ranks), self.step, files)
             folders.finish(self.path, marker, self.keep)
             folders.log_speed("saved", self.path, marker.bytes, begun)
 

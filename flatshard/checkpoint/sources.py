@@ -35,6 +35,7 @@ _PROGRESS_KEYS = {"step", "global_step", "epoch", "iteration"}
 class Source:
     """An opened checkpoint: the names of the tensors, and a function that reads one tensor."""
 
+    path: Path
     kind: str  # name of the checkpoint's format, such as "safetensors"
     tensors: dict[Names, Tensor]  # on the meta device, if only shape and dtype are known
     read: Callable[[Names], Tensor]
@@ -45,7 +46,7 @@ class Source:
     # Names of tensors that lack some values in the files.
     incomplete: list[str] = field(default_factory=list)
 
-    def check_complete(self, path: object, parts: Collection[str] | None = None) -> None:
+    def check_complete(self, parts: Collection[str] | None = None) -> None:
         """Raise ValueError if the files lack values of tensors, or of tensors in some ``parts``.
 
         The part of a tensor ("model", for example) is the outermost key.
@@ -53,8 +54,8 @@ class Source:
         lacking = [one for one in self.incomplete if not parts or one.partition(".")[0] in parts]
         if lacking:
             raise ValueError(
-                f"{path} is incomplete: its files lack values of {', '.join(lacking):.300}. Use "
-                "another checkpoint."
+                f"{self.path} is incomplete: its files lack values of {', '.join(lacking):.300}. "
+                "Use another checkpoint."
             )
 
     def model(self, key: str | None = None) -> dict[str, Names]:
@@ -74,7 +75,9 @@ class Source:
         if len(found) != 1:
             known = ", ".join(sorted(".".join(one) for one in prefixes if one)) or "no tensors"
             wrong = f"expected one entry that contains the model, got {len(found)}"
-            raise ValueError(f"key={key!r}: {wrong}. Pass the model's key, one of: {known}.")
+            raise ValueError(
+                f"{self.path}: key={key!r}: {wrong}. Pass the model's key, one of: {known}."
+            )
         depth = len(found[0])
         model = {".".join(n[depth:]): n for n in self.tensors if n[:depth] == found[0]}
         # DistributedDataParallel and torch.compile put these prefixes before all names.
@@ -84,8 +87,9 @@ class Source:
         flat = next((name for name in model if name.endswith("_flat_param")), None)
         if flat is not None:
             raise ValueError(
-                f"{flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, which cannot be read "
-                "without the wrapped model. Save the model again with SHARDED_STATE_DICT."
+                f"{self.path}: {flat!r} is a flat parameter of FSDP1's LOCAL_STATE_DICT, which "
+                "cannot be read without the wrapped model. Save the model again with "
+                "SHARDED_STATE_DICT."
             )
         return model
 
@@ -105,12 +109,6 @@ def open_source(path: str | os.PathLike[str]) -> Source:
                 f"{path}: DeepSpeed wrote this folder, and flatshard does not read it. Run "
                 "DeepSpeed's script zero_to_fp32.py, which is beside the checkpoint, with "
                 "--safe_serialization, and convert the files that it writes."
-            )
-        if not list(path.glob("*.safetensors")):
-            held = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
-            raise ValueError(
-                f"{path}: expected files of torch.distributed.checkpoint or safetensors, got "
-                f"{held}. Check the path."
             )
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
@@ -133,14 +131,14 @@ def _safetensors(path: Path) -> Source:
     tensors: dict[Names, Tensor] = {(n,): _meta(p.shape, p.dtype) for n, p in places.items()}
     ties = {name: kept for name, kept in metadata.items() if kept in places and name not in places}
     facts = {name: value for name, value in metadata.items() if name not in ties}
-    return Source("safetensors", tensors, read, dict(facts), ties=ties)
+    return Source(path, "safetensors", tensors, read, dict(facts), ties=ties)
 
 
 # ---------------------------------------------------------------- torch.save
 
 
 def _torch(path: Path) -> Source:
-    source = Source("torch.save", {}, lambda names: source.tensors[names])
+    source = Source(path, "torch.save", {}, lambda names: source.tensors[names])
     # Tensors in zip files are mapped into memory, not read.
     for names, value in leaves(load_safely(path, path, mmap=zipfile.is_zipfile(path))):
         if isinstance(value, Tensor):
@@ -178,7 +176,8 @@ def _dcp(folder: Path) -> Source:
     # Import here, because torch.distributed.checkpoint loads slowly.
     from flatshard.checkpoint import dcp_files
 
-    metadata = dcp_files.read_metadata(folder)
+    saved = dcp_files.Saved(folder)
+    metadata = saved.metadata
     for stored in metadata.storage_data.values():
         end = stored.offset + stored.length
         folders.check_lengths(folder, {stored.relative_path: end}, "Convert another checkpoint.")
@@ -188,10 +187,10 @@ def _dcp(folder: Path) -> Source:
     def read(names: Names) -> Tensor:
         one = entries[names_of[names]]
         state = {names_of[names]: torch.empty(one.size, dtype=one.properties.dtype)}
-        dcp_files.read(folder, metadata, state)
+        saved.read(state)
         return state[names_of[names]]
 
-    source = Source("torch.distributed.checkpoint", {}, read)
+    source = Source(folder, "torch.distributed.checkpoint", {}, read)
     source.incomplete = dcp_files.incomplete_tensors(metadata)
     for names, name in names_of.items():
         if hasattr(entries[name], "size"):
@@ -261,11 +260,8 @@ def convert(
     if final.exists():
         raise ValueError(f"{final} already exists. Choose another name, or delete the old file.")
     found = open_source(source)
-    try:
-        model = found.model(key)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(source)}: {error}") from error
-    found.check_complete(source, {names[0] for names in model.values()})
+    model = found.model(key)
+    found.check_complete({names[0] for names in model.values()})
     tensors = {name: found.tensors[names] for name, names in model.items()}
     # In a file of torch.save, tied tensors share memory. Convert only the first tensor.
     ties = safetensors.ties_in(

@@ -76,7 +76,7 @@ class HostRanks(HostExchange):
         # Sort, because ranks may have collected equal facts in a different order.
         different = differing_fact(self.gather(dict(sorted(facts.items())), op_name), self.ranks)
         if different is not None:
-            raise ValueError(f"{op_name}: ranks differ: {different[1]}. {remedy}")
+            raise ValueError(f"{op_name}: ranks differ: {different}. {remedy}")
 
 
 def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
@@ -206,12 +206,10 @@ def _dcp_names(keys: list[Any]) -> list[str]:
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping | deque):
-        # True even without tensors: otherwise DCP would pickle the deque, or the dict's keys.
-        return True
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
-    return isinstance(value, Tensor)
+    # A dict or deque counts even without tensors: DCP would pickle the deque, or the dict's keys.
+    return isinstance(value, Tensor | Mapping | deque)
 
 
 def unpack(packed: Any, form: Form) -> Any:

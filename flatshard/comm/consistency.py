@@ -96,7 +96,7 @@ def agreed(
         if text is None and len(answers) > 1:
             different = differing_fact(comm.host.gather(facts, op_name), comm.ranks)
             assert different is not None, "the ranks' digests differ"
-            text = f"{op_name}: {differ}: {different[1]}. {remedy}"
+            text = f"{op_name}: {differ}: {different}. {remedy}"
     if problem is not None and not isinstance(problem, ValueError):
         raise problem
     if text is not None:
@@ -105,10 +105,10 @@ def agreed(
     return result
 
 
-def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str, str] | None:
-    """Return the first fact that differs between ranks, as a pair of texts, or None.
+def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> str | None:
+    """Return a text about the first fact that differs between ranks, or None.
 
-    The first text is the name of the fact. The second text contains two ranks and their values.
+    The text contains the name of the fact, two ranks and their values.
     ``everyone``: the facts of each rank. ``ranks``: the number of each rank, in the same order.
     """
     if everyone.count(everyone[0]) == len(everyone):
@@ -118,5 +118,5 @@ def differing_fact(everyone: Sequence[Facts], ranks: Sequence[int]) -> tuple[str
         for rank, value in zip(ranks, values, strict=True):
             if value != values[0]:
                 first = f"{key} is {values[0]:.300} on rank {ranks[0]}"
-                return key, f"{first}, {value:.300} on rank {rank}"
+                return f"{first}, {value:.300} on rank {rank}"
     return None

@@ -197,7 +197,7 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for content, named in ((imported, r"os\.mkdir"), (attribute, r"builtins\.getattr")):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(ValueError, match=rf"{named}, whose loading may run code"):
-            dcp_files.read_metadata(tmp_path)
+            dcp_files.Saved(tmp_path)
     assert not (tmp_path / "evil").exists()
     for unsafe, shown in ((Evil(), "<.*Evil object"), ({"f": [1, _record]}, "<function _record")):
         with pytest.raises(TypeError, match=rf"rank 0: extra\['x'\] holds {shown}.*would run code"):
