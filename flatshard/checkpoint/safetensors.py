@@ -80,6 +80,9 @@ class Elements(NamedTuple):
     start: int  # index of the first value among all elements of the tensor in memory order
 
 
+Parts = Iterator[tuple[str, Elements]]  # elements of tensors, with the tensors' names
+
+
 def whole(tensor: Tensor) -> Elements:
     """Return all elements of a tensor, in the file's order."""
     return Elements(tensor.reshape(-1), range(tensor.dim()), 0)
@@ -134,7 +137,7 @@ class Plan:
                     raise OSError(error.errno, what, file.name) from error
                 file.write(header)
 
-    def write(self, parts: Iterable[tuple[str, Elements]]) -> None:
+    def write(self, parts: Parts) -> None:
         """Write elements of tensors, keyed by the tensors' names, and wait for the disk.
 
         Reads all ``parts``, even after an error: other ranks may wait for the next parts.
@@ -506,9 +509,7 @@ def save_safetensors(
         log_speed("saved", path, sum(place.nbytes for place in plan.places.values()), begun)
 
 
-def _own_parts(
-    entries: Entries, names: Iterable[str], is_first: bool
-) -> Iterator[tuple[str, Elements]]:
+def _own_parts(entries: Entries, names: Iterable[str], is_first: bool) -> Parts:
     """Yield the elements that this rank writes."""
     for name in names:
         one = entries[name]

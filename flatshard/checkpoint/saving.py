@@ -286,8 +286,7 @@ class Save:
         self.ranks.compare(facts, self.op_name, _REMEDY)
         for kind, values in states:
             # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
-            gather, ranks = self.ranks.gather, self.ranks.ranks
-            check_same_state(values, gather, ranks, kind, some_may_lack=True)
+            check_same_state(values, self.ranks, kind, some_may_lack=True)
 
     def write(self) -> None:
         """Write the files, and turn the folder into a complete checkpoint. Collective."""
@@ -299,7 +298,7 @@ class Save:
                 shutil.rmtree(folders.incomplete(self.path), ignore_errors=True)
             last = folders.latest(self.path.parent)
             outcome = f"{self.path} was not saved. Last complete checkpoint: {last or 'none'}."
-            if self.ranks.process_group is not None and not dist.is_initialized():
+            if self.ranks.group is not None and not dist.is_initialized():
                 raise RuntimeError(f"{self.op_name}: {_DESTROYED} {outcome}") from error
             error.add_note(outcome)
             raise
@@ -319,8 +318,8 @@ class Save:
                 metadata = state_dict_saver.save(
                     self.tensors,
                     storage_writer=writer,
-                    process_group=ranks.process_group,
-                    no_dist=ranks.process_group is None,
+                    process_group=ranks.group,
+                    no_dist=ranks.group is None,
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))

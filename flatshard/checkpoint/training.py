@@ -40,7 +40,6 @@ class HostRanks(HostExchange):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Make the exchange. No other code may run collectives on ``group``."""
         super().__init__(group, torch.device("cpu"))
-        self.process_group, self.ranks = group, self._ranks
         self.rank = 0 if group is None else group.rank()
 
     @classmethod

@@ -95,8 +95,7 @@ class OptimState:
         named = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
         whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
         for world in worlds_of(whole):
-            values = self.unsharded(named)
-            check_same_state(values, world.host.gather, world.ranks, type(self.optimizer).__name__)
+            check_same_state(self.unsharded(named), world.host, type(self.optimizer).__name__)
         world = units[0].topology.world if units else ALONE
         with torch.inference_mode(False), torch.no_grad():
             full = copied(named)  # copies only this rank's parts of sharded tensors

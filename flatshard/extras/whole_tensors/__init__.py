@@ -413,7 +413,7 @@ class WholeTensorAdapter(adapters.OptimizerAdapter):
         states = ((param.spec.name, optimizer.state.get(param, {})) for param in self._params)
         values = comparable(states, enumerate(optimizer.param_groups))
         for comm in self._all_comms():
-            check_same_state(values, comm.host.gather, comm.ranks, type(optimizer).__name__)
+            check_same_state(values, comm.host, type(optimizer).__name__)
 
 
 # ------------------------------------------------------------ owners
