@@ -18,6 +18,7 @@ from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint.saving import wait_for_pending
 from flatshard.checkpoint.sources import load_safely, open_source
 from flatshard.checkpoint.training import Optimizers, Training, joined, unpack_optimizer
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.optimizer.state_dicts import StateDict
 
 
@@ -84,7 +85,7 @@ def load(
         file = path / folders.own_file(rank)
         return load_safely(file, file)  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[folders.Marker, Saved, StateDict, StateDict]:
+    def prepare() -> tuple[tuple[folders.Marker, Saved, StateDict, StateDict], Facts]:
         if not is_given:
             raise FileNotFoundError(
                 "there is no checkpoint to load: the path is None. checkpoint.latest() returns "
@@ -100,12 +101,12 @@ def load(
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
-        return marker, found, wanted, found.targets(wanted)
+        facts = {"the time when the checkpoint was saved": str(marker.saved_at)}
+        return (marker, found, wanted, found.targets(wanted)), facts
 
     # If one rank fails here, all ranks raise before any tensor is overwritten.
-    marker, found, wanted, targets = ranks.agree(prepare, op_name)
-    saved_at = {"the time when the checkpoint was saved": str(marker.saved_at)}
-    ranks.compare(saved_at, op_name, f"Put {path} on a file system that all hosts share.")
+    remedy = f"Put {path} on a file system that all hosts share."
+    marker, found, wanted, targets = agreed(prepare, [ranks], op_name, remedy)
     if verify:
         mine = sorted(marker.files)[ranks.rank :: len(ranks.ranks)]
         ranks.agree(lambda: folders.check_sums(path, marker, mine), op_name)

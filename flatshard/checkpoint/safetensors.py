@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flatshard.checkpoint.folder import log_speed, sync
 from flatshard.checkpoint.training import sharded
 from flatshard.comm.communicator import Communicator
+from flatshard.comm.consistency import Facts, agreed
 from flatshard.extras.model_shards import ModelShards
 from flatshard.options.extras import extra
 from flatshard.state.model_state import without_ddp_prefix
@@ -357,8 +358,8 @@ def _pieces(place: Place, part: Elements) -> Iterator[tuple[Tensor, int]]:
     Yields each view, with its dimensions in the file's order, and the index that the view's first
     element has in the file.
     """
-    part_values, order, start = part
-    shape, end, num_dims = place.shape, start + part_values.numel(), len(place.shape)
+    elements, order, start = part
+    shape, end, num_dims = place.shape, start + elements.numel(), len(place.shape)
     strides = strides_of(shape, range(num_dims))
     in_file = sorted(range(num_dims), key=order.__getitem__)
     # If the orders in memory and in the file differ, cut only between rows (all elements with one
@@ -369,7 +370,7 @@ def _pieces(place: Place, part: Elements) -> Iterator[tuple[Tensor, int]]:
     for low, high in itertools.pairwise(cuts):
         for box in boxes_of(shape, low, high, order):
             sizes = [box.sizes[d] for d in order]
-            values = part_values[low - start + box.position :][: box.numel]
+            values = elements[low - start + box.position :][: box.numel]
             values = values.view(sizes).permute(in_file)
             # In all dimensions after `split`, the box is as large as the tensor. So the box's
             # elements that share the indices before `split` are contiguous in the file.
@@ -483,7 +484,7 @@ def save_safetensors(
     weights = extra("weights", "save_safetensors(merge_lora=True)") if merge_lora else None
     op_name, is_first, begun = "save_safetensors", ranks.rank == 0, time.monotonic()
 
-    def prepare() -> tuple[Entries, Plan]:
+    def prepare() -> tuple[tuple[Entries, Plan], Facts]:
         entries = _entries_of(shards)
         if weights is not None:
             name_of = weights.MergedLora(model).name_of
@@ -492,11 +493,11 @@ def save_safetensors(
         # `safetensors.torch.load_model` reads the names of tied tensors from the metadata.
         ties = ties_in({name: one.key for name, one in entries.items()})
         kept = {n: as_saved(one.entry, dtype) for n, one in entries.items() if n not in ties}
-        return entries, plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
+        plan = plan_files(kept, path, max_shard_size, {**ties, **(metadata or {})})
+        facts = {name: str(header) for name, header in plan.headers.items()}
+        return (entries, plan), {"the path": str(plan.folder), **facts}
 
-    entries, plan = ranks.agree(prepare, op_name)
-    facts = {name: str(header) for name, header in plan.headers.items()}
-    ranks.compare({"the path": str(plan.folder), **facts}, op_name, _REMEDY)
+    entries, plan = agreed(prepare, [ranks], op_name, _REMEDY)
     with contextlib.closing(plan):
         ranks.on_first(plan.create, op_name)
         parts = _own_parts(entries, plan.places, is_first)
@@ -565,14 +566,14 @@ def load_safetensors(
     shards, ranks = sharded(model, "load_safetensors()")
     op_name, begun = "load_safetensors", time.monotonic()
 
-    def prepare() -> tuple[Entries, Places, _IncompatibleKeys]:
+    def prepare() -> tuple[tuple[Entries, Places, _IncompatibleKeys], Facts]:
         entries, found = _entries_of(shards), find_tensors(path)
         places = without_ddp_prefix(found.places, {name.partition(".")[0] for name in entries})
-        return entries, places, _check_fits(os.fspath(path), entries, places, strict=strict)
+        keys = _check_fits(os.fspath(path), entries, places, strict=strict)
+        facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
+        return (entries, places, keys), facts
 
-    entries, places, keys = ranks.agree(prepare, op_name)
-    facts = {name: f"{place.shape}, {place.dtype}" for name, place in places.items()}
-    ranks.compare(facts, op_name, _REMEDY)
+    entries, places, keys = agreed(prepare, [ranks], op_name, _REMEDY)
     try:
         ranks.agree(lambda: _read(entries, places), op_name)
     finally:

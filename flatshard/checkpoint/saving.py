@@ -27,7 +27,7 @@ from flatshard.checkpoint import folder as folders
 from flatshard.checkpoint import training as trainings
 from flatshard.checkpoint.sources import leaves
 from flatshard.checkpoint.training import HostRanks, Optimizers, Training
-from flatshard.comm.consistency import Facts
+from flatshard.comm.consistency import Facts, agreed, sendable
 from flatshard.comm.work import CollectiveError, named
 from flatshard.optimizer.state_dicts import check_same_state, copied, python_number
 from flatshard.tensor.sharded_tensor import FlatShardTensor, StateShard
@@ -121,7 +121,7 @@ def save(
     wait_for_pending()
     # If one rank fails here, all ranks raise before any file is written.
     take = partial(one.take, training, scheduler, extra, copies=async_)
-    one._check_same(*ranks.agree(take, one.op_name))
+    one._check_same(agreed(take, [ranks], one.op_name, _REMEDY))
     ranks.on_first(partial(folders.begin, one.path, keep), one.op_name)
     if async_:
         _pending = PendingSave(one.path, one.write)
@@ -165,8 +165,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# Values that must be equal on all ranks: texts, and each optimizer's class and unsharded state.
-_Compared = tuple[Facts, list[tuple[str, dict[str, Any]]]]
+# Each optimizer's class and unsharded state, which must be equal on all ranks.
+_States = list[tuple[str, dict[str, Any]]]
 
 
 class PendingSave:
@@ -243,7 +243,7 @@ class Save:
 
     def take(
         self, training: Training, scheduler: Any, extra: dict[str, Any] | None, *, copies: bool
-    ) -> _Compared:
+    ) -> tuple[_States, Facts]:
         """Set ``tensors``, ``own`` and ``step``; return values that must be equal on all ranks.
 
         With ``copies``, training may continue afterwards: ``tensors`` are copies in host memory.
@@ -279,11 +279,10 @@ class Save:
         same = [(kinds[n][0], one.unsharded(states[n])) for n, one in training.states.items()]
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
-        return facts, same
+        return same, facts
 
-    def _check_same(self, facts: Facts, states: list[tuple[str, dict[str, Any]]]) -> None:
-        """Raise ValueError, on all ranks, if arguments or the optimizers' states differ."""
-        self.ranks.compare(facts, self.op_name, _REMEDY)
+    def _check_same(self, states: _States) -> None:
+        """Raise ValueError, on all ranks, if the optimizers' unsharded states differ."""
         for kind, values in states:
             # A rank may lack the state of a parameter. Then DCP saves the state of another rank.
             check_same_state(values, self.ranks, kind, some_may_lack=True)
@@ -323,7 +322,7 @@ class Save:
                 )
         except api.CheckpointException as raised:  # DCP raises this error on all ranks
             rank, (error, _) = next(iter(raised.failures.items()))
-            kind, text = trainings.class_and_text(error)
+            kind, text = sendable(error if isinstance(error, Exception) else RuntimeError(error))
             raise kind(f"{self.op_name}, rank {ranks.ranks[rank]}: {text}") from raised
 
         def sum_up() -> dict[str, folders.FileRecord]:

@@ -15,13 +15,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard.comm.consistency import Facts, differing_fact, sendable
+from flatshard.comm.consistency import agreed
 from flatshard.comm.host_exchange import HostExchange
 from flatshard.comm.process_groups import is_fake, new_group
 from flatshard.comm.work import named
@@ -54,35 +54,11 @@ class HostRanks(HostExchange):
 
     def agree(self, work: Callable[[], T], op_name: str) -> T:
         """Run ``work`` and return its result. If it raises on any rank, all raise. Collective."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        told = self.gather(error and class_and_text(error), op_name)
-        for rank, one in enumerate(told):
-            if one is not None:
-                kind, text = one
-                raise kind(f"{op_name}, rank {self.ranks[rank]}: {text}") from error
-        return cast(T, result)
+        return agreed(lambda: (work(), {}), [self], op_name, "")
 
     def on_first(self, work: Callable[[], object], op_name: str) -> None:
         """Run ``work`` on rank 0 of the group; if ``work`` raises, all ranks raise. Collective."""
         self.agree(work if self.rank == 0 else lambda: None, op_name)
-
-    def compare(self, facts: Facts, op_name: str, remedy: str) -> None:
-        """Raise ValueError on all ranks if the ranks pass different ``facts``. Collective."""
-        # Sort, because ranks may have collected equal facts in a different order.
-        different = differing_fact(self.gather(dict(sorted(facts.items())), op_name), self.ranks)
-        if different is not None:
-            raise ValueError(f"{op_name}: ranks differ: {different}. {remedy}")
-
-
-def class_and_text(error: BaseException) -> tuple[type[Exception], str]:
-    """Return what other ranks need to raise the error. A rarer class becomes RuntimeError."""
-    if isinstance(error, OSError | ValueError | TypeError | RuntimeError):
-        return sendable(error)
-    return RuntimeError, f"{type(error).__name__}: {error}"
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]

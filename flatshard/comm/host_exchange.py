@@ -90,14 +90,14 @@ class HostExchange:
                 use the name of ``group``.
         """
         self.group: Any = group
-        self.device, self.ranks = device, [0]
+        self.device, self.ranks, self.global_rank = device, [0], 0
         if group is None:
             return
         # The key under which `History` counts this exchange's collectives. The device is a part of
         # the key, because a group may have both gloo and NCCL, which match collectives separately.
         self._kind = f"{group.group_name} on {device.type}"
-        self.ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
-        self.history = History(name or group.group_name, self.ranks, self._rank, self._kind)
+        self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
+        self.history = History(name or group.group_name, self.ranks, self.global_rank, self._kind)
 
     def meet(self, op_name: str, kind: str = "meeting") -> None:
         """Wait until all ranks have called ``meet`` with the same ``op_name`` and ``kind``."""
@@ -176,7 +176,9 @@ class HostExchange:
             f"{name}, at {line}" if line else name, "comparing the names of different collectives"
         )
         names = dict(zip(self.ranks, places, strict=True))
-        raise CollectiveError(f"{name}, rank {self._rank} failed: {describe_difference(names)}")
+        raise CollectiveError(
+            f"{name}, rank {self.global_rank} failed: {describe_difference(names)}"
+        )
 
     def _all_reduce_bytes(self, data: bytes, op_name: str) -> bytes:
         """Return the maximum over the ranks for each byte of ``data``; same length on all ranks."""
@@ -198,7 +200,7 @@ class HostExchange:
             tensor.copy_(wire)
 
     def _waiting(self, op_name: str) -> named:
-        words = f"{op_name}, rank {self._rank}: exchanging values with the other ranks"
+        words = f"{op_name}, rank {self.global_rank}: exchanging values with the other ranks"
         return named(words, self.history.begin(self.group, self._kind))
 
 

@@ -22,7 +22,7 @@ from flatshard.engine.unit import Unit
 from flatshard.optimizer import adapter, state_dicts
 from flatshard.optimizer.adapter import Optimizer, map_state, named_values
 from flatshard.optimizer.state_dicts import StateDict, check_same_state, copied
-from flatshard.state.model_state import without_ddp_prefix, worlds_of
+from flatshard.state.model_state import hosts_of, without_ddp_prefix
 from flatshard.tensor.flat_parameter import OriginalParam
 from flatshard.tensor.sharded_tensor import FlatShardTensor
 from flatshard.units.module_tree import unit_text
@@ -92,10 +92,10 @@ class OptimState:
             return named, facts
 
         # If a rank fails, all ranks raise here, before the first tensor is all-gathered.
-        named = agreed(prepare, worlds_of(units), "optim_state_dict", _REMEDY)
+        named = agreed(prepare, hosts_of(units), "optim_state_dict", _REMEDY)
         whole = [unit for unit in units if any(handle.is_whole for handle in unit.handles)]
-        for world in worlds_of(whole):
-            check_same_state(self.unsharded(named), world.host, type(self.optimizer).__name__)
+        for host in hosts_of(whole):
+            check_same_state(self.unsharded(named), host, type(self.optimizer).__name__)
         world = units[0].topology.world if units else ALONE
         with torch.inference_mode(False), torch.no_grad():
             full = copied(named)  # copies only this rank's parts of sharded tensors
@@ -108,7 +108,7 @@ class OptimState:
 
         The tensors share memory with the optimizer's state, unless they are copied to the CPU.
         """
-        if len(worlds_of(self.units)) > 1:
+        if len(hosts_of(self.units)) > 1:
             raise NotImplementedError(
                 "optim_state_dict: some units train only on some of the model's ranks. Other ranks "
                 "may hold other state under the same names, but a sharded checkpoint keeps one "
@@ -162,7 +162,7 @@ class OptimState:
             loaded["state"] |= {k: copied(v) for k, v in states.items() if k not in group_of}
             return loaded, facts
 
-        return agreed(prepare, worlds_of(self.units), "optim_state_dict_to_load", _REMEDY)
+        return agreed(prepare, hosts_of(self.units), "optim_state_dict_to_load", _REMEDY)
 
     def _shared(self) -> dict[FlatShardTensor, StateDict]:
         is_optimizer = isinstance(self.optimizer, Optimizer)

@@ -65,7 +65,7 @@ def test_file_that_becomes_shorter(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected safetensors files .*, got nothing"):
+    with pytest.raises(ValueError, match=r"expected safetensors files .*, got nothing"):
         find_tensors(tmp_path)
     _file(tmp_path)
     assert set(find_tensors(tmp_path).places) == {"a", "b"}
