@@ -97,7 +97,7 @@ def load(
         # describe other tensors.
         folders.check_sums(path, marker, [".metadata"])
         found = Saved(path)
-        states = {name: one.sharded(None, None) for name, one in training.states.items()}
+        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         wanted = {"model": training.shards.state_dict(), "optimizer": joined(states)}
         if scheduler is not None and own_file(0)["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler. Leave out scheduler=.")
@@ -124,10 +124,10 @@ def load(
     nested = found.nested(targets)
     training.plain.load_state_dict({**wanted["model"], **nested.get("model", {})})
     packed, rest = nested.get("optimizer", {}), first.get("optimizer") or {}
-    state = unpack_optimizer(packed, rest) if training.states else {}
-    for one in training.states.values():
+    state = unpack_optimizer(packed, rest) if training.optimizers else {}
+    for one in training.optimizers.values():
         part = state
-        if len(training.states) > 1:
+        if len(training.optimizers) > 1:
             fqns = {param.fqn for param in one.params}
             groups = [group for group in state["param_groups"] if fqns & set(group["params"])]
             own = {fqn: value for fqn, value in state["state"].items() if fqn in fqns}

@@ -139,7 +139,7 @@ class Plan:
                 file.write(header)
 
     def write(self, parts: Parts) -> None:
-        """Write elements of tensors, keyed by the tensors' names, and wait for the disk.
+        """Write elements of tensors, and wait until all bytes are on the disk.
 
         Reads all ``parts``, even after an error: other ranks may wait for the next parts.
         """

@@ -250,7 +250,7 @@ class Save:
         """
         rest = None
         self.tensors = {"model": training.shards.state_dict()}
-        states = {name: one.sharded(None, None) for name, one in training.states.items()}
+        states = {name: one.sharded(None, None) for name, one in training.optimizers.items()}
         if (state := trainings.joined(states)) is not None:
             self.tensors["optimizer"], rest = trainings.pack_optimizer(state)
         own: dict[str, Any] = {"rng": generators(training.device)}
@@ -276,7 +276,7 @@ class Save:
             own |= {"scheduler": of_scheduler, "extra": extra}
             own |= {"optimizers": kinds, "optimizer": rest}
         self.own = _saved(own)
-        same = [(kinds[n][0], one.unsharded(states[n])) for n, one in training.states.items()]
+        same = [(kinds[n][0], one.unsharded(states[n])) for n, one in training.optimizers.items()]
         if copies:
             self.tensors = copied(self.tensors, torch.device("cpu"))
         return same, facts

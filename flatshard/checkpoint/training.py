@@ -96,13 +96,13 @@ class Training:
         self.shards.refuse_dtensors(caller)
         self.ranks = HostRanks.of(self.shards.world.group if self.shards.units else group)
         optimizers, units = by_name(optimizer).items(), self.shards.units
-        self.states = {name: OptimState(self.plain, one, units) for name, one in optimizers}
+        self.optimizers = {name: OptimState(self.plain, one, units) for name, one in optimizers}
 
     def kinds(self) -> dict[str, list[Any]]:
         """Return each optimizer's class, and the names of its parameters."""
         return {
             name: [type(one.optimizer).__name__, sorted(param.fqn for param in one.params)]
-            for name, one in self.states.items()
+            for name, one in self.optimizers.items()
         }
 
 
